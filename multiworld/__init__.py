@@ -1,0 +1,45 @@
+"""Fault-isolated worlds: many independent process groups in one process, on stock PyTorch.
+
+    async with WorldManager() as manager:
+        await manager.initialize_world("world1", rank, 2, addr="127.0.0.1", port=29500)
+        await manager.communicator.send(tensor, 1, "world1")
+
+A failure in one world raises BrokenWorldException there, and is not felt in any other.
+"""
+
+from multiworld.errors import (
+    AskError,
+    BrokenWorldException,
+    Cause,
+    JoinError,
+    MultiWorldError,
+    WorldClosedError,
+    WorldError,
+    WorldExistsError,
+    WorldNotFoundError,
+)
+from multiworld.events import WorldEvent
+from multiworld.question import ask
+from multiworld.watchdog import WatchDog
+from multiworld.world import World, WorldState
+from multiworld.world_communicator import WorldCommunicator
+from multiworld.world_manager import WorldManager
+
+__all__ = [
+    "AskError",
+    "BrokenWorldException",
+    "Cause",
+    "JoinError",
+    "MultiWorldError",
+    "WatchDog",
+    "World",
+    "WorldClosedError",
+    "WorldCommunicator",
+    "WorldError",
+    "WorldEvent",
+    "WorldExistsError",
+    "WorldManager",
+    "WorldNotFoundError",
+    "WorldState",
+    "ask",
+]

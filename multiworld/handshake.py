@@ -1,0 +1,115 @@
+"""How two processes prove to each other that they know the shared secret before anything else is said.
+
+Challenge and response with HMAC-SHA256, both ways: the host sends a nonce; the guest answers with its body, a nonce of its own and
+a proof over all three; the host proves itself over the same. Nonces are fresh for every connection, so a recorded handshake is
+worth nothing, and the secret never travels. What follows the handshake is neither encrypted nor signed.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from multiworld.frames import PROTOCOL_VERSION, Frame, FrameError, Kind
+
+NONCE_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a guest wants: a seat (`rank` of `size`) in `world`, or, when `question` is set, an answer.
+
+    `epoch` 0 means whichever incarnation of the world forms next.
+    """
+
+    world: str = ""
+    rank: int = 0
+    size: int = 0
+    epoch: int = 0
+    question: str | None = None
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "Hello":
+        """Raises FrameError when the bytes are no hello."""
+        try:
+            hello = Hello(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise FrameError(f"not a hello: {error}") from error
+        texts = isinstance(hello.world, str) and isinstance(hello.question, str | None)
+        if not texts or not all(type(value) is int for value in (hello.rank, hello.size, hello.epoch)):
+            raise FrameError("not a hello: a field has the wrong type")
+        return hello
+
+
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    digest = hmac.new(secret, role, hashlib.sha256)
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "big") + part)
+    return digest.digest()
+
+
+class HostHandshake:
+    """The listening side: `challenge`, then `accept` the guest's HELLO, then `welcome` (and `reply` to a question)."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._transcript: tuple[bytes, ...] = ()
+
+    def challenge(self) -> Frame:
+        return Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), self._nonce))
+
+    def accept(self, frame: Frame) -> Hello:
+        """The guest's wish, once its proof holds. Raises FrameError for a malformed hello, PermissionError for a wrong secret."""
+        if frame.kind is not Kind.HELLO or len(frame.fields) != 3 or len(frame.fields[1]) != NONCE_BYTES:
+            raise FrameError(f"expected a hello, got {frame.kind.name}")
+        body, guest_nonce, proof = frame.fields
+        self._transcript = (self._nonce, guest_nonce, body)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"guest", *self._transcript)):
+            raise PermissionError("wrong secret")
+        return Hello.decode(body)
+
+    def welcome(self) -> Frame:
+        return Frame(Kind.WELCOME, (_proof(self._secret, b"host", *self._transcript),))
+
+    def reply(self, answer: bytes) -> Frame:
+        return Frame(Kind.REPLY, (answer, _proof(self._secret, b"reply", *self._transcript, answer)))
+
+
+class GuestHandshake:
+    """The connecting side: answer the CHALLENGE with `hello`, then check the host's WELCOME or REPLY."""
+
+    def __init__(self, secret: bytes, hello: Hello) -> None:
+        self._secret = secret
+        self._body = hello.encode()
+        self._transcript: tuple[bytes, ...] = ()
+
+    def hello(self, challenge: Frame) -> Frame:
+        """Raises FrameError when the other side is no multiworld host of our version."""
+        if challenge.kind is not Kind.CHALLENGE or len(challenge.fields) != 2:
+            raise FrameError(f"expected a challenge, got {challenge.kind.name}")
+        version, host_nonce = challenge.fields
+        if version != bytes([PROTOCOL_VERSION]) or len(host_nonce) != NONCE_BYTES:
+            raise FrameError(f"the host speaks lifeline version {version!r}, we speak {PROTOCOL_VERSION}")
+        nonce = os.urandom(NONCE_BYTES)
+        self._transcript = (host_nonce, nonce, self._body)
+        return Frame(Kind.HELLO, (self._body, nonce, _proof(self._secret, b"guest", *self._transcript)))
+
+    def check_welcome(self, frame: Frame) -> None:
+        """Raises PermissionError when the host does not know the secret."""
+        if len(frame.fields) != 1 or not hmac.compare_digest(
+            frame.fields[0], _proof(self._secret, b"host", *self._transcript)
+        ):
+            raise PermissionError("the host does not know the secret")
+
+    def check_reply(self, frame: Frame) -> bytes:
+        """The host's answer. Raises PermissionError when it was not the host that we asked who gave it."""
+        if len(frame.fields) != 2 or not hmac.compare_digest(
+            frame.fields[1], _proof(self._secret, b"reply", *self._transcript, frame.fields[0])
+        ):
+            raise PermissionError("the answer was not given by a host that knows the secret")
+        return frame.fields[0]

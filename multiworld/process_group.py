@@ -1,0 +1,116 @@
+"""Process groups made from stock torch, without the global one: build, abort, and nothing else.
+
+The facts this rests on (what aborts a Gloo group, what its constructor waits for) are in docs/decisions/0002-worlds-on-stock-torch.md.
+"""
+
+import contextlib
+import functools
+import os
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
+
+from multiworld.errors import Cause
+
+FOREVER = timedelta(days=1)
+"""The deadline of an operation that has none of its own: the watchdog decides, not the clock."""
+_POISON_TAG = 0x7FFF_FFF1
+"""Reserved: nothing is ever sent with it."""
+_POISON_WAIT = timedelta(milliseconds=1)
+
+
+class UnsupportedBackendError(ValueError):
+    """The backend is not in this build of torch, or not known here."""
+
+
+def parse_backend(backend: str) -> dict[str, str]:
+    """`"gloo"`, `"nccl"` or c10d's `"cpu:gloo,cuda:nccl"` as a mapping from device type to backend. Raises UnsupportedBackendError."""
+    parts = {"gloo": "cpu:gloo", "nccl": "cuda:nccl"}.get(backend.strip().lower(), backend.strip().lower())
+    chosen: dict[str, str] = {}
+    for part in parts.split(","):
+        device, _, name = part.strip().partition(":")
+        if (device, name) not in {("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")}:
+            raise UnsupportedBackendError(
+                f"unknown backend {backend!r}: expected 'gloo', 'nccl', or a list such as 'cpu:gloo,cuda:nccl'"
+            )
+        chosen[device] = name
+    if "nccl" in chosen.values() and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise UnsupportedBackendError("backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'gloo' here")
+    return chosen
+
+
+@functools.cache
+def _gloo_device(host: str) -> object:
+    """One Gloo device an address and process: worlds share its thread and its listening socket, and nothing else."""
+    return ProcessGroupGloo.create_device(hostname=host)
+
+
+def make_process_group(
+    store: Store, rank: int, size: int, backends: dict[str, str], host: str, timeout_s: float, device: torch.device
+) -> ProcessGroup:
+    """Build the group of one world. Blocks until all ranks have built theirs: call it in a thread.
+
+    Args:
+        host: our address as the other ranks reach it.
+        timeout_s: how long each missing peer is waited for.
+    Raises:
+        RuntimeError: a peer did not come, or the store was aborted.
+    """
+    group = ProcessGroup(store, rank, size)
+    gloo: ProcessGroupGloo | None = None
+    for device_type, name in backends.items():
+        if name == "gloo":
+            gloo = gloo or _make_gloo(store, rank, size, host, timeout_s)
+            group._register_backend(torch.device(device_type), ProcessGroup.BackendType.GLOO, gloo)
+        else:
+            _register_nccl(group, store, rank, size, timeout_s, device)
+    if gloo is not None:
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def _make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stub
+    options._devices = [_gloo_device(host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _register_nccl(
+    group: ProcessGroup, store: Store, rank: int, size: int, timeout_s: float, device: torch.device
+) -> None:
+    # Both must stand before NCCL's first use: its own error handling would end the process with all its worlds, and the newer
+    # class behind the registered name has other options.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 - absent from builds without CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 0
+    nccl = ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+    if device.type == "cuda":
+        nccl.eager_connect_single_device(device)
+
+
+def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dict[str, str]) -> None:
+    """Make everything pending in `group` fail, here at once and at its peers within some 20 ms. Call it in a thread.
+
+    Gloo's own abort() wakes nobody. What does is an operation that runs into its timeout: Gloo then closes every connection of the
+    group. NCCL has a real abort, which can hang.
+    """
+    if "gloo" in backends.values() and size > 1:
+        peer = (rank + 1) % size
+        with contextlib.suppress(RuntimeError):  # that it fails is the point
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _POISON_TAG).wait(_POISON_WAIT)
+    if "nccl" in backends.values():
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def cause_of_failure(elapsed_s: float, timeout_s: float | None) -> Cause:
+    """Why a c10d operation failed, told by time rather than by the words of its message."""
+    return Cause.TIMEOUT if timeout_s is not None and elapsed_s >= timeout_s else Cause.TRANSPORT

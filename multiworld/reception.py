@@ -1,0 +1,204 @@
+"""Where lifelines arrive: a listening port that many worlds share. Guests prove themselves, then take a seat or ask a question.
+
+Runs on the watchdog's thread, save `bind`. What strangers may cost is bounded: guests, bytes before the proof, and time.
+"""
+
+import logging
+import selectors
+import socket
+from collections.abc import Callable
+
+from multiworld.errors import Cause
+from multiworld.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
+from multiworld.handshake import Hello, HostHandshake
+from multiworld.lifeline import Lifeline
+from multiworld.rendezvous import Pulse, Roster
+from multiworld.watchdog import Timer, WatchDog
+
+logger = logging.getLogger(__name__)
+
+_MAX_GUESTS = 4096
+_HANDSHAKE_S = 10.0
+"""A guest that has not proven itself by then is shown out."""
+
+_ACCEPT_PAUSE_S = 0.5
+"""How long no connection is accepted after the kernel refused one, for want of descriptors say."""
+
+QuestionHandler = Callable[[str, str, Callable[[bytes | None], None]], None]
+"""(question, host of who asks, answer): calls `answer`, at once or later and from any thread; None when there is none to give."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket on `host` alone; port 0 takes a free one. Raises OSError, with the address in its text."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+class Guest:
+    """One accepted connection until it has a seat, an answer, or the door."""
+
+    def __init__(self, reception: "Reception", watchdog: WatchDog, sock: socket.socket, secret: bytes) -> None:
+        self.hello: Hello | None = None
+        self.lifeline = Lifeline(watchdog, sock, self)
+        self._handshake = HostHandshake(secret)
+        self._reception = reception
+        self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._overdue)
+        self.lifeline.send(self._handshake.challenge().encode())
+
+    def on_frame(self, lifeline: Lifeline, frame: Frame) -> None:
+        if frame.kind is Kind.HEARTBEAT:
+            return
+        if self.hello is not None:
+            raise FrameError(f"unexpected {frame.kind.name} from a guest that waits")
+        try:
+            hello = self._handshake.accept(frame)
+        except PermissionError as error:
+            logger.warning("refused a connection from %s: %s", lifeline.peer_host, error)
+            self.refuse(str(error), retry=False)
+            return
+        self.hello = hello
+        self._deadline.cancel()
+        if hello.question is not None:
+            self._reception.question(self, hello.question)
+            return
+        lifeline.trust()
+        lifeline.send(self._handshake.welcome().encode())
+        self._reception.seat(self)
+
+    def on_lost(self, lifeline: Lifeline, reason: str) -> None:
+        self._reception.forget(self)
+        self._deadline.cancel()
+        if self.hello is None:
+            logger.debug("a connection from %s ended before its proof: %s", lifeline.peer_host, reason)
+
+    def refuse(self, reason: str, *, retry: bool) -> None:
+        self.lifeline.send(Frame(Kind.REFUSE, (reason.encode(), b"1" if retry else b"0")).encode())
+        self.show_out()
+
+    def reply(self, answer: bytes | None) -> None:
+        if answer is None:
+            self.refuse("nobody answers questions here", retry=True)
+            return
+        self.lifeline.send(self._handshake.reply(answer).encode())
+        self.show_out()
+
+    def show_out(self) -> None:
+        self._deadline.cancel()
+        self._reception.forget(self)
+        self.lifeline.close()
+
+    def _overdue(self) -> None:
+        logger.warning("refused a connection from %s: no proof within %.0f s", self.lifeline.peer_host, _HANDSHAKE_S)
+        self.show_out()
+
+
+class Reception:
+    """One listening port. Guests for a world that is not open yet wait; peers may start in any order."""
+
+    def __init__(self, watchdog: WatchDog, sock: socket.socket, secret: bytes, pulse: Pulse) -> None:
+        self.port: int = sock.getsockname()[1]
+        self.on_question: QuestionHandler | None = None
+        self._watchdog = watchdog
+        self._sock = sock
+        self._secret = secret
+        self._pulse = pulse
+        self._rosters: dict[str, Roster] = {}
+        self._guests: set[Guest] = set()
+        self._beat_timer: Timer | None = None
+
+    def open(self) -> None:
+        self._listen()
+        self._beat_timer = self._watchdog.call_later(self._pulse.interval_s, self._beat)
+
+    def close(self) -> None:
+        """Stop listening and show the waiting guests out. Worlds that have started are not touched."""
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._watchdog.unregister(self._sock)
+        self._sock.close()
+        for guest in list(self._guests):
+            guest.show_out()
+
+    def host(self, roster: Roster) -> None:
+        """Seat guests in this world from now on; who waited for it already is seated at once."""
+        self._rosters[roster.seat.world] = roster
+        roster.start_when_full()
+        for guest in list(self._guests):
+            if guest.hello is not None and guest.hello.question is None and guest.hello.world == roster.seat.world:
+                self.seat(guest)
+
+    def unhost(self, roster: Roster) -> None:
+        """Free the name: the next world of this name is another one."""
+        if self._rosters.get(roster.seat.world) is roster:
+            del self._rosters[roster.seat.world]
+
+    def seat(self, guest: Guest) -> None:
+        hello = guest.hello
+        assert hello is not None
+        roster = self._rosters.get(hello.world)
+        if roster is None or hello.epoch > roster.seat.epoch or (roster.started and not hello.epoch):
+            return  # waits for an incarnation that is not open yet
+        if hello.epoch and (hello.epoch < roster.seat.epoch or roster.started):
+            guest.refuse(f"epoch {hello.epoch} has formed already, the current one is {roster.seat.epoch}", retry=False)
+        elif hello.size != roster.seat.size or not 0 < hello.rank < roster.seat.size:
+            guest.refuse(
+                f"rank {hello.rank} of {hello.size} asked for a seat in a world of {roster.seat.size}", retry=False
+            )
+        elif hello.rank in roster.lifelines:
+            guest.refuse(f"rank {hello.rank} is taken", retry=True)
+        else:
+            self.forget(guest)
+            roster.admit(hello.rank, guest.lifeline)
+
+    def question(self, guest: Guest, text: str) -> None:
+        if self.on_question is None:
+            guest.reply(None)
+            return
+        self.on_question(text, guest.lifeline.peer_host, lambda answer: self._watchdog.call_soon(guest.reply, answer))
+
+    def forget(self, guest: Guest) -> None:
+        self._guests.discard(guest)
+
+    def _listen(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._watchdog.register(self._sock, selectors.EVENT_READ, self._on_readable)
+
+    def _on_readable(self, _mask: int) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # EMFILE and the like: the guest stays in the backlog
+                logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
+                self._watchdog.unregister(self._sock)
+                self._watchdog.call_later(_ACCEPT_PAUSE_S, self._listen)
+                return
+            if len(self._guests) >= _MAX_GUESTS:
+                sock.close()
+                continue
+            try:
+                self._guests.add(Guest(self, self._watchdog, sock, self._secret))
+            except OSError:  # gone before we could greet it
+                sock.close()
+
+    def _beat(self) -> None:
+        """Guests that wait are kept alive, and let go when they fall silent."""
+        self._beat_timer = self._watchdog.call_later(self._pulse.interval_s, self._beat)
+        for guest in list(self._guests):
+            if guest.hello is None or guest.hello.question is not None:
+                continue
+            if self._watchdog.now_s - guest.lifeline.last_heard_s > self._pulse.timeout_s:
+                logger.debug("a guest from %s fell silent: %s", guest.lifeline.peer_host, Cause.HANG)
+                guest.show_out()
+            else:
+                guest.lifeline.send(HEARTBEAT_BYTES)

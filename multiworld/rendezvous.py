@@ -1,0 +1,340 @@
+"""How the ranks of one world find each other and stay in touch: rank 0 keeps the roster, every other rank holds one lifeline to it.
+
+Once all ranks are seated, rank 0 says START; then the keys of the group's rendezvous, heartbeats, "rank 2 is gone" and goodbyes go
+over the same connections. A rank that is lost before START leaves its seat free for whoever takes it; after START it breaks the
+world. Everything here runs on the watchdog's thread.
+"""
+
+import errno
+import logging
+import selectors
+import socket
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from multiworld.errors import Cause
+from multiworld.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
+from multiworld.handshake import GuestHandshake, Hello
+from multiworld.lifeline import Lifeline
+from multiworld.watchdog import Timer, WatchDog
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
+"""Pauses between attempts to reach rank 0, which may not have started yet; the last one repeats."""
+
+
+class WatchedWorld(Protocol):
+    """What a watch tells its world. Called on the watchdog's thread: must return at once."""
+
+    def on_all_here(self, epoch: int, local_host: str) -> None:
+        """All ranks are seated; `local_host` is our own address as the others reach it."""
+
+    def on_stored(self, key: str, value: bytes) -> None: ...
+
+    def on_gone(self, rank: int, cause: Cause, detail: str) -> None: ...
+
+    def on_left(self, rank: int) -> None: ...
+
+    def on_all_settled(self) -> None:
+        """Somebody left, and nobody has an operation pending any more."""
+
+    def on_refused(self, reason: str, *, final: bool) -> None:
+        """The host will not have us. Unless `final` we go on trying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Heartbeats are sent every `interval_s`; a peer that is silent for `timeout_s` counts as hung."""
+
+    interval_s: float = 0.2
+    timeout_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s < self.timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s must be over 0 and under heartbeat_timeout_s, got {self.interval_s} and {self.timeout_s}"
+            )
+
+
+def number(field: bytes) -> int:
+    """A decimal number of a frame. Raises FrameError."""
+    try:
+        return int(field)
+    except ValueError as error:
+        raise FrameError(f"not a number: {field[:20]!r}") from error
+
+
+def _gone(rank: int, cause: Cause, detail: str) -> bytes:
+    return Frame(Kind.GONE, (str(rank).encode(), cause.encode(), detail.encode())).encode()
+
+
+class Watch(ABC):
+    """One member's watch over one world. `lifelines` maps the rank at the other end to the connection."""
+
+    def __init__(self, watchdog: WatchDog, world: WatchedWorld, seat: Hello, pulse: Pulse) -> None:
+        self.seat = seat
+        self.started = False
+        self.lifelines: dict[int, Lifeline] = {}
+        self._watchdog = watchdog
+        self._world = world
+        self._pulse = pulse
+        self._over = False  # somebody left: a lost lifeline is no failure any more
+        self._detached = False
+        self._beat_timer: Timer = watchdog.call_later(pulse.interval_s, self._beat)
+
+    # -- what the world asks for, by WatchDog.call_soon --------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes) -> None:
+        self._tell(Frame(Kind.PUT, (key.encode(), value)).encode())
+
+    def gone(self, rank: int, cause: Cause, detail: str) -> None:
+        """Tell the others that the world is broken, and let go of them."""
+        self._tell(_gone(rank, cause, detail))
+        self.detach()
+
+    def leave(self) -> None:
+        """Say goodbye. `on_all_settled` follows once nobody has anything pending."""
+        self._over = True
+        self._tell(Frame(Kind.LEFT, (str(self.seat.rank).encode(),)).encode())
+
+    @abstractmethod
+    def settle(self) -> None:
+        """We have no operation pending any more, after somebody left."""
+
+    def detach(self) -> None:
+        """Close every connection of this world. Nothing is reported any more."""
+        self._detached = True
+        self._beat_timer.cancel()
+        for lifeline in self.lifelines.values():
+            lifeline.close()
+        self.lifelines.clear()
+
+    def silence_s(self) -> float:
+        """Longest time for which some member has not been heard."""
+        return max((self._watchdog.now_s - line.last_heard_s for line in self.lifelines.values()), default=0.0)
+
+    # -- inside --------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, data: bytes, *, but: Lifeline | None = None) -> None:
+        for lifeline in list(self.lifelines.values()):
+            if lifeline is not but:
+                lifeline.send(data)
+
+    def _beat(self) -> None:
+        if self._detached:
+            return
+        self._beat_timer = self._watchdog.call_later(self._pulse.interval_s, self._beat)
+        for rank, lifeline in list(self.lifelines.items()):
+            silent_s = self._watchdog.now_s - lifeline.last_heard_s
+            if silent_s > self._pulse.timeout_s:
+                if self.started:  # should it ever wake, it learns why it was given up
+                    lifeline.send(_gone(rank, Cause.HANG, f"silent for {silent_s:.2f} s"))
+                lifeline.close()
+                self._lost(rank, Cause.HANG, f"nothing heard for {silent_s:.2f} s")
+            else:
+                lifeline.send(HEARTBEAT_BYTES)
+
+    def on_lost(self, lifeline: Lifeline, reason: str) -> None:
+        for rank, known in list(self.lifelines.items()):
+            if known is lifeline:
+                self._lost(rank, Cause.EXIT, reason)
+
+    @abstractmethod
+    def _lost(self, rank: int, cause: Cause, detail: str) -> None:
+        """The connection to `rank` is closed."""
+
+    def _hear(self, lifeline: Lifeline, frame: Frame) -> None:
+        """What means the same at both ends."""
+        match frame.kind, frame.fields:
+            case Kind.HEARTBEAT, _:
+                pass
+            case Kind.PUT, (key, value):
+                self._world.on_stored(key.decode(errors="replace"), value)
+            case Kind.GONE, (rank, cause, detail):
+                try:
+                    told = Cause(cause.decode(errors="replace"))
+                except ValueError as error:
+                    raise FrameError(f"unknown cause {cause[:20]!r}") from error
+                self._world.on_gone(number(rank), told, detail.decode(errors="replace"))
+            case Kind.LEFT, (rank,):
+                self._over = True
+                self._world.on_left(number(rank))
+            case _:
+                raise FrameError(f"unexpected {frame.kind.name} on a lifeline of world {self.seat.world!r}")
+
+
+class Roster(Watch):
+    """Rank 0's watch: seats the others, relays between them, and judges who is gone."""
+
+    def __init__(self, watchdog: WatchDog, world: WatchedWorld, seat: Hello, pulse: Pulse) -> None:
+        super().__init__(watchdog, world, seat, pulse)
+        self._settled: set[int] = set()
+
+    def admit(self, rank: int, lifeline: Lifeline) -> None:
+        """Give `rank` its seat; the last one starts the world."""
+        lifeline.owner = self
+        self.lifelines[rank] = lifeline
+        self.start_when_full()
+
+    def start_when_full(self) -> None:
+        if self.started or len(self.lifelines) < self.seat.size - 1:
+            return
+        self.started = True
+        self._tell(Frame(Kind.START, (str(self.seat.epoch).encode(),)).encode())
+        hosts = {lifeline.local_host for lifeline in self.lifelines.values()}
+        self._world.on_all_here(self.seat.epoch, min(hosts, default=""))
+
+    def settle(self) -> None:
+        self._mark_settled(self.seat.rank)
+
+    def on_frame(self, lifeline: Lifeline, frame: Frame) -> None:
+        if frame.kind is Kind.SETTLED:
+            self._mark_settled(next(rank for rank, known in self.lifelines.items() if known is lifeline))
+            return
+        if frame.kind in (Kind.PUT, Kind.GONE, Kind.LEFT):
+            self._tell(frame.encode(), but=lifeline)
+        self._hear(lifeline, frame)
+
+    def _mark_settled(self, rank: int) -> None:
+        self._settled.add(rank)
+        if self._settled >= {self.seat.rank, *self.lifelines}:
+            self._tell(Frame(Kind.DONE).encode())
+            self._world.on_all_settled()
+
+    def _lost(self, rank: int, cause: Cause, detail: str) -> None:
+        self.lifelines.pop(rank, None)
+        if not self.started:
+            logger.debug("world=%s rank=%d left its seat before the start: %s", self.seat.world, rank, detail)
+        elif self._over:
+            if self.seat.rank in self._settled:
+                self._mark_settled(self.seat.rank)
+        else:
+            self._world.on_gone(rank, cause, detail)
+
+
+class Membership(Watch):
+    """Every other rank's watch: reaches rank 0, takes its seat, and holds on to the one lifeline."""
+
+    def __init__(
+        self, watchdog: WatchDog, world: WatchedWorld, seat: Hello, pulse: Pulse, secret: bytes, address: "Address"
+    ) -> None:
+        super().__init__(watchdog, world, seat, pulse)
+        self._address = address
+        self._secret = secret
+        self._attempt = 0
+        self._connecting: socket.socket | None = None
+        self._retry_timer: Timer | None = None
+        self._handshake = GuestHandshake(secret, seat)
+        self._reach()
+
+    def settle(self) -> None:
+        self._tell(Frame(Kind.SETTLED).encode())
+
+    def detach(self) -> None:
+        super().detach()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        self._drop_connecting()
+
+    # -- reaching rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _reach(self) -> None:
+        if self._detached:
+            return
+        self._handshake = GuestHandshake(self._secret, self.seat)
+        sock = socket.socket(self._address.family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        self._connecting = sock
+        result = sock.connect_ex(self._address.sockaddr)
+        if result in (0, errno.EINPROGRESS):
+            self._watchdog.register(sock, selectors.EVENT_WRITE, self._on_connected)
+            self._retry_timer = self._watchdog.call_later(max(self._pulse.timeout_s, 1.0), self._try_again)
+        else:
+            self._try_again()
+
+    def _on_connected(self, _mask: int) -> None:
+        sock = self._connecting
+        assert sock is not None
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _connected_to_itself(sock):
+            self._try_again()
+            return
+        self._watchdog.unregister(sock)
+        self._connecting = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        self.lifelines[0] = Lifeline(self._watchdog, sock, self)
+
+    def _try_again(self) -> None:
+        self._drop_connecting()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+        pause_s = _RETRY_S[min(self._attempt, len(_RETRY_S) - 1)]
+        self._attempt += 1
+        self._retry_timer = self._watchdog.call_later(pause_s, self._reach)
+
+    def _drop_connecting(self) -> None:
+        if self._connecting is not None:
+            self._watchdog.unregister(self._connecting)
+            self._connecting.close()
+            self._connecting = None
+
+    # -- seated --------------------------------------------------------------------------------------------------------------
+
+    def on_frame(self, lifeline: Lifeline, frame: Frame) -> None:
+        match frame.kind, frame.fields:
+            case Kind.CHALLENGE, _:
+                lifeline.send(self._handshake.hello(frame).encode())
+            case Kind.WELCOME, _:
+                try:
+                    self._handshake.check_welcome(frame)
+                except PermissionError as error:
+                    self._refused(str(error), final=True)
+                    return
+                lifeline.trust()
+            case Kind.REFUSE, (reason, retry):
+                self._refused(reason.decode(errors="replace"), final=retry != b"1")
+            case Kind.START, (epoch,) if not self.started:
+                self.started = True
+                self.seat = replace(self.seat, epoch=number(epoch))
+                self._world.on_all_here(self.seat.epoch, lifeline.local_host)
+            case Kind.DONE, ():
+                self._world.on_all_settled()
+            case _ if self.started:
+                self._hear(lifeline, frame)
+            case Kind.HEARTBEAT, _:
+                pass
+            case _:
+                raise FrameError(f"unexpected {frame.kind.name} before the start")
+
+    def _refused(self, reason: str, *, final: bool) -> None:
+        self._world.on_refused(reason, final=final)
+        if final:
+            self.detach()
+        elif 0 in self.lifelines:
+            self.lifelines.pop(0).close()
+            self._try_again()
+
+    def _lost(self, rank: int, cause: Cause, detail: str) -> None:
+        self.lifelines.pop(rank, None)
+        if not self.started:
+            self._world.on_refused(f"the connection to rank 0 was lost: {detail}", final=False)
+            self._try_again()
+        elif self._over:
+            self._world.on_all_settled()
+        else:
+            self._world.on_gone(rank, cause, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A resolved TCP address: what `socket.getaddrinfo` gives."""
+
+    family: socket.AddressFamily
+    sockaddr: tuple[str, int]
+
+
+def _connected_to_itself(sock: socket.socket) -> bool:
+    """True for TCP's simultaneous open: on loopback, a client that retries a free ephemeral port can reach itself."""
+    return bool(sock.getsockname() == sock.getpeername())

@@ -1,0 +1,83 @@
+"""The key-value store through which a process group finds its peers, kept in step over the lifeline.
+
+Every `set` is relayed to all members, so a read is a wait on a local dictionary; there is no server to ask, and a world that breaks
+while it forms wakes whoever waits. It takes the place of `torch.distributed.TCPStore`, which has no authentication, listens on all
+interfaces, and cannot be woken.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+_DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class LifelineStore(Store):
+    """A `torch.distributed.Store` of one world and one epoch.
+
+    Args:
+        publish: hands a key and its value to all other members; must not block.
+    """
+
+    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._publish: Callable[[str, bytes], None] | None = publish
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._aborted: Exception | None = None
+
+    def receive(self, key: str, value: bytes) -> None:
+        """Another member has set `key`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def abort(self, error: Exception) -> None:
+        """Wake everybody who waits, with `error`, and forget all keys."""
+        with self._changed:
+            self._aborted = self._aborted or error
+            self._publish = None
+            self._values.clear()
+            self._changed.notify_all()
+
+    # -- torch.distributed.Store -----------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        publish = self._publish
+        self.receive(key, data)
+        if publish is not None:
+            publish(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        with self._changed:
+            return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+        """Raises DistStoreError after `timeout`, and what `abort` was given."""
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: self._aborted is not None or all(key in self._values for key in keys), timeout.total_seconds()
+            )
+            if self._aborted is not None:
+                raise DistStoreError(f"rendezvous aborted: {self._aborted}") from self._aborted
+            if not there:
+                missing = [key for key in keys if key not in self._values]
+                raise DistStoreError(f"rendezvous: no value for {missing} after {timeout.total_seconds():.1f} s")
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget `key` here; the other members keep it."""
+        with self._changed:
+            return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        with self._changed:
+            return len(self._values)

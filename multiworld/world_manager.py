@@ -1,0 +1,308 @@
+"""The worlds of one process: opening, closing, and hearing what becomes of them."""
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from multiworld.errors import WorldClosedError, WorldExistsError, WorldNotFoundError
+from multiworld.events import EventStream, WorldEvent
+from multiworld.process_group import parse_backend
+from multiworld.reception import Reception, bind
+from multiworld.rendezvous import Pulse
+from multiworld.watchdog import WatchDog
+from multiworld.world import World, WorldConfig, WorldState
+from multiworld.world_communicator import WorldCommunicator
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29500
+"""Where rank 0 listens when no port is given; many worlds share it."""
+_CLEANUP_S = 10.0
+
+Answerer = Callable[[str, str], Awaitable[bytes]]
+"""(question, host of who asks) → answer."""
+
+
+@dataclass(slots=True)
+class _Door:
+    """A listening port: kept open by `listen`, or for as long as a world is hosted behind it."""
+
+    reception: Reception
+    pinned: bool = False
+    worlds: set[World] = field(default_factory=set)
+
+
+class WorldManager:
+    """Owns the worlds of this process and the one thread that watches them.
+
+    Use it as `async with WorldManager() as manager`, or call `cleanup` at the end. Nothing is started before the first world.
+
+    Args:
+        enable_monitor: False turns the judging of silence off: only a connection that ends breaks a world.
+        secret: whoever joins a world of ours must know it. Empty lets everybody in who reaches the port.
+        heartbeat_interval_s, heartbeat_timeout_s: how often members beat, and after how long a silence they count as hung.
+    """
+
+    def __init__(
+        self,
+        enable_monitor: bool = True,
+        *,
+        secret: bytes | str = b"",
+        heartbeat_interval_s: float = 0.2,
+        heartbeat_timeout_s: float = 1.0,
+    ) -> None:
+        self._secret = secret.encode() if isinstance(secret, str) else secret
+        self._pulse = Pulse(heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"))
+        self._watchdog: WatchDog | None = None
+        self._worlds: dict[str, World] = {}
+        self._ended: weakref.WeakSet[World] = weakref.WeakSet()
+        self._epochs: dict[str, int] = {}
+        self._doors: dict[tuple[str, int], _Door] = {}
+        self._events = EventStream()
+        self._lock = threading.Lock()
+        self._communicator = WorldCommunicator(self)
+
+    async def __aenter__(self) -> "WorldManager":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def communicator(self) -> WorldCommunicator:
+        """The operations, by world name."""
+        return self._communicator
+
+    @property
+    def worlds(self) -> dict[str, World]:
+        """The worlds of this process by name, ended ones included until their name is used again or removed. A copy."""
+        return dict(self._worlds)
+
+    def events(self) -> AsyncIterator[WorldEvent]:
+        """Every change of every world from now on, until the manager is cleaned up."""
+        return self._events.subscribe()
+
+    def world(self, world_name: str) -> World:
+        """Raises WorldNotFoundError."""
+        try:
+            return self._worlds[world_name]
+        except KeyError:
+            raise WorldNotFoundError(world_name, "never initialised here, or removed") from None
+
+    # -- opening -------------------------------------------------------------------------------------------------------------
+
+    async def initialize_world(
+        self,
+        world_name: str,
+        rank: int,
+        world_size: int,
+        backend: str = "gloo",
+        addr: str = "127.0.0.1",
+        port: int = -1,
+        timeout: float = 30,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable; pymultiworld's signature
+        *,
+        epoch: int = 0,
+        store: Store | None = None,
+    ) -> World:
+        """Join a world, together with its other members, in whatever order they start.
+
+        Args:
+            rank, world_size: this member's rank and how many there are. Rank 0 listens on `addr`:`port`, the others connect.
+            backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl".
+            port: -1 is 29500. Many worlds may share a port. 0 suits rank 0 only behind `listen`, which says what it took.
+            timeout: seconds that forming the world may take.
+            device: the CUDA device that NCCL uses; the CPU needs none.
+            epoch: which incarnation of the name to join; 0 is the next that rank 0 opens.
+            store: a rendezvous store to use in place of the lifeline, a `TCPStore` say.
+        Raises:
+            WorldExistsError: a world of that name is open here.
+            JoinError: it did not form in time, or rank 0 refused us.
+            BrokenWorldException: a member was lost while it formed.
+            OSError: rank 0 cannot listen there.
+            ValueError: a rank, size or backend that cannot be.
+        After an error nothing is left behind, and the name is free.
+        """
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"world {world_name!r}: rank {rank} does not exist in a world of {world_size}")
+        port = DEFAULT_PORT if port == -1 else port
+        with self._lock:
+            known = self._worlds.get(world_name)
+            if known is not None and known.state in (WorldState.JOINING, WorldState.READY):
+                raise WorldExistsError(
+                    world_name, f"{known.state} here already; remove it first or choose another name"
+                )
+            door = self._door(addr, port) if rank == 0 else None
+            if rank == 0:
+                epoch = epoch or self._epochs.get(world_name, 0) + 1
+                self._epochs[world_name] = max(epoch, self._epochs.get(world_name, 0))
+            config = WorldConfig(
+                name=world_name,
+                rank=rank,
+                size=world_size,
+                epoch=epoch,
+                backends=parse_backend(backend),
+                device=device,
+                addr=addr,
+                port=port,
+                secret=self._secret,
+                pulse=self._pulse,
+                timeout_s=timeout,
+                store=store,
+            )
+            world = World(config, self._running_watchdog(), door.reception if door else None, self)
+            self._worlds[world_name] = world
+            if door is not None:
+                door.worlds.add(world)
+        try:
+            await world.open()
+        except BaseException:
+            world.close()
+            self._release(world)
+            raise
+        return world
+
+    def listen(self, addr: str = "127.0.0.1", port: int = 0) -> int:
+        """Open a port for worlds and questions, and keep it open. Gives the port, which 0 lets the kernel choose. Raises OSError."""
+        with self._lock:
+            door = self._door(addr, port)
+            door.pinned = True
+            return door.reception.port
+
+    def answer(self, addr: str, port: int, answerer: Answerer) -> None:
+        """Answer what `ask` asks on that open port, on the loop that runs now. Raises KeyError when `listen` did not open it."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
+            data = None
+            try:
+                data = await answerer(question, host)
+            except Exception:
+                logger.exception("a question from %s found no answer", host)
+            reply(data)
+
+        def start(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
+            task = loop.create_task(answer(question, host, reply))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def on_question(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody answers any more
+                loop.call_soon_threadsafe(start, question, host, reply)
+
+        self._doors[addr, port].reception.on_question = on_question
+
+    def _running_watchdog(self) -> WatchDog:
+        if self._watchdog is None:
+            self._watchdog = WatchDog()
+            self._watchdog.start()
+            _open_managers.add(self)
+        return self._watchdog
+
+    def _door(self, addr: str, port: int) -> _Door:
+        door = self._doors.get((addr, port))
+        if door is None:
+            watchdog = self._running_watchdog()
+            sock = bind(_listening_host(addr), port)
+            reception = Reception(watchdog, sock, self._secret, self._pulse)
+            watchdog.call_soon(reception.open)
+            door = self._doors[addr, reception.port] = _Door(reception)
+        return door
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
+
+    def on_world_changed(self, world: World) -> None:
+        """A world tells of itself, from any thread."""
+        failure = world.failure
+        if world.state is WorldState.READY:
+            self._events.publish(WorldEvent("joined", world.name, world.epoch))
+        elif world.state is WorldState.BROKEN and failure is not None:
+            self._events.publish(WorldEvent("broken", world.name, world.epoch, failure.cause, failure.rank))
+        else:
+            self._events.publish(WorldEvent("closed", world.name, world.epoch))
+        if world.state in (WorldState.BROKEN, WorldState.CLOSED):
+            self._release(world)
+
+    def _release(self, world: World) -> None:
+        """Let go of the port of an ended world when nothing else needs it."""
+        self._ended.add(world)
+        watchdog = self._watchdog
+        for key, door in list(self._doors.items()):
+            door.worlds.discard(world)
+            if not door.worlds and not door.pinned and watchdog is not None:
+                self._doors.pop(key, None)
+                watchdog.call_soon(door.reception.close)
+
+    def remove_world(self, world_name: str) -> None:
+        """Say goodbye to a world and forget its name. Its memory is freed within a moment; `close_world` waits for that.
+
+        Raises WorldNotFoundError.
+        """
+        self.world(world_name).close()
+        del self._worlds[world_name]
+
+    async def close_world(self, world_name: str) -> None:
+        """Like `remove_world`, and return once nothing of it is left. Raises WorldNotFoundError."""
+        world = self.world(world_name)
+        self.remove_world(world_name)
+        await asyncio.to_thread(world.reclaimed.wait, _CLEANUP_S)
+
+    async def aclose(self) -> None:
+        """`cleanup` without holding up the event loop."""
+        await asyncio.to_thread(self.cleanup)
+
+    def cleanup(self) -> None:
+        """Say goodbye to all worlds, free everything, and return: threads, sockets, memory. Idempotent; the manager is usable again."""
+        with self._lock:
+            worlds, self._worlds = list(self._worlds.values()), {}
+            watchdog, self._watchdog = self._watchdog, None
+        for world in worlds:
+            world.close()
+        deadline = time.monotonic() + _CLEANUP_S
+        for world in {*worlds, *self._ended}:
+            if not world.reclaimed.wait(max(0.0, deadline - time.monotonic())):
+                logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
+        if watchdog is not None:
+            for door in self._doors.values():
+                watchdog.call_soon(door.reception.close)
+            self._doors.clear()
+            watchdog.stop()
+        self._events.publish(None)
+        _open_managers.discard(self)
+
+    def raise_if_ended(self, world_name: str) -> None:
+        """Raises BrokenWorldException, WorldClosedError or WorldNotFoundError when the world cannot be used."""
+        world = self.world(world_name)
+        if world.failure is not None:
+            raise type(world.failure)(*world.failure.args)
+        if world.state is WorldState.CLOSED:
+            raise WorldClosedError(world_name, "closed by this process")
+
+
+def _listening_host(addr: str) -> str:
+    """The address to bind for `addr`: the loopback and wildcard ones as they are, a name as this machine resolves it."""
+    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+_open_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
+
+
+@atexit.register
+def _cleanup_all() -> None:
+    """A process that just ends must not leave threads inside c10d: the interpreter would abort on them."""
+    for manager in list(_open_managers):
+        manager.cleanup()
