@@ -1,0 +1,48 @@
+"""ResNets: load one with its weights, cut it into stages, build a stage. Knows torch and torchvision alone."""
+
+from models.architectures import MODEL_NAMES, block_names
+from models.costs import counted_costs, measure_costs
+from models.cutting import cut
+from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
+from models.loading import LoadedModel, load_model
+from models.preprocessing import Normalize, Preprocessing
+from models.stage_spec import StageSpec
+from models.stages import (
+    Reference,
+    Stage,
+    build_stage,
+    reference,
+    reference_stage,
+    stage_input_dtype,
+    stage_input_shape,
+    stage_output_shape,
+    stage_weights,
+)
+
+__all__ = [
+    "MODEL_NAMES",
+    "ArchitectureError",
+    "LabelsError",
+    "LoadedModel",
+    "ModelError",
+    "Normalize",
+    "Preprocessing",
+    "PreprocessingError",
+    "Reference",
+    "Stage",
+    "StageError",
+    "StageSpec",
+    "WeightsError",
+    "block_names",
+    "build_stage",
+    "counted_costs",
+    "cut",
+    "load_model",
+    "measure_costs",
+    "reference",
+    "reference_stage",
+    "stage_input_dtype",
+    "stage_input_shape",
+    "stage_output_shape",
+    "stage_weights",
+]

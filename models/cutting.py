@@ -1,0 +1,57 @@
+"""Cutting a loaded model into stages."""
+
+import math
+from collections.abc import Sequence
+
+from models.architectures import architecture
+from models.costs import counted_costs
+from models.errors import StageError
+from models.loading import LoadedModel
+from models.partition import partition
+from models.preprocessing import check_image_size
+from models.stage_spec import StageSpec
+
+
+def cut(
+    model: LoadedModel, num_stages: int, *, costs: Sequence[float] | None = None, image_size: int | None = None
+) -> list[StageSpec]:
+    """Cut at block boundaries such that the slowest stage is as fast as possible (see `partition`).
+
+    Args:
+        num_stages: from 1 to the number of blocks.
+        costs: of each block, in the order of `block_names`, any unit (`measure_costs` gives seconds); counted
+            multiply-adds by default.
+        image_size: side in pixels for which costs and boundaries are counted; the model's crop by default.
+    Returns:
+        The stages in order; together they are the whole model.
+    Raises:
+        StageError: more stages than blocks or fewer than one, or `costs` is not one finite number from 0 a block.
+        PreprocessingError: `image_size` is out of range.
+    """
+    size = check_image_size(model.preprocessing.crop_size if image_size is None else image_size)
+    arch = architecture(model.name)
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or not 1 <= num_stages <= len(arch.blocks):
+        raise StageError(
+            f"cannot cut {model.name} into {num_stages} stages: it has {len(arch.blocks)} blocks; "
+            f"expected 1 to {len(arch.blocks)} stages"
+        )
+    if costs is None:
+        costs = counted_costs(model.name, size, num_classes=model.num_classes)
+    elif len(costs) != len(arch.blocks) or not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise StageError(f"costs {list(costs)} do not fit {model.name}; expected {len(arch.blocks)} numbers from 0 up")
+    boundaries = [math.prod(arch.output_shape(block, size, model.num_classes)) for block in range(len(arch.blocks) - 1)]
+    ranges = partition(costs, num_stages, boundaries)
+    return [
+        StageSpec(
+            model=model.name,
+            version=model.version,
+            num_classes=model.num_classes,
+            index=index,
+            num_stages=num_stages,
+            first_block=first,
+            end_block=end,
+            mean=model.preprocessing.mean,
+            std=model.preprocessing.std,
+        )
+        for index, (first, end) in enumerate(ranges)
+    ]

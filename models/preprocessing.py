@@ -1,0 +1,130 @@
+"""How an image becomes the input of a model.
+
+Resizing and cropping to uint8 happen where the image comes in; normalisation is part of the first stage (`Normalize`),
+so that uint8 travels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.errors import PreprocessingError
+
+MAX_IMAGE_SIZE = 4096
+"""Largest side in pixels of what a model is given: it bounds the memory of a batch."""
+
+
+def check_image_size(size: int, field: str = "image_size") -> int:
+    """`size` itself, if it is a side in pixels that a model can be given.
+
+    Raises:
+        PreprocessingError: it is not.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_IMAGE_SIZE:
+        raise PreprocessingError(f"{field} is {size!r}; expected a whole number from 1 to {MAX_IMAGE_SIZE} pixels")
+    return size
+
+
+def check_channels(values: Sequence[float], field: str, *, positive: bool = False) -> tuple[float, float, float]:
+    """`values` as three floats, one a colour channel.
+
+    Raises:
+        PreprocessingError: not three finite numbers, or not above 0 where `positive`.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != 3:
+        raise PreprocessingError(f"{field} is {values!r}; expected three numbers, one a colour channel (R, G, B)")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PreprocessingError(f"{field} contains {value!r}; expected three finite numbers")
+        if positive and value <= 0:
+            raise PreprocessingError(f"{field} contains {value!r}; expected three numbers above 0")
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """From a decoded image to the input of the model, as torchvision's `ImageClassification` does it.
+
+    Resize the shorter side to `resize_size`, crop the centre `crop_size` square (both in pixels), scale to 0..1,
+    subtract `mean`, divide by `std` (R, G, B, of images in 0..1).
+
+    Raises:
+        PreprocessingError: a field is out of range.
+    """
+
+    resize_size: int
+    crop_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def __post_init__(self) -> None:
+        check_image_size(self.resize_size, "resize_size")
+        check_image_size(self.crop_size, "crop_size")
+        if self.resize_size < self.crop_size:
+            raise PreprocessingError(
+                f"resize_size {self.resize_size} is smaller than the crop of {self.crop_size} pixels; "
+                "expected at least the crop (image_size)"
+            )
+        object.__setattr__(self, "mean", check_channels(self.mean, "mean"))
+        object.__setattr__(self, "std", check_channels(self.std, "std", positive=True))
+
+    @classmethod
+    def of_weights(cls, weights: Any) -> "Preprocessing":
+        """What torchvision's metadata says for these published weights (a member of a `WeightsEnum`)."""
+        preset = weights.transforms()
+        return cls(preset.resize_size[0], preset.crop_size[0], tuple(preset.mean), tuple(preset.std))
+
+    def overridden(
+        self,
+        *,
+        image_size: int | None = None,
+        resize_size: int | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> "Preprocessing":
+        """A copy with what is given replaced. `image_size` is the crop, and the resize too unless that is given.
+
+        Raises:
+            PreprocessingError: a value is out of range.
+        """
+        crop = self.crop_size if image_size is None else check_image_size(image_size)
+        default_resize = self.resize_size if image_size is None else crop
+        return Preprocessing(
+            resize_size=default_resize if resize_size is None else resize_size,
+            crop_size=crop,
+            mean=self.mean if mean is None else check_channels(mean, "mean"),
+            std=self.std if std is None else check_channels(std, "std", positive=True),
+        )
+
+
+class Normalize(nn.Module):
+    """uint8 [B,3,H,W] in 0..255 to float32 (x / 255 - mean) / std, in the very operations of torchvision's transform.
+
+    The only place where images are normalised: the first stage and the unsplit reference both use it. Holds no state
+    that is saved: mean and std travel in the stage's description.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns a new float32 tensor of the same shape; `images` is not changed.
+
+        Raises:
+            PreprocessingError: not uint8, or not [B,3,H,W]. Floats would be divided by 255 a second time, in silence.
+        """
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise PreprocessingError(
+                f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
+            )
+        return images.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
