@@ -1,0 +1,92 @@
+"""The HTTP frontend: the application that uvicorn runs, put together from its parts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from server.body import BodyReader
+from server.decode_pool import DecodePool
+from server.http_errors import install_error_handlers
+from server.metrics import Metrics
+from server.operations_routes import OperationsRoutes, metrics_response
+from server.predict_route import PredictRoute
+from server.predictor import Predictor, ServedModel
+from server.request_tracker import RequestTracker
+
+
+@dataclass(frozen=True)
+class FrontendLimits:
+    """What one request, and all together, may take."""
+
+    timeout_s: float = 30.0
+    """Seconds from a request's arrival to its answer; a client can only shorten it."""
+    max_body_bytes: int = 10 * 2**20
+    max_held_bytes: int = 512 * 2**20
+    """Bytes of bodies held at once over all requests, from the first byte until the image is decoded."""
+    max_image_pixels: int = 50_000_000
+    """Width times height. A decoded image takes four bytes a pixel, on each decoding thread."""
+    decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+    max_waiting_decodes: int = 256
+    top_k: int = 5
+    """How many classes are answered when the request does not say."""
+
+
+def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits, metrics: Metrics) -> FastAPI:
+    """The application. Starts nothing by itself; its lifespan ends the decoding threads.
+
+    Raises:
+        ValueError: the model's sizes cannot be, or it has no classes.
+    """
+    if not 1 <= model.crop_size <= model.resize_size:
+        raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
+    if not model.labels:
+        raise ValueError("the model must have a label for each of its classes, and has none")
+    decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with decoders:
+            yield
+
+    app = FastAPI(
+        title="multiworld-serving",
+        summary="Image classification that survives the failure of its workers.",
+        version=importlib.metadata.version("multiworld-serving"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    predict = PredictRoute(
+        predictor=predictor,
+        model=model,
+        bodies=BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes),
+        decoders=decoders,
+        timeout_s=limits.timeout_s,
+        max_image_pixels=limits.max_image_pixels,
+        top_k=limits.top_k,
+    )
+    app.include_router(predict.router())
+    app.include_router(OperationsRoutes(predictor, model, metrics).router())
+    app.add_middleware(RequestTracker, model=model, metrics=metrics)
+    install_error_handlers(app)
+    return app
+
+
+def create_metrics_app(metrics: Metrics) -> ASGIApp:
+    """The application for the metrics port: GET /metrics, from the same registry."""
+
+    def scrape(request: Request) -> Response:
+        return metrics_response(metrics, request)
+
+    return Starlette(routes=[Route("/metrics", scrape)])

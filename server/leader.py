@@ -1,0 +1,434 @@
+"""The leader: it takes workers in, hands the scheduler what happens, and does what the scheduler says.
+
+All decisions are the scheduler's; here are the tensors, the links, the clock and the futures. Everything runs on one event loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from torch import Tensor
+
+from models import LoadedModel
+from multiworld import Cause, WorldManager
+from server.errors import DrainingError, RequestRefused
+from server.link import Link
+from server.metrics import Metrics
+from server.payloads import Payloads
+from server.plan import StagePlan
+from server.predictor import Answer as Prediction
+from server.predictor import FailureSnapshot, PipelineSnapshot, ReplicaSnapshot, StageSnapshot
+from server.scheduler import Scheduler
+from server.scheduling.actions import (
+    Action,
+    Answer,
+    BreakLink,
+    CloseLink,
+    ForgetBatch,
+    KeepOutput,
+    Refuse,
+    SendBatch,
+)
+from server.scheduling.config import SchedulerConfig
+from server.scheduling.events import (
+    BatchDone,
+    BatchFailed,
+    Drain,
+    Event,
+    LinkBroken,
+    LinkDraining,
+    LinkReady,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from server.settings import ServeSettings
+from server.slots import Slot, Slots
+from wire import JoinOffer, JoinRequest, Message, WireError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose caller waits."""
+
+    future: asyncio.Future[Prediction]
+    request_id: str
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One copy of a batch on one link."""
+
+    sent_s: float
+    stage: int
+
+
+class Leader:
+    """Implements `server.predictor.Predictor`. Use as `async with`: it listens on entry and frees everything on exit.
+
+    Args:
+        on_change: called when a replica changed its state, for progress at the start.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: tuple[StagePlan, ...],
+        settings: ServeSettings,
+        metrics: Metrics,
+        *,
+        on_change: Callable[[PipelineSnapshot], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._settings = settings
+        self._metrics = metrics
+        self._on_change = on_change
+        self._slots = Slots(len(plan), settings.replicas)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_stages=len(plan),
+                max_batch_size=settings.max_batch_size,
+                batch_timeout_s=settings.batch_timeout_s,
+                window=settings.window,
+                queue_limit=settings.queue_limit,
+                recovery_grace_s=settings.recovery_grace_s,
+                max_attempts=settings.max_attempts,
+                hang_timeout_s=settings.hang_timeout_s,
+            )
+        )
+        token = settings.token.get_secret_value() if settings.token else ""
+        self._manager = WorldManager(
+            secret=token,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        )
+        self._payloads = Payloads()
+        self._links: dict[str, Link] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._flights: dict[tuple[int, str], _Flight] = {}
+        self._arrived: Tensor | None = None
+        """The output that has just come in, while the scheduler decides what becomes of it."""
+        self._next_request = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._started_s = time.monotonic()
+        self.join_port = settings.join_port
+
+    async def __aenter__(self) -> "Leader":
+        host = self._settings.join_host
+        self.join_port = self._manager.listen(host, self._settings.join_port)
+        self._manager.answer(host, self.join_port, self._offer)
+        self._states_changed()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._draining = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(DrainingError("the server has stopped; send the request again"))
+        for link in list(self._links.values()):
+            link.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._manager.aclose()
+
+    # -- Predictor -----------------------------------------------------------------------------------------------------------
+
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        """See `Predictor.predict`."""
+        request = self._next_request
+        self._next_request += 1
+        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
+        self._waiting[request] = _Waiting(future, request_id, time.monotonic())
+        self._payloads.images[request] = image
+        self._feed(RequestArrived(request, deadline_s))
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(request, None) is not None:  # nobody has answered: the caller went away
+                self._payloads.images.pop(request, None)
+                self._feed(RequestCancelled(request))
+
+    @property
+    def ready(self) -> bool:
+        """See `Predictor.ready`: every stage has a replica now, and we are not stopping."""
+        return self._scheduler.ready and not self._draining
+
+    def snapshot(self) -> PipelineSnapshot:
+        """See `Predictor.snapshot`."""
+        return PipelineSnapshot(
+            model=self._model.name,
+            version=self._model.version,
+            ready=self.ready,
+            draining=self._draining,
+            uptime_s=time.monotonic() - self._started_s,
+            queue_depth=self._scheduler.queue_depth,
+            requests_in_flight=self._scheduler.open_requests,
+            stages=self._stages(),
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
+        self._draining = True
+        self._feed(Drain())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._drained.wait()
+        if self._scheduler.open_requests:
+            logger.warning("stopping with %d requests unanswered", self._scheduler.open_requests)
+
+    # -- workers come ----------------------------------------------------------------------------------------------------------
+
+    async def _offer(self, question: str, host: str) -> bytes:
+        """A worker asks for work: give it a world, and wait there for it."""
+        try:
+            request = JoinRequest.from_json(question)
+        except WireError as error:
+            logger.warning("a question from %s makes no sense: %s", host, error)
+            raise
+        if self._draining:
+            return JoinOffer("", 0).to_json().encode()
+        if former := self._slots.former_self(request.worker):
+            former.give_up(Cause.EXIT, "its worker has joined again")
+            self._feed(LinkBroken(former.id, Cause.EXIT))
+        slot = self._slots.choose()
+        slot.epoch += 1
+        link = Link(
+            plan=self._plan[slot.stage],
+            slot=slot.index,
+            epoch=slot.epoch,
+            worker=request.worker,
+            device=request.device,
+            listener=self,
+        )
+        slot.link = link
+        self._links[link.id] = link
+        logger.info(
+            "world=%s epoch=%d stage=%d replica=%d worker=%s device=%s host=%s joining",
+            *(link.world_name, link.epoch, link.stage, link.slot, link.worker, link.device, host),
+        )
+        task = asyncio.create_task(self._run(link))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._states_changed()
+        return JoinOffer(link.world_name, link.epoch).to_json().encode()
+
+    async def _run(self, link: Link) -> None:
+        settings = self._settings
+        try:
+            await link.run(
+                self._manager,
+                settings.join_host,
+                self.join_port,
+                join_timeout_s=settings.join_timeout_s,
+                max_batch_size=settings.max_batch_size,
+                window=settings.window,
+            )
+        finally:
+            self._links.pop(link.id, None)
+
+    # -- what links say --------------------------------------------------------------------------------------------------------
+
+    def on_link_state(self, link: Link) -> None:
+        slot = self._slot(link)
+        if link.state == "ready":
+            self._metrics.world_ready(link.world_name, link.stage, link.slot)
+            if slot.broken_at_s is not None and slot.last_failure is not None:
+                self._metrics.world_recovered(
+                    cause=slot.last_failure.cause, seconds=time.monotonic() - slot.broken_at_s
+                )
+                slot.broken_at_s = None
+            self._feed(LinkReady(link.id, link.stage, link.plan.spec.version))
+        elif link.state == "broken":
+            self._link_ended(link, slot)
+        self._states_changed()
+
+    def _link_ended(self, link: Link, slot: Slot) -> None:
+        assert link.cause is not None
+        if link.cause == Cause.LEFT:
+            self._metrics.world_closed(link.world_name, link.stage, link.slot)
+        else:
+            self._metrics.world_broken(
+                link.world_name, link.stage, link.slot, cause=link.cause, detected_after_s=link.silent_s
+            )
+            slot.last_failure = FailureSnapshot(link.cause, link.detail, time.time())
+            slot.broken_at_s = slot.broken_at_s or time.monotonic()
+        self._feed(LinkBroken(link.id, link.cause))
+        for key in [key for key in self._flights if key[1] == link.id]:
+            del self._flights[key]
+
+    def on_result(self, link: Link, message: Message) -> None:
+        now_s = time.monotonic()
+        flight = self._flights.pop((message.batch, link.id), None)
+        if flight is None:
+            logger.warning("world=%s answered batch %d, which it was not sent", link.id, message.batch)
+            return
+        compute_s = message.compute_ns / 1e9
+        transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
+        self._metrics.batch_answered(flight.stage, link.slot, compute_s=compute_s, transfer_s=transfer_s)
+        times = self._payloads.times.get(message.batch)
+        if times is not None:
+            times.compute_s += compute_s
+            times.transfer_s += transfer_s
+        self._arrived = message.payload
+        try:
+            self._feed(BatchDone(message.batch, link.id))
+        finally:
+            self._arrived = None
+
+    def on_failed(self, link: Link, batch: int, error: str) -> None:
+        logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
+        self._flights.pop((batch, link.id), None)
+        self._feed(BatchFailed(batch, link.id, error))
+
+    def on_leaving(self, link: Link) -> None:
+        self._feed(LinkDraining(link.id))
+        self._states_changed()
+
+    # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        """Tell the scheduler, do what it says, and wake up when it wants to be."""
+        for action in self._scheduler.handle(event, time.monotonic()):
+            self._perform(action)
+        self._metrics.queue_depth(self._scheduler.queue_depth)
+        if self._draining and not self._scheduler.open_requests:
+            self._drained.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wakeup_s = self._scheduler.next_wakeup_s()
+        if wakeup_s is not None:
+            delay_s = max(0.0, wakeup_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._feed(Tick())
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendBatch():
+                self._send(action)
+            case KeepOutput():
+                self._payloads.keep(action.batch, self._arrived_output())
+            case Answer():
+                self._answer(action)
+            case Refuse():
+                self._refuse(action)
+            case ForgetBatch():
+                self._payloads.forget(action.batch)
+            case BreakLink():
+                if link := self._links.get(action.link):
+                    link.give_up(Cause(action.cause), "no answer within hang_timeout_s")
+            case CloseLink():
+                if link := self._links.get(action.link):
+                    link.close()
+
+    def _send(self, action: SendBatch) -> None:
+        if action.kind == "first" and action.stage == 0:
+            payload = self._payloads.form(action.batch, action.requests)
+            self._metrics.batch_formed(len(action.requests))
+            self._metrics.queued(action.waited_s)
+        else:
+            payload = self._payloads.input(action.batch)
+        if action.kind == "reroute":
+            self._metrics.rerouted(action.stage, action.waited_s)
+            logger.info(
+                "batch=%d stage=%d rerouted to world=%s attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, action.link, action.attempt, action.waited_s),
+            )
+        if action.kind in ("reroute", "retry"):
+            self._metrics.retried(action.stage)
+        self._flights[action.batch, action.link] = _Flight(time.monotonic(), action.stage)
+        self._links[action.link].send(action.batch, payload)
+
+    def _answer(self, action: Answer) -> None:
+        probabilities = self._arrived_output()
+        times = self._payloads.times[action.batch]
+        now_s = time.monotonic()
+        for request, row in action.rows:
+            self._payloads.images.pop(request, None)
+            waiting = self._waiting.pop(request, None)
+            if waiting is None or waiting.future.done():
+                self._metrics.duplicate_answer()
+                continue
+            waiting.future.set_result(
+                Prediction(
+                    probabilities=probabilities[row],
+                    model=self._model.name,
+                    version=action.version,
+                    queue_s=max(0.0, now_s - waiting.arrived_s - times.compute_s - times.transfer_s),
+                    compute_s=times.compute_s,
+                    transfer_s=times.transfer_s,
+                    attempts=action.attempts,
+                    path=tuple(link.partition("#")[0] for link in action.path),
+                )
+            )
+
+    def _refuse(self, action: Refuse) -> None:
+        self._payloads.images.pop(action.request, None)
+        waiting = self._waiting.pop(action.request, None)
+        if waiting is None or waiting.future.done():
+            return
+        logger.debug("request=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
+        waiting.future.set_exception(
+            RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+        )
+
+    def _arrived_output(self) -> Tensor:
+        assert self._arrived is not None, "only a batch that was just answered has an output"
+        return self._arrived
+
+    # -- how it stands ---------------------------------------------------------------------------------------------------------
+
+    def _slot(self, link: Link) -> Slot:
+        return next(slot for slot in self._slots.of_stage(link.stage) if slot.index == link.slot)
+
+    def _states_changed(self) -> None:
+        self._metrics.replica_states(self._stages())
+        if self._on_change is not None:
+            self._on_change(self.snapshot())
+
+    def _stages(self) -> tuple[StageSnapshot, ...]:
+        return tuple(
+            StageSnapshot(
+                plan.spec.index,
+                plan.spec.blocks,
+                tuple(self._replica(slot) for slot in self._slots.of_stage(plan.spec.index)),
+            )
+            for plan in self._plan
+        )
+
+    def _replica(self, slot: Slot) -> ReplicaSnapshot:
+        link = slot.link
+        if link is None:
+            return ReplicaSnapshot(slot.index, "absent")
+        return ReplicaSnapshot(
+            slot=slot.index,
+            state=link.state,
+            world=link.world_name,
+            epoch=link.epoch,
+            worker=link.worker,
+            device=link.device,
+            in_flight=self._scheduler.in_flight(link.id),
+            batches_done=link.batches_done,
+            last_failure=slot.last_failure,
+        )

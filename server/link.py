@@ -1,0 +1,214 @@
+"""The leader's end of one leader-stage world: bring a worker up to serving, then carry batches until the world ends."""
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager
+from server.plan import StagePlan
+from server.predictor import ReplicaState
+from wire import Channel, Kind, Message, WireError
+
+logger = logging.getLogger(__name__)
+
+_WORKER_RANK = 1
+_PIECE_BYTES = 8 << 20
+_FORMING_S = 10.0
+"""A worker that was offered a world comes at once, or not at all."""
+
+
+class CanaryError(Exception):
+    """The replica computes something else than the reference."""
+
+
+class LinkListener(Protocol):
+    """Who is told what happens on a link, on the event loop."""
+
+    def on_link_state(self, link: "Link") -> None: ...
+
+    def on_result(self, link: "Link", message: Message) -> None: ...
+
+    def on_failed(self, link: "Link", batch: int, error: str) -> None: ...
+
+    def on_leaving(self, link: "Link") -> None: ...
+
+
+class Link:
+    """One link, one incarnation.
+
+    Attributes:
+        id: the world's name and epoch, "s0.r1#3": it never comes back.
+        state: as `ReplicaState`; every change is told to the listener.
+        cause, detail: why it ended, once `state` is "broken".
+        since_s: when `state` changed last, as `time.monotonic()`.
+    """
+
+    def __init__(
+        self, *, plan: StagePlan, slot: int, epoch: int, worker: str, device: str, listener: LinkListener
+    ) -> None:
+        self.plan = plan
+        self.stage = plan.spec.index
+        self.slot = slot
+        self.epoch = epoch
+        self.world_name = f"s{self.stage}.r{slot}"
+        self.id = f"{self.world_name}#{epoch}"
+        self.worker = worker
+        self.device = device
+        self.state: ReplicaState = "joining"
+        self.since_s = time.monotonic()
+        self.cause: str | None = None
+        self.detail = ""
+        self.silent_s: float | None = None
+        self.batches_done = 0
+        self._listener = listener
+        self._world: World | None = None
+        self._channel: Channel | None = None
+        self._gave_up: tuple[Cause, str] | None = None
+        self._sends: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Link {self.id} {self.state}>"
+
+    async def run(
+        self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
+    ) -> None:
+        """Form the world, bring the worker up, serve. Returns when the link has ended; `cause` says why."""
+        try:
+            async with asyncio.timeout(join_timeout_s):
+                await self._form(manager, host, port)
+                await self._bring_up(max_batch_size, window)
+            self._enter("ready")
+            await self._serve()
+        except BrokenWorldException as ending:
+            self._end(ending.cause, ending.detail)
+        except WorldClosedError:
+            self._end(Cause.LEFT, "closed by the leader")
+        except TimeoutError:
+            self._end(Cause.TIMEOUT, f"not serving {join_timeout_s:g} s after it joined")
+        except (CanaryError, WireError) as error:
+            self._end("error", str(error))
+        except Exception as error:
+            if self._world is not None:
+                logger.exception("world=%s the link failed", self.id)
+            self._end("error", f"{type(error).__name__}: {error}")
+        finally:
+            await self._free(manager)
+
+    def send(self, batch: int, payload: Tensor) -> None:
+        """Send a batch. A failure shows as the link's end, not here."""
+        task = asyncio.get_running_loop().create_task(self._send(Message(Kind.BATCH, batch, payload)))
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
+    def give_up(self, cause: Cause, detail: str) -> None:
+        """Break this link from our side: it hangs, or its worker has joined again."""
+        self._gave_up = self._gave_up or (cause, detail)
+        if self._world is not None:
+            self._world.break_(cause, _WORKER_RANK, detail)
+
+    def drain(self) -> None:
+        """No new batches will be sent."""
+        if self.state == "ready":
+            self._enter("draining")
+
+    def close(self) -> None:
+        """Say goodbye."""
+        if self._world is not None:
+            self._world.close()
+
+    # -- bringing up ---------------------------------------------------------------------------------------------------------
+
+    async def _form(self, manager: WorldManager, host: str, port: int) -> None:
+        self._world = await manager.initialize_world(
+            self.world_name, 0, 2, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S
+        )
+        if self._gave_up:
+            self._world.break_(self._gave_up[0], _WORKER_RANK, self._gave_up[1])
+        self._channel = Channel(self._world, _WORKER_RANK, max_payload_bytes=1 << 30)
+
+    async def _bring_up(self, max_batch_size: int, window: int) -> None:
+        channel = self._channel
+        assert channel is not None
+        self._enter("loading")
+        await channel.send(Message.of_text(Kind.ORDER, self.plan.order(max_batch_size, window).to_json()))
+        weights = torch.frombuffer(bytearray(self.plan.weights), dtype=torch.uint8)
+        for piece in torch.split(weights, _PIECE_BYTES):
+            await channel.send(Message(Kind.WEIGHTS, payload=piece))
+        self._enter("warming")
+        await self._expect(Kind.READY)
+        self._enter("checking")
+        await channel.send(Message(Kind.BATCH, 0, self.plan.canary_input))
+        answer = await self._expect(Kind.RESULT)
+        if wrong := self.plan.accepts(answer.payload):
+            raise CanaryError(f"wrong answer to the canary: {wrong}")
+
+    async def _expect(self, kind: Kind) -> Message:
+        assert self._channel is not None
+        message = await self._channel.receive()
+        if message.kind is Kind.FAILED:
+            raise CanaryError(f"the worker failed before it served: {message.text()}")
+        if message.kind is Kind.LEAVING:
+            raise CanaryError("the worker left before it served")
+        if message.kind is not kind:
+            raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        return message
+
+    # -- serving -------------------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        assert self._channel is not None
+        while True:
+            message = await self._channel.receive()
+            match message.kind:
+                case Kind.RESULT if message.payload is not None:
+                    self.batches_done += 1
+                    self._listener.on_result(self, message)
+                case Kind.FAILED:
+                    self._listener.on_failed(self, message.batch, message.text())
+                case Kind.LEAVING:
+                    self.drain()
+                    self._listener.on_leaving(self)
+                case _:
+                    raise WireError(f"unexpected {message.kind.name}")
+
+    async def _send(self, message: Message) -> None:
+        assert self._channel is not None
+        try:
+            await self._channel.send(message)
+        except (BrokenWorldException, WorldClosedError):
+            logger.debug("world=%s batch=%d was not taken", self.id, message.batch)
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, state: ReplicaState) -> None:
+        was, now_s = self.state, time.monotonic()
+        took_s, self.state, self.since_s = now_s - self.since_s, state, now_s
+        log = logger.info if state != "broken" or self.cause == Cause.LEFT else logger.warning
+        why = f" cause={self.cause} {self.detail}" if self.cause else ""
+        log(
+            "world=%s epoch=%d stage=%d replica=%d worker=%s %s->%s after_s=%.3f%s",
+            *(self.world_name, self.epoch, self.stage, self.slot, self.worker, was, state, took_s, why),
+        )
+        self._listener.on_link_state(self)
+
+    def _end(self, cause: str, detail: str) -> None:
+        if self._gave_up:
+            cause, detail = self._gave_up
+        self.cause, self.detail = str(cause), detail
+        if self._world is not None:
+            self.silent_s = self._world.silent_s
+        self._enter("broken")
+
+    async def _free(self, manager: WorldManager) -> None:
+        world = self._world
+        if world is not None:
+            world.break_(Cause.ABORTED, 0, self.detail)
+            if manager.worlds.get(self.world_name) is world:
+                await manager.close_world(self.world_name)
+        for task in self._sends:
+            task.cancel()
+        await asyncio.gather(*self._sends, return_exceptions=True)

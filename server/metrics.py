@@ -1,0 +1,224 @@
+"""What Prometheus is told, in the words of this project.
+
+Callers say what happened (`world_broken`, `rerouted`); names, labels and buckets are chosen here alone. Every `replica`
+label is a slot and every `world` label is a name without its epoch, so ten thousand restarts add no series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+
+from server.predictor import ReplicaState, StageSnapshot
+
+Protocol = Literal["predict", "v2"]
+"""Which of the inference interfaces a request came through."""
+HedgeOutcome = Literal["won", "lost", "cancelled"]
+"""The second copy answered first, the first copy did, or neither was needed any more."""
+
+_CAUSES = ("exit", "hang", "transport", "error", "left", "timeout", "aborted")
+_REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
+
+# Edges in seconds. Each set is dense where its usual values lie and reaches past the timeout that ends the wait.
+_REQUEST_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # timeout_s: 30
+_QUEUE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 30)  # batch_timeout_s: 0.002
+_STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)  # hang_timeout_s: 10
+_DETECTION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.25, 1.5, 2, 5, 10)  # heartbeat_timeout_s: 1
+_REROUTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15)  # recovery_grace_s: 15
+_RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importing torch: 1.4; join_timeout_s: 60
+_BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """All series of one leader, in a registry of their own. Thread-safe; calls cost a few microseconds.
+
+    Args:
+        build: labels of `multiworld_build_info`, such as {"version": "0.1.0", "torch": "2.15.0"}.
+    """
+
+    def __init__(self, build: dict[str, str] | None = None) -> None:
+        # Nothing reads the `_created` series, and they swell every scrape. The library has one switch, for the process.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self._define_requests()
+        self._define_stages()
+        self._define_failures()
+        Info("multiworld_build", "What this leader was built from.", registry=self.registry).info(build or {})
+
+    def _define_requests(self) -> None:
+        self._requests = self._counter(
+            "requests", "Inference requests that ended, by outcome.", ("model", "version", "protocol", "code", "reason")
+        )
+        self._request_duration = self._histogram(
+            "request_duration_seconds",
+            "From the request's first byte of HTTP to its answer's last, by outcome.",
+            _REQUEST_S,
+            ("protocol", "code"),
+        )
+        self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.")
+        self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.")
+        self._queue_duration = self._histogram(
+            "queue_duration_seconds", "Time an image waited in the leader before its batch was sent.", _QUEUE_S
+        )
+        self._batch_size = self._histogram("batch_size", "Images in a batch when it was formed.", _BATCH_REQUESTS)
+        self._lost = self._counter("requests_lost", "Requests that got neither answer nor error in time: a bug.")
+        self._duplicates = self._counter(
+            "duplicate_answers", "Answers dropped because the request had one: late or hedged batches."
+        )
+
+    def _define_stages(self) -> None:
+        self._stage_duration = self._histogram(
+            "stage_duration_seconds",
+            "Time of one batch on one link, by phase.",
+            _STAGE_S,
+            ("stage", "replica", "phase"),
+        )
+        self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._redundancy = self._gauge(
+            "redundancy", "Fewest ready replicas of any stage, minus one; -1 means that it does not serve."
+        )
+        self._world_up = self._gauge("world_up", "1 while the link's world is ready.", ("world", "stage", "replica"))
+
+    def _define_failures(self) -> None:
+        self._world_failures = self._counter(
+            "world_failures", "Worlds that broke, by cause.", ("stage", "replica", "cause")
+        )
+        self._detection = self._histogram(
+            "failure_detection_seconds", "From the last sign of life to the break.", _DETECTION_S, ("cause",)
+        )
+        self._reroute_duration = self._histogram(
+            "reroute_seconds", "From a break to its batch being sent to another replica.", _REROUTE_S
+        )
+        self._recovery = self._histogram(
+            "recovery_seconds", "From a break until the slot served again.", _RECOVERY_S, ("cause",)
+        )
+        self._reroutes = self._counter("reroutes", "Batches moved to another replica after a break.", ("stage",))
+        self._retries = self._counter("retries", "Batches sent again, for whatever reason.", ("stage",))
+        self._hedges = self._counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        self._restarts = self._counter("worker_restarts", "Workers started again by the supervisor.", ("slot",))
+
+    # Requests
+
+    def request_started(self) -> None:
+        """An inference request has come in."""
+        self._requests_in_flight.inc()
+
+    def request_finished(
+        self, *, model: str, version: str, protocol: Protocol, code: int, reason: str, duration_s: float
+    ) -> None:
+        """It has ended, whatever way; `reason` is "ok" or the refusal's."""
+        self._requests_in_flight.dec()
+        self._requests.labels(model, version, protocol, code, reason).inc()
+        self._request_duration.labels(protocol, code).observe(duration_s)
+
+    def queue_depth(self, images: int) -> None:
+        """So many images are accepted and not in flight."""
+        self._queue_depth.set(images)
+
+    def queued(self, seconds: float) -> None:
+        """An image waited this long before its batch was sent."""
+        self._queue_duration.observe(seconds)
+
+    def batch_formed(self, images: int) -> None:
+        """A batch of so many images was formed."""
+        self._batch_size.observe(images)
+
+    def request_lost(self) -> None:
+        """A request was left with neither answer nor error: our invariant broke."""
+        self._lost.inc()
+
+    def duplicate_answer(self) -> None:
+        """An answer came for a request that had one, and was dropped."""
+        self._duplicates.inc()
+
+    # Stages and worlds
+
+    def batch_answered(self, stage: int, replica: int, *, compute_s: float, transfer_s: float) -> None:
+        """A replica answered a batch: seconds it computed, and seconds on the link both ways."""
+        self._stage_duration.labels(stage, replica, "compute").observe(compute_s)
+        self._stage_duration.labels(stage, replica, "transfer").observe(transfer_s)
+
+    def world_ready(self, world: str, stage: int, replica: int) -> None:
+        """A link serves. `world` is the name without the epoch."""
+        self._world_up.labels(world, stage, replica).set(1)
+        for cause in _CAUSES:  # a series that is born with its first failure has no increase for Prometheus to see
+            self._world_failures.labels(stage, replica, cause)
+
+    def world_closed(self, world: str, stage: int, replica: int) -> None:
+        """A link ended on purpose."""
+        self._world_up.labels(world, stage, replica).set(0)
+
+    def world_broken(
+        self, world: str, stage: int, replica: int, *, cause: str, detected_after_s: float | None = None
+    ) -> None:
+        """A link failed; `detected_after_s` runs from the last sign of life, None when that is not known."""
+        self._world_up.labels(world, stage, replica).set(0)
+        self._world_failures.labels(stage, replica, cause).inc()
+        if detected_after_s is not None:
+            self._detection.labels(cause).observe(detected_after_s)
+
+    def world_recovered(self, *, cause: str, seconds: float) -> None:
+        """A slot serves again so long after its world broke by that cause."""
+        self._recovery.labels(cause).observe(seconds)
+
+    def replica_states(self, stages: Sequence[StageSnapshot]) -> None:
+        """How the replicas of all stages stand now; redundancy follows from it."""
+        for stage in stages:
+            tally: Tally[str] = Tally(replica.state for replica in stage.replicas)
+            for state in _REPLICA_STATES:
+                self._stage_replicas.labels(stage.index, state).set(tally[state])
+            self._reroutes.labels(stage.index)
+            self._retries.labels(stage.index)
+        self._redundancy.set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+
+    # Failures survived
+
+    def rerouted(self, stage: int, seconds: float) -> None:
+        """A batch that a break left behind went to another replica, so long after the break."""
+        self._reroutes.labels(stage).inc()
+        self._reroute_duration.observe(seconds)
+
+    def retried(self, stage: int) -> None:
+        """A batch was sent again."""
+        self._retries.labels(stage).inc()
+
+    def hedged(self, outcome: HedgeOutcome) -> None:
+        """A batch that was sent twice has ended."""
+        self._hedges.labels(outcome).inc()
+
+    def worker_restarted(self, slot: str) -> None:
+        """The supervisor started a worker again; `slot` is its place, such as "stage0-1", not its process."""
+        self._restarts.labels(slot).inc()
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The text for a scrape and its content type, as the scraper's `Accept` header wants them."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"multiworld_{name}_total", documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(f"multiworld_{name}", documentation, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        return Histogram(f"multiworld_{name}", documentation, labels, buckets=buckets, registry=self.registry)

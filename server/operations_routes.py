@@ -1,0 +1,119 @@
+"""What probes, scrapers and operators ask: alive, ready, metrics, status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from server.errors import DrainingError, NotReadyError, RequestRefused
+from server.http_errors import ErrorBody, error_documentation, refusal_response
+from server.metrics import Metrics
+from server.predictor import PipelineSnapshot, Predictor, ServedModel
+from server.request_record import RequestRecord
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    alive: bool = True
+
+
+class Ready(BaseModel):
+    """Every stage has a replica that passed its canary."""
+
+    ready: bool = True
+    model: str
+    version: str
+
+
+class NotReady(ErrorBody):
+    """Why not."""
+
+    ready: bool = False
+    missing_stages: list[int] = Field(description="Stages without a ready replica.")
+
+
+@dataclass(frozen=True)
+class OperationsRoutes:
+    """What answers everything but inference."""
+
+    predictor: Predictor
+    model: ServedModel
+    metrics: Metrics
+
+    def router(self) -> APIRouter:
+        """The routes, documented for OpenAPI."""
+        router = APIRouter(tags=["operations"])
+        router.add_api_route("/", self.index, response_model=dict[str, Any])
+        router.add_api_route("/healthz", self.healthz, response_model=Alive)
+        ready_errors = error_documentation((503,))
+        ready_errors[503]["model"] = NotReady
+        router.add_api_route("/readyz", self.readyz, response_model=Ready, responses=ready_errors)
+        router.add_api_route("/status", self.status, response_model=PipelineSnapshot)
+        router.add_api_route("/metrics", self.scrape, response_class=Response, responses=_METRICS_DOCUMENTATION)
+        return router
+
+    async def index(self) -> dict[str, Any]:
+        """What there is."""
+        return {
+            "service": "multiworld-serving",
+            "model": self.model.name,
+            "version": self.model.version,
+            "endpoints": {
+                "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
+                "GET /healthz": "alive?",
+                "GET /readyz": "ready for requests?",
+                "GET /status": "stages and replicas as they are now",
+                "GET /metrics": "for Prometheus",
+                "GET /docs": "the API, to try out",
+                "GET /openapi.json": "the API, for tools",
+            },
+        }
+
+    async def healthz(self) -> Alive:
+        """Whether the process answers. It says nothing about workers: a restart of the leader would not heal those."""
+        return Alive()
+
+    async def readyz(self, request: Request) -> Response:
+        """Whether requests are answered: every stage has a replica that passed its canary."""
+        if self.predictor.ready:
+            return JSONResponse(Ready(model=self.model.name, version=self.model.version).model_dump())
+        snapshot = self.predictor.snapshot()
+        missing = list(snapshot.missing_stages)
+        record = RequestRecord.of(request.scope)
+        return refusal_response(_why_not_ready(snapshot), record, ready=False, missing_stages=missing)
+
+    async def status(self) -> PipelineSnapshot:
+        """The pipeline as it is now: stages, their replicas, and what those do."""
+        return self.predictor.snapshot()
+
+    def scrape(self, request: Request) -> Response:
+        """All metrics, in the text format of Prometheus or OpenMetrics."""
+        return metrics_response(self.metrics, request)  # not async: a scrape of many workers takes milliseconds
+
+
+def metrics_response(metrics: Metrics, request: Request) -> Response:
+    """The answer to a scrape."""
+    text, content_type = metrics.exposition(request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
+
+
+def _why_not_ready(snapshot: PipelineSnapshot) -> RequestRefused:
+    if snapshot.draining:
+        return DrainingError("the server is stopping and takes no new requests; ask another one")
+    missing = [
+        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
+        for stage in snapshot.stages
+        if not stage.ready_replicas
+    ]
+    return NotReadyError(f"not ready: {'; '.join(missing) or 'the pipeline is not complete'}; wait for workers to join")
+
+
+_METRICS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}

@@ -1,0 +1,90 @@
+"""What is served: the model cut into stages, the weights of each as they travel, and the canary that every replica must pass."""
+
+import logging
+from dataclasses import dataclass
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from models import (
+    LoadedModel,
+    StageSpec,
+    cut,
+    reference_stage,
+    stage_input_dtype,
+    stage_input_shape,
+    stage_weights,
+)
+from wire import StageOrder
+
+logger = logging.getLogger(__name__)
+
+_RELATIVE_TOLERANCE = 1e-2
+"""Of the largest value of the reference. Other thread counts, other kernels and other devices differ by 1e-6 to 1e-3; a wrong weight,
+a bit that fell over or a not-a-number differs by more."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        weights: the stage's parameters and buffers as a safetensors file.
+        canary_input, canary_output: one row, and what this stage makes of it on this machine.
+    """
+
+    spec: StageSpec
+    weights: bytes
+    input_shape: tuple[int, ...]
+    input_dtype: torch.dtype
+    canary_input: Tensor
+    canary_output: Tensor
+
+    def order(self, max_batch_size: int, window: int) -> StageOrder:
+        shape = "x".join(map(str, self.input_shape))
+        return StageOrder(self.spec.to_json(), len(self.weights), shape, max_batch_size, window)
+
+    def accepts(self, output: Tensor | None) -> str | None:
+        """Why a replica's answer to the canary is wrong; None when it is right."""
+        expected = self.canary_output
+        if output is None or output.shape != expected.shape or output.dtype != expected.dtype:
+            found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
+            return f"expected {expected.dtype} {tuple(expected.shape)}, got {found}"
+        allowed = _RELATIVE_TOLERANCE * float(expected.abs().max())
+        error = float((output - expected).abs().max())
+        if not error <= allowed:  # also true for not-a-number
+            return f"it is {error:.3g} off the reference, {allowed:.3g} is allowed"
+        return None
+
+
+def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
+    """Cut the model and compute each stage's reference.
+
+    Raises:
+        ModelError: more stages than blocks.
+    """
+    image_size = model.preprocessing.crop_size
+    generator = torch.Generator().manual_seed(0)
+    activation = torch.randint(0, 256, (1, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
+    plans = []
+    for spec in cut(model, num_stages):
+        with torch.inference_mode():
+            output = reference_stage(model, spec)(activation)
+        plans.append(
+            StagePlan(
+                spec=spec,
+                weights=safetensors.torch.save(stage_weights(model, spec)),
+                input_shape=stage_input_shape(spec, image_size),
+                input_dtype=stage_input_dtype(spec),
+                canary_input=activation,
+                canary_output=output,
+            )
+        )
+        activation = output
+    for plan in plans:
+        logger.info(
+            "stage=%d blocks=%s..%s weights_mb=%.1f",
+            *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], len(plan.weights) / 1e6),
+        )
+    return tuple(plans)

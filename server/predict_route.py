@@ -1,0 +1,213 @@
+"""POST /predict: one image in, the most probable classes out."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import Response
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from torch import Tensor
+
+from server.body import BodyReader
+from server.connection import while_connected
+from server.decode_pool import DecodePool
+from server.errors import MediaTypeError, StageError
+from server.form import FIELD, form_image
+from server.http_errors import error_documentation
+from server.images import image_tensor
+from server.predictor import Answer, Predictor, ServedModel
+from server.request_record import RequestRecord
+
+IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
+FORM_TYPE = "multipart/form-data"
+
+_LATE_S = 1.0
+"""The predictor itself keeps the deadline, and says better why; this long after it nobody waits for that."""
+
+
+class Prediction(BaseModel):
+    """One class, and how probable it is."""
+
+    label: str
+    class_id: int = Field(ge=0)
+    probability: float = Field(ge=0, le=1)
+
+
+class Timings(BaseModel):
+    """Where the time went, in milliseconds."""
+
+    total: float = Field(description="From the request's arrival to its answer, reading the body included.")
+    decode: float = Field(description="Decoding, scaling and cropping the image; waiting for a thread included.")
+    queue: float = Field(description="Waiting in the leader, all stages together.")
+    compute: float = Field(description="Computing on the workers, all stages together.")
+    transfer: float = Field(description="On the links between leader and workers, both ways.")
+
+
+class PredictResponse(BaseModel):
+    """The answer for one image."""
+
+    id: str = Field(description="The request id, as in X-Request-Id.")
+    model: str
+    version: str = Field(description="Which weights answered.")
+    predictions: list[Prediction] = Field(description="The most probable classes, the best first.")
+    timings_ms: Timings
+
+
+@dataclass(frozen=True)
+class PredictRoute:
+    """What answers POST /predict, with all it needs."""
+
+    predictor: Predictor
+    model: ServedModel
+    bodies: BodyReader
+    decoders: DecodePool
+    timeout_s: float
+    max_image_pixels: int
+    top_k: int
+
+    def router(self) -> APIRouter:
+        """The route, documented for OpenAPI."""
+        num_classes = len(self.model.labels)
+        top_k_query = Query(
+            min(self.top_k, num_classes), ge=1, le=num_classes, description="How many classes to answer with."
+        )
+        timeout_header = Header(
+            None,
+            alias="X-Request-Timeout-S",
+            gt=0,
+            allow_inf_nan=False,
+            description=f"Seconds the client waits; can only shorten the server's {self.timeout_s:g}.",
+        )
+        router = APIRouter(tags=["inference"])
+
+        @router.post(
+            "/predict",
+            response_model=PredictResponse,
+            responses={**_ANSWER_DOCUMENTATION, **error_documentation((408, 413, 415, 422, 429, 500, 503, 504))},
+            openapi_extra={"requestBody": _BODY_DOCUMENTATION},
+        )
+        async def predict(
+            request: Request, top_k: int = top_k_query, timeout_s: float | None = timeout_header
+        ) -> Response:
+            """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
+            return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
+
+        return router
+
+    async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
+        record = RequestRecord.of(request.scope)
+        deadline_s = record.started_s + timeout_s
+        image, decode_s = await self._image(request, deadline_s)
+        async with while_connected(request.receive, deadline_s=deadline_s + _LATE_S):
+            answer = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
+        record.version = answer.version
+        body = PredictResponse(
+            id=record.request_id,
+            model=answer.model,
+            version=answer.version,
+            predictions=_most_probable(answer.probabilities, self.model.labels, top_k),
+            timings_ms=Timings(
+                total=_ms(time.monotonic() - record.started_s),
+                decode=_ms(decode_s),
+                queue=_ms(answer.queue_s),
+                compute=_ms(answer.compute_s),
+                transfer=_ms(answer.transfer_s),
+            ),
+        )
+        return Response(body.model_dump_json(), media_type="application/json", headers=_headers(answer))
+
+    async def _image(self, request: Request, deadline_s: float) -> tuple[Tensor, float]:
+        """The tensor, and the seconds it took to make. The body is let go of here: answers may take long."""
+        content_type = _served_type(request)
+        async with self.bodies.read(request, deadline_s=deadline_s) as body:
+            received_s = time.monotonic()
+            async with while_connected(request.receive, deadline_s=deadline_s):
+                image = await self.decoders.run(partial(self._decode, body, content_type))
+        return image, time.monotonic() - received_s
+
+    def _decode(self, body: bytes, content_type: str) -> Tensor:
+        return image_tensor(
+            form_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body,
+            resize_size=self.model.resize_size,
+            crop_size=self.model.crop_size,
+            max_pixels=self.max_image_pixels,
+        )
+
+
+def _served_type(request: Request) -> str:
+    """The content type, when it is one of those served; told before the body is read."""
+    content_type = request.headers.get("content-type", "")
+    if _media_type(content_type) not in (FORM_TYPE, *IMAGE_TYPES):
+        given = f"the content type {content_type[:64]!r} is not served" if content_type else "there is no content type"
+        raise MediaTypeError(f"{given}; send {FORM_TYPE} with the field {FIELD!r}, or one of {', '.join(IMAGE_TYPES)}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise MediaTypeError(f"the content encoding {encoding[:64]!r} is not served here; send the image as it is")
+    return content_type
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _most_probable(probabilities: Tensor, labels: tuple[str, ...], top_k: int) -> list[Prediction]:
+    best = torch.topk(probabilities, top_k)
+    values, classes = best.values.tolist(), best.indices.tolist()
+    if not all(map(math.isfinite, values)):
+        raise StageError("the model gave no finite probabilities for this image; check the weights")
+    return [
+        Prediction(label=labels[class_id], class_id=class_id, probability=probability)
+        for class_id, probability in zip(classes, values, strict=True)
+    ]
+
+
+def _headers(answer: Answer) -> dict[str, str]:
+    # Percent-encoded, because a version may be the name of a person's file and a header is neither free text nor Unicode.
+    return {
+        "X-Model-Version": quote(answer.version, safe=":+@,"),
+        "X-Path": ",".join(quote(world, safe=":+@") for world in answer.path),
+        "X-Attempts": str(answer.attempts),
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+_BINARY = {"type": "string", "format": "binary"}
+_BODY_DOCUMENTATION: dict[str, Any] = {
+    "required": True,
+    "content": {
+        FORM_TYPE: {
+            "schema": {
+                "type": "object",
+                "properties": {FIELD: _BINARY},
+                "required": [FIELD],
+                "additionalProperties": False,
+            }
+        },
+        **{image_type: {"schema": _BINARY} for image_type in IMAGE_TYPES},
+    },
+}
+_ANSWER_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The most probable classes.",
+        "headers": {
+            "X-Request-Id": {"description": "The client's id or a new one.", "schema": {"type": "string"}},
+            "X-Model-Version": {"description": "Which weights answered.", "schema": {"type": "string"}},
+            "X-Path": {
+                "description": "The world that answered for each stage, in order.",
+                "schema": {"type": "string"},
+            },
+            "X-Attempts": {"description": "How often it was sent to a worker.", "schema": {"type": "integer"}},
+        },
+    }
+}

@@ -1,0 +1,116 @@
+"""The settings of `multiworld serve`: every field once, with its unit, bounds, default and sentence."""
+
+from collections import Counter
+from typing import ClassVar, Self
+
+from pydantic import model_validator
+
+from config import DEVICE_PATTERN, Settings, SettingsError, setting
+from config.tokens import new_token
+
+
+class ServeSettings(Settings):
+    """What the leader, its HTTP API and its local workers are told."""
+
+    section: ClassVar[str] = "serve"
+
+    model: str = setting("resnet50", "Model", "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152.")
+    weights: str = setting(
+        "DEFAULT",
+        "Model",
+        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
+        "(DEFAULT if it can be had at once, else random:0 and a warning).",
+    )
+    labels: str | None = setting(
+        None, "Model", "File with one label a line, in the order of the classes; none takes those of the weights."
+    )
+    image_size: int | None = setting(
+        None,
+        "Model",
+        "Side in pixels of the square that is cut from each image; none takes that of the weights.",
+        ge=8,
+        le=4096,
+    )
+    top_k: int = setting(5, "Model", "Number of most probable labels in an answer.", ge=1, le=1000)
+
+    stages: int = setting(2, "Pipeline", "Number of slices that the model is cut into.", ge=1, le=64)
+    replicas: int = setting(2, "Pipeline", "Number of workers for each stage.", ge=1, le=256)
+    external_workers: bool = setting(
+        False, "Pipeline", "Start no local workers: wait for `multiworld worker` processes to join from anywhere."
+    )
+    device: str = setting(
+        "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
+    )
+    worker_threads: int = setting(
+        0,
+        "Pipeline",
+        "Compute threads of each local worker; 0 shares the cores fairly, at least 1 each.",
+        ge=0,
+        le=1024,
+    )
+
+    host: str = setting("127.0.0.1", "Network", "Address that the HTTP API and the metrics listen on; 0.0.0.0 for all.")
+    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 takes any free one.", ge=0, le=65535)
+    join_host: str = setting(
+        "127.0.0.1", "Network", "Address that workers join at: an inner network, never a public one."
+    )
+    join_port: int = setting(8001, "Network", "Port that workers join at; 0 takes any free one.", ge=0, le=65535)
+    metrics_port: int = setting(
+        8002, "Network", "Port of the Prometheus metrics; 0 takes any free one.", ge=0, le=65535
+    )
+
+    max_batch_size: int = setting(8, "Batching", "Most images that travel together.", ge=1, le=1024)
+    batch_timeout_s: float = setting(
+        0.002, "Batching", "Longest time that an image waits for others to share its batch.", ge=0, le=60
+    )
+    window: int = setting(2, "Batching", "Most batches in flight on one link.", ge=1, le=64)
+
+    max_attempts: int = setting(
+        3, "Failure", "Worlds that one image may break before it is refused as poison.", ge=1, le=100
+    )
+    recovery_grace_s: float = setting(
+        15.0, "Failure", "How long a stage without a replica keeps its batches before it refuses them.", ge=0, le=3600
+    )
+    hang_timeout_s: float = setting(
+        10.0, "Failure", "Longest time that a worker may take for one batch before its link is broken.", gt=0, le=3600
+    )
+    drain_timeout_s: float = setting(
+        10.0, "Failure", "Longest time for what is in flight to end when the service stops.", ge=0, le=3600
+    )
+
+    timeout_s: float = setting(
+        30.0, "Limits", "Longest time for one request; its own header may shorten it.", gt=0, le=3600
+    )
+    queue_limit: int = setting(
+        256,
+        "Limits",
+        "Most images that wait for a batch; beyond it, requests are refused with 429.",
+        ge=1,
+        le=1_000_000,
+    )
+    max_body_bytes: int = setting(10 * 2**20, "Limits", "Largest body of a request.", ge=1, le=2**31)
+    max_image_pixels: int = setting(50_000_000, "Limits", "Largest image, width times height.", ge=1, le=2**31)
+
+    access_log: bool = setting(False, "Logging", "Log one line for every HTTP request.")
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the pipeline wants: one for each replica of each stage."""
+        return self.stages * self.replicas
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        for port, count in Counter(ports.values()).items():
+            if port and count > 1:
+                names = " and ".join(name for name, value in ports.items() if value == port)
+                raise ValueError(f"{names} are both {port}: give each a port of its own, or 0 for any free one")
+        return self
+
+    def _without_token(self) -> Self:
+        if not self.external_workers:
+            return self.replace("token", new_token(), "generated")
+        raise SettingsError(
+            "no join token, which workers from outside need: make one with `openssl rand -hex 32 > token`, "
+            "then give --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"
+        )
