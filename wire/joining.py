@@ -1,0 +1,70 @@
+"""How a worker comes to a world: it asks the leader, and the leader offers it one; in that world it is told its stage."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from wire.message import WireError
+
+
+class _Json:
+    """A flat dataclass that travels as a JSON object of exactly its fields."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]  # the mixin's users are dataclasses
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Raises WireError unless the text is an object with exactly these fields, each of its type."""
+        try:
+            data: Any = json.loads(text)
+        except ValueError as error:
+            raise WireError(f"{cls.__name__} is not JSON: {error}") from error
+        expected = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]  # likewise
+        if not isinstance(data, dict) or data.keys() != expected.keys():
+            raise WireError(f"{cls.__name__}: expected {sorted(expected)}; do leader and worker run the same release?")
+        for name, kind in expected.items():
+            if type(data[name]) is not kind:
+                raise WireError(f"{cls.__name__}: {name} is {data[name]!r}")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest(_Json):
+    """A worker looks for work. Its `worker` name is its own: who joins again under it replaces its former self."""
+
+    worker: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOffer(_Json):
+    """The world to join, as rank 1 of 2, at the address where the question was asked. An empty `world`: none now, ask again."""
+
+    world: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder(_Json):
+    """The first message in a new world: what the worker is to serve.
+
+    Attributes:
+        spec: a models.StageSpec as JSON.
+        weights_bytes: length of the safetensors file that follows in pieces.
+        input_shape: of one row of this stage's input, as "3x224x224".
+    """
+
+    spec: str
+    weights_bytes: int
+    input_shape: str
+    max_batch_size: int
+    window: int
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Raises WireError."""
+        try:
+            return tuple(int(dim) for dim in self.input_shape.split("x"))
+        except ValueError as error:
+            raise WireError(f"not a shape: {self.input_shape!r}") from error

@@ -1,0 +1,128 @@
+"""One stay in one world: take the order and the weights, warm up, answer batches, until the world ends."""
+
+import asyncio
+import json
+import logging
+from typing import NoReturn
+
+from models import ModelError, StageSpec
+from multiworld import BrokenWorldException, Cause, World, WorldClosedError
+from wire import Channel, Kind, Message, StageOrder, WireError
+from workers.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_MAX_WEIGHTS_BYTES = 4 << 30
+_MAX_MESSAGE_BYTES = 1 << 30
+LEADER_RANK = 0
+
+
+class Session:
+    """Serves one stage in one world.
+
+    Args:
+        world: ready, of two, the leader is rank 0.
+    """
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        self.serving = False
+        """True once the stage is loaded and warm."""
+        self._world = world
+        self._engine = engine
+        self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
+        self._answers: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> BrokenWorldException:
+        """Serve until the world ends; gives what ended it.
+
+        Raises:
+            WorldClosedError: we closed it.
+        """
+        try:
+            await self._serve()
+        except BrokenWorldException as ending:
+            return ending
+        except (WireError, ModelError) as error:
+            logger.error("world=%s the leader's orders make no sense: %s", self._world.name, error)  # noqa: TRY400
+            self._world.break_(Cause.ABORTED, self._world.rank, str(error))
+            return BrokenWorldException(self._world.name, Cause.ABORTED, self._world.rank, str(error))
+        finally:
+            for task in self._answers:
+                task.cancel()
+            await asyncio.gather(*self._answers, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Tell the leader that we go; it stops sending, and closes the world when everything is answered."""
+        await self._channel.send(Message(Kind.LEAVING))
+
+    async def _serve(self) -> NoReturn:
+        order = await self._take_order()
+        room = asyncio.Semaphore(
+            order.window + 1
+        )  # one more than the leader has in flight: a liar waits in its own link
+        while True:
+            await room.acquire()
+            message = await self._channel.receive()
+            if message.kind is not Kind.BATCH:
+                raise WireError(f"expected a batch, got {message.kind.name}")
+            task = asyncio.create_task(self._answer(message))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+            task.add_done_callback(lambda _: room.release())
+
+    async def _take_order(self) -> StageOrder:
+        message = await self._channel.receive()
+        if message.kind is not Kind.ORDER:
+            raise WireError(f"expected an order, got {message.kind.name}")
+        order = StageOrder.from_json(message.text())
+        spec = StageSpec.from_json(order.spec)
+        weights = await self._receive_weights(order.weights_bytes)
+        took_s = await self._load(order, spec, weights)
+        self.serving = True
+        logger.info(
+            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s",
+            *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s),
+        )
+        await self._channel.send(Message.of_text(Kind.READY, json.dumps({"warm_up_s": round(took_s, 3)})))
+        return order
+
+    async def _load(self, order: StageOrder, spec: StageSpec, weights: bytes) -> float:
+        try:
+            return await self._engine.load(spec, weights, order.row_shape, order.max_batch_size)
+        except Exception as error:
+            logger.exception("world=%s the stage cannot be loaded", self._world.name)
+            await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
+            raise WireError(f"the stage cannot be loaded: {_describe(error)}") from error
+
+    async def _receive_weights(self, total_bytes: int) -> bytes:
+        if not 0 < total_bytes <= _MAX_WEIGHTS_BYTES:
+            raise WireError(f"weights of {total_bytes} bytes")
+        weights = bytearray()
+        while len(weights) < total_bytes:
+            message = await self._channel.receive()
+            if message.kind is not Kind.WEIGHTS or message.payload is None:
+                raise WireError(f"expected weights, got {message.kind.name}")
+            weights += message.payload.numpy().tobytes()
+        if len(weights) != total_bytes:
+            raise WireError(f"{len(weights)} bytes of weights, {total_bytes} were promised")
+        return bytes(weights)
+
+    async def _answer(self, message: Message) -> None:
+        """Compute one batch and send what came of it; an exception of the stage is an answer too."""
+        try:
+            if message.payload is None:
+                raise WireError("a batch without a payload")
+            output, compute_ns, waited_ns = await self._engine.compute(message.payload)
+            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns)
+        except Exception as error:
+            logger.exception("world=%s batch=%d the stage raised", self._world.name, message.batch)
+            answer = Message.of_text(Kind.FAILED, _describe(error), batch=message.batch)
+        try:
+            await self._channel.send(answer)
+        except (BrokenWorldException, WorldClosedError):
+            logger.debug("world=%s batch=%d is not wanted any more", self._world.name, message.batch)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]

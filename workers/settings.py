@@ -1,0 +1,87 @@
+"""The settings of `multiworld worker`: every field once, with its unit, bounds, default and sentence."""
+
+import os
+import socket
+from typing import ClassVar, Self
+from urllib.parse import urlsplit
+
+from pydantic import field_validator, model_validator
+
+from config import DEVICE_PATTERN, Settings, setting
+
+
+def _default_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class WorkerSettings(Settings):
+    """What one worker process is told: whom to join, and on which device to compute."""
+
+    section: ClassVar[str] = "worker"
+
+    leader: str = setting(
+        ...,
+        "Network",
+        "Where to join: HOST:PORT of the leader's join port.",
+        allowed="HOST:PORT, such as 10.0.0.1:8001",
+    )
+    name: str = setting(
+        None,
+        "Network",
+        "Name of this worker in logs, metrics and the status page; by default HOSTNAME-PID.",
+        default_factory=_default_name,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        allowed="1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit",
+    )
+    device: str = setting(
+        "cpu", "Compute", "Device to compute on.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
+    )
+    threads: int = setting(0, "Compute", "Compute threads; 0 takes one for each core.", ge=0, le=1024)
+
+    rejoin_backoff_s: float = setting(
+        0.1,
+        "Failure",
+        "First pause before joining again when the leader is gone; doubles with each attempt.",
+        gt=0,
+        le=60,
+    )
+    rejoin_backoff_max_s: float = setting(5.0, "Failure", "Longest pause between two attempts to join.", gt=0, le=3600)
+    exit_with_parent: bool = setting(
+        False,
+        "Process",
+        "Exit when standard input ends: a supervisor holds its other end, so that no worker outlives it.",
+        hidden=True,
+    )
+
+    @property
+    def leader_host(self) -> str:
+        """Host name or address of the leader, without the brackets of IPv6."""
+        return _host_port(self.leader)[0]
+
+    @property
+    def leader_port(self) -> int:
+        """Join port of the leader."""
+        return _host_port(self.leader)[1]
+
+    @field_validator("leader")
+    @classmethod
+    def _leader_has_host_and_port(cls, leader: str) -> str:
+        _host_port(leader)
+        return leader
+
+    @model_validator(mode="after")
+    def _backoff_is_in_order(self) -> Self:
+        if self.rejoin_backoff_max_s < self.rejoin_backoff_s:
+            raise ValueError(
+                f"rejoin_backoff_max_s ({self.rejoin_backoff_max_s:g}) must not be less than rejoin_backoff_s "
+                f"({self.rejoin_backoff_s:g})"
+            )
+        return self
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    """Split "host:port" or "[::1]:port". Raises ValueError unless both are there and the port is 1 to 65535."""
+    parts = urlsplit(f"//{address}")
+    if not parts.hostname or not parts.port or parts.netloc != address or "@" in address:
+        raise ValueError("must be HOST:PORT")
+    return parts.hostname, parts.port
