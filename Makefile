@@ -1,0 +1,71 @@
+# `make help` lists everything. Needs Python 3.11 or newer, make, and a package registry that pip can reach.
+
+PYTHON   ?= python3
+VENV     := .venv
+BIN      := $(VENV)/bin
+STAMP    := $(VENV)/.installed
+ARGS     ?=
+PIP_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test check fmt bench chaos clean
+.SILENT:
+
+help: ## Show this list.
+	echo "usage: make TARGET [ARGS=\"…\"] [PYTHON=python3.12] [PIP_ARGS=\"…\"]"
+	echo
+	sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
+
+install: $(STAMP) ## Make the virtual environment .venv and install the project with its tools into it.
+
+serve: $(STAMP) ## Serve a model with local workers: make serve ARGS="--model resnet18 --stages 3".
+	exec $(BIN)/multiworld serve --weights auto $(ARGS)
+
+test: $(STAMP) ## Run the whole test suite, or a part: make test ARGS="tests/unit -k scheduler".
+	exec $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## Lint, formatting and types, as CI does.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(STAMP) ## Format the code and mend what the linter can.
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Run the benchmarks, one script a claim; or one: make bench ARGS=benchmarks/NAME.py.
+	set -e; for script in $(or $(ARGS),$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))); do \
+		echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+chaos: $(STAMP) ## Kill, freeze and cut off workers under load, and see that nothing is lost.
+	exec $(BIN)/python -m pytest tests/chaos $(ARGS)
+
+clean: ## Remove everything that make and the tools made, the virtual environment included.
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two makes may start at once: the first installs, the second waits for it and finds it done.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
+		echo "make: $(PYTHON) is missing or older than Python 3.11: try make PYTHON=python3.12" >&2; exit 1; }
+	mkdir -p $(VENV)
+	$(PYTHON) -c "$$INSTALL" $(VENV) $(STAMP) $(PIP_ARGS)
+
+define INSTALL_SCRIPT
+import fcntl, os, subprocess, sys
+venv, stamp, *pip_args = sys.argv[1:]
+with open(os.path.join(venv, ".lock"), "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.path.exists(stamp) and os.path.getmtime(stamp) >= os.path.getmtime("pyproject.toml"):
+        sys.exit()
+    print("installing into", venv, "(the first time takes some minutes: torch is large)", flush=True)
+    pip = os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"
+    try:
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        subprocess.run([*pip, *pip_args, "--editable", ".[dev]"], check=True)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"make: the installation failed: {' '.join(error.cmd)}")
+    open(stamp, "w").close()
+endef
+$(STAMP): export INSTALL = $(INSTALL_SCRIPT)

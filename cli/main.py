@@ -1,0 +1,91 @@
+"""The command `multiworld`: its verbs, and how errors become exit statuses.
+
+0  all went well
+1  something failed at run time
+2  bad input: exactly one line on standard error says what was wrong, what was expected and what to do
+130  interrupted by Ctrl-C
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+
+import typer
+
+from cli import predict, serve, status, version, worker
+from cli.service import ServiceError
+from config import UserError
+
+EPILOG = """
+[bold]In two terminals[/bold]
+
+multiworld serve --weights auto
+
+multiworld predict photo.jpg
+
+[bold]Exit status[/bold]: 0 ok, 1 failed at run time, 2 bad input (one line says what to do), 130 interrupted.
+"""
+
+app = typer.Typer(
+    name="multiworld",
+    help="Serve a model cut into stages over many workers, so that a failure stays small.",
+    epilog=EPILOG,
+    no_args_is_help=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
+    # Within a paragraph, a line break of the docstring means nothing, but typer would show it.
+    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(verb)
+
+
+_add(serve.serve, serve.EPILOG)
+_add(worker.worker, worker.EPILOG)
+_add(predict.predict, predict.EPILOG)
+_add(status.status, status.EPILOG)
+_add(version.version)
+
+
+@app.callback(invoke_without_command=True)
+def _without_verb(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line, that of this process if None; returns the exit status."""
+    try:
+        return int(app(args=arguments, prog_name="multiworld", standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        return _fail(_usage(error), 2)
+    except _errors_of_people() as error:
+        return _fail(str(error), 2)
+    except ServiceError as error:
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _errors_of_people() -> tuple[type[Exception], ...]:
+    # models knows nothing of this program, and to import it here would be to import torch: who raised its error has.
+    model_error = getattr(sys.modules.get("models"), "ModelError", UserError)
+    return (UserError, model_error)
+
+
+def _usage(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context else "multiworld"
+    return f"{error.format_message().rstrip('.')} (see {where} --help)"
+
+
+def _fail(message: str, status: int) -> int:
+    print("multiworld: error:", " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

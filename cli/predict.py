@@ -1,0 +1,87 @@
+"""`multiworld predict`: ask a running service what is in some images."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.service import DEFAULT_URL, AsJson, ServiceError, ServiceUnreachableError, TimeoutS, Url, ask, service
+
+if TYPE_CHECKING:
+    import httpx
+
+EPILOG = """
+[bold]Examples[/bold]
+
+multiworld predict photo.jpg
+
+multiworld predict --top-k 1 --json *.jpg
+
+[bold]Exit status[/bold]: 0 every image was answered, 1 one was not, 2 bad usage.
+"""
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE…", help="JPEG, PNG or WebP images.", show_default=False)]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", min=1, metavar="N", help="How many labels to ask for.", show_default="as the service"),
+]
+
+
+def predict(
+    files: Files, url: Url = DEFAULT_URL, top_k: TopK = None, as_json: AsJson = False, timeout_s: TimeoutS = 60.0
+) -> int:
+    """Send images to a running service and show what it sees in them.
+
+    With --json, each image gives one line: the service's answer, and the file's name.
+    """
+    failed = 0
+    with service(url, timeout_s) as client:
+        for file in files:
+            try:
+                answer = _predict(client, file, top_k)
+            except ServiceUnreachableError:
+                raise
+            except (OSError, ServiceError) as error:
+                failed += 1
+                reason = error.strerror if isinstance(error, OSError) else error
+                print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
+                continue
+            if as_json:
+                print(json.dumps({"file": str(file), **answer}))
+            else:
+                _show(file, answer)
+    return 1 if failed else 0
+
+
+def _predict(client: "httpx.Client", file: Path, top_k: int | None) -> dict[str, Any]:
+    params = {} if top_k is None else {"top_k": top_k}
+    response = ask(client, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
+    try:
+        answer = response.json()
+        return {**answer, "predictions": list(answer["predictions"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"{client.base_url} answers, but not as a multiworld service does") from error
+
+
+def _show(file: Path, answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(str(file), style="bold"), title_justify="left", caption_justify="left")
+    table.caption = Text(_timings(answer))
+    table.add_column("label")
+    table.add_column("class", justify="right")
+    table.add_column("probability", justify="right")
+    for prediction in answer["predictions"]:
+        label = Text(str(prediction["label"]))
+        table.add_row(label, str(prediction["class_id"]), f"{prediction['probability']:.4f}")
+    Console().print(table)
+
+
+def _timings(answer: dict[str, Any]) -> str:
+    model = " ".join(str(answer[name]) for name in ("model", "version") if name in answer)
+    times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in answer.get("timings_ms", {}).items())
+    return ": ".join(part for part in (model, times) if part)

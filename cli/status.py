@@ -1,0 +1,93 @@
+"""`multiworld status`: how a running service stands."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from cli.service import DEFAULT_URL, AsJson, ServiceError, TimeoutS, Url, ask, service
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EPILOG = """
+[bold]Examples[/bold]
+
+multiworld status
+
+multiworld status --json --url http://10.0.0.1:8000
+"""
+
+STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
+
+
+def status(url: Url = DEFAULT_URL, as_json: AsJson = False, timeout_s: TimeoutS = 10.0) -> int:
+    """Show the stages of a running service, their replicas, and how each failed last."""
+    with service(url, timeout_s) as client:
+        response = ask(client, "GET", "/status", headers={"Accept": "application/json"})
+    if as_json:
+        print(response.text)
+        return 0
+    try:
+        _show(response.json())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"{url} answers, but not as a multiworld service of this version does") from error
+    return 0
+
+
+def _show(snapshot: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_headline(snapshot), highlight=False, markup=False)
+    console.print(_table(snapshot["stages"]))
+    if spares := snapshot.get("spares"):
+        console.print(f"spares: {', '.join(spares)}", highlight=False, markup=False)
+
+
+def _headline(snapshot: dict[str, Any]) -> str:
+    state = "draining" if snapshot["draining"] else "ready" if snapshot["ready"] else "not ready"
+    return (
+        f"{snapshot['model']} {snapshot['version']}: {state}, up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight"
+    )
+
+
+def _table(stages: list[dict[str, Any]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in ("stage", "replica", "state", "worker", "device", "world"):
+        table.add_column(name)
+    for name in ("epoch", "in flight", "done"):
+        table.add_column(name, justify="right")
+    table.add_column("last failure")
+    for stage in stages:
+        for replica in stage["replicas"]:
+            state = replica["state"]
+            who = [Text(str(replica[name] or "-")) for name in ("worker", "device", "world")]
+            counts = [str(replica[name]) for name in ("epoch", "in_flight", "batches_done")]
+            table.add_row(
+                str(stage["index"]),
+                str(replica["slot"]),
+                Text(state, style=STYLES.get(state, "")),
+                *who,
+                *counts,
+                Text(_failure(replica["last_failure"])),
+            )
+        table.add_section()
+    return table
+
+
+def _failure(failure: dict[str, Any] | None) -> str:
+    if failure is None:
+        return "-"
+    return f"{failure['cause']}, {duration(time.time() - failure['at_unix_s'])} ago"
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: "42 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    whole = max(0, round(seconds))
+    for large, small, large_s, small_s in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= large_s:
+            return f"{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{whole} s"

@@ -1,0 +1,19 @@
+"""What every program shares: settings, the errors that are a person's to mend, and log lines."""
+
+from config.errors import SettingsError, UserError
+from config.logs import configure_logging
+from config.settings import DEVICE_PATTERN, Row, Settings, describe, effective, setting
+from config.sources import load
+
+__all__ = [
+    "DEVICE_PATTERN",
+    "Row",
+    "Settings",
+    "SettingsError",
+    "UserError",
+    "configure_logging",
+    "describe",
+    "effective",
+    "load",
+    "setting",
+]

@@ -1,0 +1,66 @@
+"""What the supervisor decides and what it tells the workers, without starting any."""
+
+import itertools
+import os
+import sys
+
+import pytest
+from pydantic import SecretStr
+
+from deploy.supervisor import Backoff, fair_threads, local_workers, status_text, worker_environment
+from server.settings import ServeSettings
+
+SETTINGS = ServeSettings(token=SecretStr("of-the-leader"), stages=2, replicas=3, worker_threads=2, log_format="json")
+
+
+def test_delay_is_zero_when_it_is_the_first_failure() -> None:
+    assert Backoff(initial_s=1).delay_s(1, jitter=0) == 0
+
+
+def test_delay_doubles_up_to_its_limit_when_failures_go_on() -> None:
+    backoff = Backoff(initial_s=0.1, max_s=5)
+    assert [backoff.delay_s(n, jitter=0) for n in range(2, 10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]
+    assert backoff.delay_s(1_000_000, jitter=0) == 5
+
+
+def test_delay_is_shortened_by_up_to_a_half_when_jittered() -> None:
+    assert Backoff(initial_s=4, max_s=4).delay_s(2, jitter=1) == 2
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text"),
+    [(0, "0"), (2, "2"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-64, "SIGRTMAX"), (-99, "signal 99")],
+)
+def test_status_names_the_signal_when_there_was_one(returncode: int, text: str) -> None:
+    assert status_text(returncode) == text
+
+
+def test_threads_share_the_cores_when_workers_are_few_or_many() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert fair_threads(1) == cores
+    assert fair_threads(10 * cores) == 1
+
+
+def test_environment_has_the_token_and_none_of_the_leaders_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "/of/the/leader")
+    monkeypatch.setenv("multiworld_name", "leader")
+    monkeypatch.setenv("COLOUR", "blue")
+    environment = worker_environment(SETTINGS, threads=2)
+    ours = {name: value for name, value in environment.items() if name.upper().startswith("MULTIWORLD_")}
+    assert ours == {"MULTIWORLD_TOKEN": "of-the-leader"}
+    assert environment["COLOUR"] == "blue"
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> None:
+    supervisor = local_workers(SETTINGS, "127.0.0.1:8001")
+    assert sorted(supervisor.restarts) == list(range(6))
+    command = supervisor._command(4)
+    assert command[0] == sys.executable
+    assert command[-2:] == ["--name", "local-4"]
+    assert "--exit-with-parent" in command
+    assert not any("of-the-leader" in part for part in command)
+    said = dict(itertools.pairwise(command))
+    assert said["--leader"] == "127.0.0.1:8001"
+    assert said["--threads"] == "2"
+    assert said["--log-format"] == "json"

@@ -1,0 +1,39 @@
+"""Options of the simulation: `pytest tests/simulation --sim-seed 7 --sim-events 1000000`.
+
+Pytest reads options of this directory only when it is named on the command line, so each has an environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("simulation")
+    group.addoption("--sim-seed", type=int, help="replay every scenario with this seed (or MULTIWORLD_SIM_SEED)")
+    group.addoption("--sim-events", type=int, help="events a run (or MULTIWORLD_SIM_EVENTS)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sim_seed" in metafunc.fixturenames:
+        seed = _option(metafunc.config, "--sim-seed", "MULTIWORLD_SIM_SEED")
+        metafunc.parametrize("sim_seed", [1, 2] if seed is None else [seed])
+
+
+@pytest.fixture
+def sim_events(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> int:
+    """Scheduler events a run. A long run gets the time that it takes."""
+    events = _option(pytestconfig, "--sim-events", "MULTIWORLD_SIM_EVENTS")
+    if events is None:
+        return 8_000
+    request.node.add_marker(pytest.mark.timeout(60 + events / 500))
+    return events
+
+
+def _option(config: pytest.Config, name: str, variable: str) -> int | None:
+    value = config.getoption(name, default=None)
+    if value is None and variable in os.environ:
+        value = int(os.environ[variable])
+    return int(value) if value is not None else None

@@ -1,0 +1,137 @@
+"""What probes, scrapers, operators and API tools get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.frontend import create_metrics_app
+from server.metrics import Metrics
+from server.predictor import ReplicaState
+from tests.unit.frontend_app import MODEL, ColourPredictor, running_frontend
+
+
+async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
+    async with running_frontend(ColourPredictor(states=("absent", "broken"))) as frontend:
+        response = await frontend.client.get("/healthz")
+    assert (response.status_code, response.json()) == (200, {"alive": True})
+
+
+async def test_readyz_is_ready_when_every_stage_has_a_replica() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.get("/readyz")
+    assert response.status_code == 200
+    assert response.json() == {"ready": True, "model": MODEL.name, "version": MODEL.version}
+
+
+@pytest.mark.parametrize(
+    ("states", "draining", "reason", "missing", "says"),
+    [
+        (("ready", "checking"), False, "not_ready", [1], "stage 1 has no ready replica (checking)"),
+        (("absent", "absent"), False, "not_ready", [0, 1], "stage 0 has no ready replica (absent); stage 1"),
+        (("ready", "ready"), True, "draining", [], "stopping"),
+    ],
+)
+async def test_readyz_says_what_is_missing_when_it_is_not_ready(
+    states: tuple[ReplicaState, ...], draining: bool, reason: str, missing: list[int], says: str
+) -> None:
+    async with running_frontend(ColourPredictor(states=states, draining=draining)) as frontend:
+        response = await frontend.client.get("/readyz")
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+    answer = response.json()
+    assert (answer["ready"], answer["reason"], answer["missing_stages"]) == (False, reason, missing)
+    assert says in answer["error"]
+
+
+async def test_status_shows_the_snapshot() -> None:
+    async with running_frontend(ColourPredictor(states=("ready", "broken"))) as frontend:
+        status = (await frontend.client.get("/status")).json()
+    assert (status["model"], status["ready"], status["uptime_s"]) == (MODEL.name, False, 1.5)
+    assert [stage["replicas"][0]["state"] for stage in status["stages"]] == ["ready", "broken"]
+    assert status["stages"][1]["replicas"][0] == {
+        "slot": 0,
+        "state": "broken",
+        "world": "stage1-0",
+        "epoch": 1,
+        "worker": None,
+        "device": None,
+        "in_flight": 0,
+        "batches_done": 0,
+        "last_failure": None,
+    }
+
+
+async def test_index_names_endpoints_that_exist() -> None:
+    async with running_frontend() as frontend:
+        endpoints = (await frontend.client.get("/")).json()["endpoints"]
+        for endpoint in endpoints:
+            method, path = endpoint.split()
+            if method == "GET":
+                assert (await frontend.client.get(path)).status_code == 200, endpoint
+
+
+async def test_metrics_are_the_same_on_both_ports() -> None:
+    async with running_frontend() as frontend:
+        await frontend.assert_serves()
+        on_http_port = await frontend.client.get("/metrics")
+        transport = httpx.ASGITransport(create_metrics_app(frontend.metrics))
+        async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+            on_metrics_port = await client.get("/metrics")
+            nowhere = await client.get("/predict")
+    assert on_http_port.headers["Content-Type"].startswith("text/plain; version=")
+    ours = [
+        [line for line in response.text.splitlines() if line.startswith("multiworld_")]
+        for response in (on_http_port, on_metrics_port)
+    ]
+    assert ours[0] == ours[1]
+    assert nowhere.status_code == 404
+    families = {family.name for family in text_string_to_metric_families(on_http_port.text)}
+    assert {"multiworld_requests", "process_open_fds", "python_gc_collections"} <= families
+
+
+async def test_only_inference_is_counted_as_requests() -> None:
+    async with running_frontend() as frontend:
+        for path in ("/", "/healthz", "/readyz", "/metrics", "/nothing"):
+            await frontend.client.get(path)
+        await frontend.client.get("/predict")
+        text = (await frontend.client.get("/metrics")).text
+    counted = [line for line in text.splitlines() if line.startswith("multiworld_requests_total{")]
+    assert len(counted) == 1
+    assert 'code="405"' in counted[0]
+
+
+async def test_metrics_speak_openmetrics_when_asked_to() -> None:
+    metrics = Metrics()
+    transport = httpx.ASGITransport(create_metrics_app(metrics))
+    async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+        response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_openapi_describes_bodies_answers_and_errors() -> None:
+    async with running_frontend() as frontend:
+        document = (await frontend.client.get("/openapi.json")).json()
+    predict = document["paths"]["/predict"]["post"]
+    assert set(predict["requestBody"]["content"]) == {
+        "multipart/form-data",
+        "image/jpeg",
+        "image/png",
+        "image/webp",
+    }
+    assert set(predict["responses"]) == {"200", "408", "413", "415", "422", "429", "500", "503", "504"}
+    for status, response in predict["responses"].items():
+        name = "PredictResponse" if status == "200" else "ErrorBody"
+        assert _schema(response) == f"#/components/schemas/{name}"
+    assert {parameter["name"] for parameter in predict["parameters"]} == {"top_k", "X-Request-Timeout-S"}
+    assert _schema(document["paths"]["/readyz"]["get"]["responses"]["503"]) == "#/components/schemas/NotReady"
+    assert "/metrics" in document["paths"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]) -> str:
+    return response["content"]["application/json"]["schema"]["$ref"]

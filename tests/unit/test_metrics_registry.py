@@ -1,0 +1,129 @@
+"""What callers say happened, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.metrics import Metrics
+from server.predictor import ReplicaSnapshot, ReplicaState, StageSnapshot
+
+NAMES = {
+    "multiworld_requests_total": ("counter", {"model", "version", "protocol", "code", "reason"}),
+    "multiworld_request_duration_seconds": ("histogram", {"protocol", "code"}),
+    "multiworld_requests_in_flight": ("gauge", set()),
+    "multiworld_queue_depth": ("gauge", set()),
+    "multiworld_queue_duration_seconds": ("histogram", set()),
+    "multiworld_batch_size": ("histogram", set()),
+    "multiworld_stage_duration_seconds": ("histogram", {"stage", "replica", "phase"}),
+    "multiworld_world_up": ("gauge", {"world", "stage", "replica"}),
+    "multiworld_world_failures_total": ("counter", {"stage", "replica", "cause"}),
+    "multiworld_failure_detection_seconds": ("histogram", {"cause"}),
+    "multiworld_reroute_seconds": ("histogram", set()),
+    "multiworld_recovery_seconds": ("histogram", {"cause"}),
+    "multiworld_reroutes_total": ("counter", {"stage"}),
+    "multiworld_retries_total": ("counter", {"stage"}),
+    "multiworld_hedges_total": ("counter", {"outcome"}),
+    "multiworld_requests_lost_total": ("counter", set()),
+    "multiworld_duplicate_answers_total": ("counter", set()),
+    "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
+    "multiworld_redundancy": ("gauge", set()),
+    "multiworld_worker_restarts_total": ("counter", {"slot"}),
+    "multiworld_build_info": ("gauge", {"version"}),
+}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics({"version": "0.1.0"})
+
+
+def stage(index: int, *states: ReplicaState) -> StageSnapshot:
+    return StageSnapshot(index, ("stem",), tuple(ReplicaSnapshot(slot, state) for slot, state in enumerate(states)))
+
+
+def tell_everything(metrics: Metrics) -> None:
+    metrics.request_started()
+    metrics.request_finished(model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=0.01)
+    metrics.queue_depth(3)
+    metrics.queued(0.001)
+    metrics.batch_formed(8)
+    metrics.batch_answered(0, 1, compute_s=0.01, transfer_s=0.002)
+    metrics.world_ready("stage0-1", 0, 1)
+    metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
+    metrics.world_recovered(cause="exit", seconds=1.4)
+    metrics.rerouted(0, 0.003)
+    metrics.retried(0)
+    metrics.hedged("won")
+    metrics.request_lost()
+    metrics.duplicate_answer()
+    metrics.replica_states([stage(0, "ready", "ready")])
+    metrics.worker_restarted("stage0-1")
+
+
+def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: Metrics) -> None:
+    tell_everything(metrics)
+    text, _ = metrics.exposition()
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        if family.name.startswith("multiworld_"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = (family.type, labels)
+    assert found == NAMES
+
+
+def test_world_up_follows_the_world_and_failures_outlive_it(metrics: Metrics) -> None:
+    value = metrics.registry.get_sample_value
+    labels = {"world": "stage0-1", "stage": "0", "replica": "1"}
+    failures = {"stage": "0", "replica": "1", "cause": "hang"}
+    metrics.world_ready("stage0-1", 0, 1)
+    assert value("multiworld_world_up", labels) == 1
+    assert value("multiworld_world_failures_total", failures) == 0
+    metrics.world_broken("stage0-1", 0, 1, cause="hang", detected_after_s=1.02)
+    assert value("multiworld_world_up", labels) == 0
+    metrics.world_ready("stage0-1", 0, 1)
+    metrics.world_closed("stage0-1", 0, 1)
+    assert value("multiworld_world_up", labels) == 0
+    assert value("multiworld_world_failures_total", failures) == 1
+    assert value("multiworld_failure_detection_seconds_count", {"cause": "hang"}) == 1
+
+
+def test_no_series_is_added_when_a_slot_fails_ten_thousand_times(metrics: Metrics) -> None:
+    tell_everything(metrics)
+    before = metrics.exposition()[0].count(b"\nmultiworld_")
+    for _ in range(10_000):
+        metrics.world_ready("stage0-1", 0, 1)
+        metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
+        metrics.worker_restarted("stage0-1")
+    assert metrics.exposition()[0].count(b"\nmultiworld_") == before
+
+
+@pytest.mark.parametrize(
+    ("stages", "redundancy"),
+    [
+        ([stage(0, "ready", "ready"), stage(1, "ready", "ready", "ready")], 1),
+        ([stage(0, "ready", "ready"), stage(1, "ready", "broken")], 0),
+        ([stage(0, "ready", "ready"), stage(1, "joining")], -1),
+        ([], -1),
+    ],
+)
+def test_redundancy_is_the_fewest_ready_replicas_minus_one(
+    metrics: Metrics, stages: list[StageSnapshot], redundancy: int
+) -> None:
+    metrics.replica_states(stages)
+    assert metrics.registry.get_sample_value("multiworld_redundancy") == redundancy
+
+
+def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics) -> None:
+    metrics.replica_states([stage(0, "joining", "ready")])
+    metrics.replica_states([stage(0, "ready", "ready")])
+    value = metrics.registry.get_sample_value
+    assert value("multiworld_stage_replicas", {"stage": "0", "state": "joining"}) == 0
+    assert value("multiworld_stage_replicas", {"stage": "0", "state": "ready"}) == 2
+
+
+def test_two_leaders_in_one_process_do_not_share_series() -> None:
+    first, second = Metrics(), Metrics()
+    first.request_lost()
+    assert second.registry.get_sample_value("multiworld_requests_lost_total") == 0
