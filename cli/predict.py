@@ -66,19 +66,23 @@ def _predict(client: "httpx.Client", file: Path, top_k: int | None) -> dict[str,
 
 
 def _show(file: Path, answer: dict[str, Any]) -> None:
-    from rich.console import Console
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(str(file), style="bold"), title_justify="left", caption_justify="left")
-    table.caption = Text(_timings(answer))
+    from cli.console import console
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("label")
     table.add_column("class", justify="right")
     table.add_column("probability", justify="right")
     for prediction in answer["predictions"]:
         label = Text(str(prediction["label"]))
         table.add_row(label, str(prediction["class_id"]), f"{prediction['probability']:.4f}")
-    Console().print(table)
+    out = console()
+    out.print(Text(str(file), style="bold"))
+    out.print(table)
+    out.print(Text(_timings(answer), style="dim"))
 
 
 def _timings(answer: dict[str, Any]) -> str:

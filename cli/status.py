@@ -34,13 +34,13 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False, timeout_s: TimeoutS 
 
 
 def _show(snapshot: dict[str, Any]) -> None:
-    from rich.console import Console
+    from cli.console import console
 
-    console = Console()
-    console.print(_headline(snapshot), highlight=False, markup=False)
-    console.print(_table(snapshot["stages"]))
+    out = console()
+    out.print(_headline(snapshot), markup=False)
+    out.print(_table(snapshot["stages"]))
     if spares := snapshot.get("spares"):
-        console.print(f"spares: {', '.join(spares)}", highlight=False, markup=False)
+        out.print(f"spares: {', '.join(spares)}", markup=False)
 
 
 def _headline(snapshot: dict[str, Any]) -> str:
@@ -52,29 +52,29 @@ def _headline(snapshot: dict[str, Any]) -> str:
 
 
 def _table(stages: list[dict[str, Any]]) -> "Table":
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("stage", "replica", "state", "worker", "device", "world"):
         table.add_column(name)
-    for name in ("epoch", "in flight", "done"):
+    for name in ("in flight", "done"):
         table.add_column(name, justify="right")
     table.add_column("last failure")
     for stage in stages:
         for replica in stage["replicas"]:
-            state = replica["state"]
-            who = [Text(str(replica[name] or "-")) for name in ("worker", "device", "world")]
-            counts = [str(replica[name]) for name in ("epoch", "in_flight", "batches_done")]
             table.add_row(
                 str(stage["index"]),
                 str(replica["slot"]),
-                Text(state, style=STYLES.get(state, "")),
-                *who,
-                *counts,
+                Text(replica["state"], style=STYLES.get(replica["state"], "")),
+                Text(replica["worker"] or "-"),
+                Text(replica["device"] or "-"),
+                Text(f"{replica['world']}@{replica['epoch']}" if replica["world"] else "-"),
+                str(replica["in_flight"]),
+                str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),
             )
-        table.add_section()
     return table
 
 

@@ -22,6 +22,7 @@ from typing import Self
 from config.settings import ENV_PREFIX
 from config.sources import option
 from server.settings import ServeSettings
+from workers.device import spread
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +148,11 @@ class Supervisor:
         """How many times each slot's process was started again."""
         return {slot.index: slot.restarts for slot in self._slots}
 
-    def reset_backoff(self, slot: int) -> None:
-        """The process in this slot has proven itself (a worker's canary passed): when it ends, restart it at once."""
-        self._slots[slot].failures = 0
+    def proven(self, name: str) -> None:
+        """The process of this name serves: when it ends, it is started again at once. Names that are not ours are ignored."""
+        for slot in self._slots:
+            if name == worker_name(slot.index):
+                slot.failures = 0
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -252,11 +255,13 @@ def local_workers(
         settings: of the leader, the token included. Local workers take theirs from these and from nowhere else.
         leader: "HOST:PORT" at which this machine reaches the join port.
         on_restart: called with the slot of each worker that was started again.
+    Raises:
+        UserError: the device is not there.
     """
     threads = settings.worker_threads or fair_threads(settings.num_workers)
+    devices = spread(settings.device, settings.num_workers)
     shared = {
         "leader": leader,
-        "device": settings.device,
         "threads": threads,
         "heartbeat_interval_s": settings.heartbeat_interval_s,
         "heartbeat_timeout_s": settings.heartbeat_timeout_s,
@@ -268,11 +273,16 @@ def local_workers(
     base = [sys.executable, "-P", "-m", "cli.main", "worker", "--exit-with-parent"]
     base += [part for name, value in shared.items() for part in (option(name), str(value))]
     return Supervisor(
-        lambda slot: [*base, "--name", f"local-{slot}"],
+        lambda slot: [*base, "--name", worker_name(slot), "--device", devices[slot]],
         settings.num_workers,
         environment=worker_environment(settings, threads),
         on_restart=on_restart,
     )
+
+
+def worker_name(slot: int) -> str:
+    """The name by which the local worker of this slot joins."""
+    return f"local-{slot}"
 
 
 def worker_environment(settings: ServeSettings, threads: int) -> dict[str, str]:

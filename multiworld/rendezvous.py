@@ -77,6 +77,8 @@ class Watch(ABC):
         self.seat = seat
         self.started = False
         self.lifelines: dict[int, Lifeline] = {}
+        self.lost_after_s: float | None = None
+        """How long the member that was lost last had been silent by then."""
         self._watchdog = watchdog
         self._world = world
         self._pulse = pulse
@@ -132,6 +134,7 @@ class Watch(ABC):
                 if self.started:  # should it ever wake, it learns why it was given up
                     lifeline.send(_gone(rank, Cause.HANG, f"silent for {silent_s:.2f} s"))
                 lifeline.close()
+                self.lost_after_s = silent_s
                 self._lost(rank, Cause.HANG, f"nothing heard for {silent_s:.2f} s")
             else:
                 lifeline.send(HEARTBEAT_BYTES)
@@ -139,6 +142,7 @@ class Watch(ABC):
     def on_lost(self, lifeline: Lifeline, reason: str) -> None:
         for rank, known in list(self.lifelines.items()):
             if known is lifeline:
+                self.lost_after_s = self._watchdog.now_s - lifeline.last_heard_s
                 self._lost(rank, Cause.EXIT, reason)
 
     @abstractmethod

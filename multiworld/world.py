@@ -96,6 +96,8 @@ class World:
         self.epoch = config.epoch
         self.state = WorldState.JOINING
         self.failure: BrokenWorldException | None = None
+        self.silent_s: float | None = None
+        """How long the failed member had been silent when the world broke, where its silence or end was what broke it."""
         self.reclaimed = threading.Event()
         """Set when nothing of an ended world is left: no thread, no socket, no group."""
         self._config = config
@@ -403,6 +405,7 @@ class World:
             formed = self.state is WorldState.READY
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self.state = WorldState.BROKEN
+            self.silent_s = self._watch.lost_after_s if self._watch is not None else None
             self._draining = cause is Cause.LEFT
         if formed:
             logger.warning(

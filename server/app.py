@@ -34,12 +34,19 @@ _CLOSE_S = 3
 """How long connections may take to end once all requests have their answers."""
 
 
+class LocalWorkers(Protocol):
+    """The processes of the local workers."""
+
+    def proven(self, worker: str) -> None:
+        """That worker serves: should it end, it is worth starting again at once."""
+
+
 class WorkerStarter(Protocol):
     """Starts the local workers, and stops them when its context ends."""
 
     def __call__(
         self, settings: ServeSettings, leader: str, *, on_restart: Callable[[int], None]
-    ) -> AbstractAsyncContextManager[Any]: ...
+    ) -> AbstractAsyncContextManager[LocalWorkers]: ...
 
 
 def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
@@ -101,7 +108,7 @@ async def _serve(
                 f"{_reachable(settings.join_host)}:{leader.join_port}",
                 on_restart=lambda slot: metrics.worker_restarted(str(slot)),
             )
-            await stack.enter_async_context(workers)
+            progress.workers = await stack.enter_async_context(workers)
         await asyncio.wait(
             {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(api.stopped.wait())},
             return_when=asyncio.FIRST_COMPLETED,
@@ -205,9 +212,10 @@ def _limits(settings: ServeSettings) -> FrontendLimits:
 
 
 class _Progress:
-    """Tells how the start goes, and at its end where to send a request."""
+    """Follows the replicas: tells how the start goes, at its end where to send a request, and the supervisor who has proven itself."""
 
     def __init__(self, settings: ServeSettings, sockets: dict[str, socket.socket]) -> None:
+        self.workers: LocalWorkers | None = None
         self._settings = settings
         self._http = f"http://{_reachable(settings.host)}:{sockets['http_port'].getsockname()[1]}"
         self._metrics = f"http://{_reachable(settings.host)}:{sockets['metrics_port'].getsockname()[1]}/metrics"
@@ -227,6 +235,10 @@ class _Progress:
 
     def show(self, snapshot: PipelineSnapshot) -> None:
         """A replica changed its state."""
+        if self.workers is not None:
+            for replica in (replica for stage in snapshot.stages for replica in stage.replicas):
+                if replica.state == "ready" and replica.worker is not None:
+                    self.workers.proven(replica.worker)
         if self._ready:
             return
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)

@@ -47,8 +47,9 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
 _DEFAULT_RETRY_AFTER_S = {"overloaded": 1.0, "no_replica": 1.0, "not_ready": 1.0, "draining": 1.0}
 """For the refusals that pass by themselves, when whoever refused does not know better."""
 
-_CLOSING = {"body_too_large", "body_timeout"}
-"""Refused while the client still sends its body: closing is the only way to make it stop."""
+_CLOSING = {"body_timeout"}
+"""Refused while the client still sends, for sending too slowly: closing is the only way to make it stop. After a body
+that is too large the connection stays: closing it while bytes are under way resets it, and clients lose the answer."""
 
 _DESCRIPTIONS = {
     408: "The body did not come in time.",

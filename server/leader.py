@@ -74,7 +74,7 @@ class Leader:
     """Implements `server.predictor.Predictor`. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
-        on_change: called when a replica changed its state, for progress at the start.
+        on_change: called when a replica changed its state.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Leader:
         settings: ServeSettings,
         metrics: Metrics,
         *,
-        on_change: Callable[[PipelineSnapshot], None] | None = None,
+        on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
         self._model = model
         self._plan = plan
@@ -404,8 +404,7 @@ class Leader:
 
     def _states_changed(self) -> None:
         self._metrics.replica_states(self._stages())
-        if self._on_change is not None:
-            self._on_change(self.snapshot())
+        self._on_change(self.snapshot())
 
     def _stages(self) -> tuple[StageSnapshot, ...]:
         return tuple(

@@ -15,6 +15,7 @@ import uvloop
 from config import UserError
 from multiworld import AskError, WorldError, WorldManager, ask
 from wire import JoinOffer, JoinRequest, WireError
+from workers.device import check_device
 from workers.engine import Engine
 from workers.session import Session
 from workers.settings import WorkerSettings
@@ -39,19 +40,6 @@ def run(settings: WorkerSettings) -> int:
         torch.set_num_interop_threads(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Worker(settings, device).run())
-
-
-def check_device(name: str) -> torch.device:
-    """Raises UserError when this machine does not have it."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
-            raise UserError(
-                f"device {name!r} is not there: this machine has {there}; use --device cpu or another index"
-            )
-    return device
 
 
 class Worker:

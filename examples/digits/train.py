@@ -22,7 +22,7 @@ IMAGE_SIZE = 32
 LABELS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # ImageNet's, which the server normalises by unless it is told otherwise.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-EPOCHS = 6
+EPOCHS = 5
 BATCH_SIZE = 64
 HELD_OUT_FRACTION = 0.2
 

@@ -42,10 +42,10 @@ class Losses:
         blames = cause != "left" and not link.draining
         self._fleet.remove(link, self._turn.now_s)
         self.fleet_changed()
-        for copy in reversed(link.copies.values()):
-            self._hedging.forget(copy)
-            if copy.detach():
-                self._lost(copy, blames=blames)
+        lost = reversed(link.copies.values())
+        suspects = [copy.batch for copy in lost if copy.detach() and self._lost(copy, blames=blames)]
+        for batch in reversed(suspects):
+            self._outcomes.isolate(batch)
 
     def close_if_drained(self, link: Link) -> None:
         """Let a leaving worker go when it has finished what it had."""
@@ -70,21 +70,23 @@ class Losses:
                 self._unstrand(pool)
         self._fleet.forget_versions()
 
-    def _lost(self, copy: Copy, *, blames: bool) -> None:
-        """The copy's link broke before it answered."""
+    def _lost(self, copy: Copy, *, blames: bool) -> bool:
+        """The copy's link broke before it answered. True if its batch is to be split."""
         batch = copy.batch
+        self._hedging.forget(copy)
         worlds_broken = self._blame(batch) if blames else 0
         if self.other_copy_remains(copy):
-            return
+            return False
+        if not batch.isolated and worlds_broken >= self._config.max_attempts - 1:
+            return True
         if batch.isolated and worlds_broken >= self._config.max_attempts:
             detail = f"it broke {worlds_broken} worlds, the last one alone"
             self._outcomes.refuse_all(batch, "poison", detail)
-        elif not batch.isolated and worlds_broken >= self._config.max_attempts - 1:
-            self._outcomes.isolate(batch)
         else:
             batch.since_s = self._turn.now_s
             batch.failed_on = None
             self._outcomes.wait(batch, "reroute", at_head=True)
+        return False
 
     def _blame(self, batch: Batch) -> int:
         """Count a broken world against every request of the batch. Returns the highest count."""

@@ -75,6 +75,7 @@ class Outcomes:
         )
         for _, request in open_requests:
             self._backlog.close(request)
+            request.batch = None  # no reference cycle: nothing of it is left to the garbage collector
         self._counters.answered += len(rows)
         self._drain_rate.answered(len(rows))
         self._forget(batch)

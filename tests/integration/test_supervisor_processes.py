@@ -90,6 +90,12 @@ def no_child_is_left() -> Iterator[None]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP a child and wait until it stands still: were SIGTERM pending as well, that would act first."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 async def end_of(pid: int) -> None:
     """Wait until a process, anybody's child, has ended."""
     try:
@@ -143,7 +149,7 @@ async def test_backoff_is_forgotten_when_reset(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
         for _ in range(5):
             os.kill(await reports.next_pid(), signal.SIGKILL)
-            supervisor.reset_backoff(0)
+            supervisor.proven("local-0")
         await reports.next()
 
 
@@ -178,7 +184,7 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
     async with reports.supervisor(DEAF if deafness == "ignores" else FOREVER, stop_timeout_s=0.05):
         pid = await reports.next_pid()
         if deafness == "frozen":
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
     assert "stopping signal=SIGKILL" in caplog.text
     assert "stopped status=SIGKILL" in caplog.text
 

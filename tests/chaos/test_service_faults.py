@@ -1,0 +1,127 @@
+"""Workers of a running service are killed, frozen, told to leave: no request fails, and they come back."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.kill_under_load import make_fault, photo
+from benchmarks.load import Load, closed_loop
+from benchmarks.rejoin_cycles import kill_one_of_each_stage, resources
+from deploy.service import LocalService
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@contextmanager
+def load_on(service: LocalService, clients: int = 16) -> Iterator[Load]:
+    """A closed loop of clients while the block runs; the load is complete after it."""
+    over, total = threading.Event(), Load()
+
+    def run() -> None:
+        done = asyncio.run(closed_loop(service.url, photo(), clients=clients, until=over.is_set))
+        total.samples.extend(done.samples)
+
+    client = threading.Thread(target=run)
+    client.start()
+    try:
+        yield total
+    finally:
+        over.set()
+        client.join()
+
+
+def assert_nothing_lost(service: LocalService, load: Load) -> None:
+    assert load.samples
+    assert not load.failed, load.failed[:3]
+    assert service.metric("multiworld_duplicate_answers_total") == 0
+    assert service.metric("multiworld_requests_lost_total") == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, signum: signal.Signals) -> None:
+    cause = "exit" if signum == signal.SIGKILL else "hang"
+    failures = service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause)
+    with load_on(service) as load:
+        fault = make_fault(service, stage, 0, signum)
+    assert fault.cause == cause
+    assert_nothing_lost(service, load)
+    assert service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause) == failures + 1
+    assert service.metric("multiworld_redundancy") == 1
+
+
+def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
+    with load_on(service) as load:
+        kill_one_of_each_stage(service, slot=1)
+    assert_nothing_lost(service, load)
+
+
+def test_no_request_fails_when_a_worker_is_told_to_leave(service: LocalService) -> None:
+    worker = service.worker_at(0, 0)
+    assert worker is not None
+    seen = len(service.lines)
+    with load_on(service) as load:
+        os.kill(service.worker_pids()[worker], signal.SIGTERM)
+        gone = service.wait_for(lambda x: x["world"] == "s0.r0" and "->broken" in x.message, 60, after=seen)
+        service.wait_until_complete(120)
+    assert gone["cause"] == "left"
+    assert_nothing_lost(service, load)
+
+
+def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(service: LocalService) -> None:
+    seen, pids = len(service.lines), service.worker_pids()
+    with load_on(service, clients=4) as load:
+        for replica in service.status()["stages"][1]["replicas"]:
+            os.kill(pids[replica["worker"]], signal.SIGKILL)
+        for slot in (0, 1):
+            world = f"s1.r{slot}"
+            service.wait_for(lambda x, w=world: x["world"] == w and "->broken" in x.message, 60, after=seen)  # type: ignore[misc]
+        service.wait_until_complete(120)
+    refused = [sample for sample in load.failed if sample.status != 503]  # a slow machine may outlast recovery_grace_s
+    assert not refused, refused[:3]
+    assert_answered_again(service)
+
+
+def assert_answered_again(service: LocalService) -> None:
+    again = asyncio.run(closed_loop(service.url, photo(), clients=1, until=_times(3)))
+    assert [sample.status for sample in again.samples] == [200, 200, 200]
+
+
+def _times(count: int):  # type: ignore[no-untyped-def]
+    left = iter(range(count))
+    return lambda: next(left, None) is None
+
+
+def test_leader_does_not_grow_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
+    kill_one_of_each_stage(service, slot=0)
+    before = resources(service.pid)
+    for cycle in range(3):
+        kill_one_of_each_stage(service, slot=cycle % 2)
+    after = resources(service.pid)
+    assert after[0] <= before[0] + 2, f"threads {before[0]} -> {after[0]}"
+    assert after[1] <= before[1] + 2, f"descriptors {before[1]} -> {after[1]}"
+
+
+def test_no_process_is_left_when_the_leader_is_killed() -> None:
+    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=2, image_size=32) as running:
+        pids = list(running.worker_pids().values())
+        assert len(pids) == 2
+        running.stop(signal.SIGKILL)
+        gone = threading.Event()
+        for pid in pids:
+            while _is_there(pid):
+                gone.wait(0.05)  # bounded by the test's own timeout
+
+
+def _is_there(pid: int) -> bool:
+    """Whether the process runs; one that has ended but was not reaped by init yet does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,36 @@
+"""Fixtures of the whole services that several layers of tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from deploy.service import LocalService
+from examples.digits.train import IMAGE_SIZE, LABELS, train
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and what was held out (`held_out.safetensors`)."""
+    folder = tmp_path_factory.mktemp("digits")
+    state, images, labels = train(0, epochs=3)
+    safetensors.torch.save_file(state, folder / "digits.safetensors")
+    safetensors.torch.save_file({"images": images, "labels": labels}, folder / "held_out.safetensors")
+    (folder / "labels.txt").write_text("\n".join(LABELS))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def service(digits: Path) -> Iterator[LocalService]:
+    """Digits served in two stages with two replicas each. Tests that share it leave every replica ready."""
+    with LocalService(
+        model="resnet18",
+        weights=digits / "digits.safetensors",
+        labels=digits / "labels.txt",
+        image_size=IMAGE_SIZE,
+        stages=2,
+        replicas=2,
+    ) as running:
+        yield running
+        assert running.stop() == 0, "SIGTERM ends the service with status 0"

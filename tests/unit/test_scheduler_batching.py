@@ -1,0 +1,180 @@
+"""Batches: when they are formed, where they go, how they get through the stages."""
+
+from __future__ import annotations
+
+import gc
+
+from server.scheduler import Answer, BatchDone, ForgetBatch, KeepOutput, LinkReady, RequestCancelled, SendBatch
+from server.scheduling.batches import Batch, Copy, Request
+from tests.unit.scheduler_driver import Driver, answered, of, only, refused, sends
+
+
+def test_request_is_sent_at_once_when_a_replica_idles_and_there_is_no_batch_timeout() -> None:
+    send = only(Driver().arrive(), SendBatch)
+    assert (send.stage, send.requests, send.kind, send.attempt) == (0, (1,), "first", 1)
+
+
+def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
+    driver = Driver(batch_timeout_s=0.01)
+    assert driver.arrive() == []
+    driver.now_s += 0.005
+    assert driver.arrive() == []
+    assert driver.scheduler.next_wakeup_s() == 0.01
+    send = only(driver.wait(0.005), SendBatch)
+    assert send.requests == (1, 2)
+    assert send.waited_s == 0.01
+
+
+def test_batch_is_sent_before_the_timeout_when_it_is_full() -> None:
+    driver = Driver(batch_timeout_s=1.0, max_batch_size=3)
+    assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)
+
+
+def test_requests_fill_batches_in_order_when_no_replica_has_room() -> None:
+    driver = Driver(replicas=1, window=1, max_batch_size=2)
+    first = only(driver.arrive(6), SendBatch)
+    second = only(driver.done(first), SendBatch)
+    third = only(driver.done(second), SendBatch)
+    assert [first.requests, second.requests, third.requests] == [(1,), (2, 3), (4, 5)]
+
+
+def test_window_is_not_exceeded_when_many_requests_arrive() -> None:
+    driver = Driver(replicas=2, window=3, max_batch_size=1)
+    assert len(sends(driver.arrive(20))) == 6
+    assert driver.scheduler.in_flight("s0r0") == driver.scheduler.in_flight("s0r1") == 3
+    assert driver.scheduler.queue_depth == 14
+
+
+def test_batch_goes_to_the_replica_with_fewest_outstanding_rows() -> None:
+    driver = Driver(replicas=1, window=4, max_batch_size=2, batch_timeout_s=1.0)
+    driver.arrive(2)  # two rows on s0r0
+    driver.ready("s0r1")
+    assert only(driver.arrive(2), SendBatch).link == "s0r1"
+    driver.ready("s0r2")
+    assert only(driver.arrive(2), SendBatch).link == "s0r2"
+
+
+def test_replicas_take_turns_when_equally_loaded() -> None:
+    driver = Driver(replicas=3)
+    links = []
+    for _ in range(6):
+        send = only(driver.arrive(), SendBatch)
+        links.append(send.link)
+        driver.done(send)
+    assert links == ["s0r0", "s0r1", "s0r2"] * 2
+
+
+def test_slow_replica_gets_less() -> None:
+    driver = Driver(replicas=2, window=1)
+    slow = only(driver.arrive(), SendBatch)
+    for _ in range(5):
+        send = only(driver.arrive(), SendBatch)
+        assert send.link != slow.link
+        driver.done(send)
+
+
+def test_batch_travels_through_the_stages_and_is_answered_by_row() -> None:
+    driver = Driver(stages=2, max_batch_size=2, batch_timeout_s=1.0)
+    first = only(driver.arrive(2), SendBatch)
+    keep, second = driver.done(first, after_s=0.5)
+    assert keep == KeepOutput(first.batch, first.link, stage=1)
+    assert isinstance(second, SendBatch)
+    assert (second.batch, second.stage, second.requests, second.waited_s) == (first.batch, 1, (1, 2), 0.0)
+    answer, forget = driver.done(second)
+    assert answer == Answer(first.batch, second.link, ((1, 0), (2, 1)), "v1", (first.link, second.link), attempts=1)
+    assert forget == ForgetBatch(first.batch)
+    assert driver.scheduler.open_requests == 0
+    assert driver.scheduler.next_wakeup_s() is None
+
+
+def test_no_batch_is_formed_when_a_later_stage_is_choked() -> None:
+    driver = Driver(stages=2, replicas=1, window=1, max_batch_size=1)
+    first = only(driver.arrive(9), SendBatch)
+    second = sends(driver.done(first))  # stage 1 takes it, stage 0 the next
+    assert [(send.stage, send.requests) for send in second] == [(1, (1,)), (0, (2,))]
+    third = driver.done(second[1])  # has to wait for stage 1: enough for now
+    assert third == [KeepOutput(second[1].batch, "s0r0", 1)]
+    assert driver.scheduler.batches_waiting(1) == 1
+    after = sends(driver.done(second[0]))
+    assert [(send.stage, send.requests) for send in after] == [(1, (2,)), (0, (3,))]
+
+
+def test_cancelled_request_is_not_computed_when_it_still_waits() -> None:
+    driver = Driver(replicas=1, window=1)
+    first = only(driver.arrive(3), SendBatch)
+    assert driver.handle(RequestCancelled(2)) == []
+    assert only(driver.done(first), SendBatch).requests == (3,)
+
+
+def test_batch_goes_on_without_the_row_when_one_of_its_requests_is_cancelled() -> None:
+    driver = Driver(max_batch_size=2, batch_timeout_s=1.0)
+    send = only(driver.arrive(2), SendBatch)
+    driver.handle(RequestCancelled(1))
+    assert only(driver.done(send), Answer).rows == ((2, 1),)
+
+
+def test_batch_is_dropped_when_all_its_requests_are_cancelled_in_flight() -> None:
+    driver = Driver(stages=2)
+    send = only(driver.arrive(), SendBatch)
+    assert driver.handle(RequestCancelled(1)) == [ForgetBatch(send.batch)]
+    assert driver.scheduler.in_flight(send.link) == 1, "its place in the window is taken until it comes back"
+    assert driver.done(send) == []
+    assert driver.scheduler.in_flight(send.link) == 0
+
+
+def test_batch_is_dropped_at_once_when_it_waits_and_its_requests_are_cancelled() -> None:
+    driver = Driver(stages=2, replicas=1, window=1, max_batch_size=1)
+    first = only(driver.arrive(2), SendBatch)
+    second = sends(driver.done(first))[1]
+    driver.done(second)
+    assert driver.scheduler.batches_waiting(1) == 1
+    assert driver.handle(RequestCancelled(2)) == [ForgetBatch(second.batch)]
+    assert driver.scheduler.batches_waiting(1) == 0
+
+
+def test_request_is_refused_at_its_deadline_when_it_waits() -> None:
+    driver = Driver(replicas=1, window=1)
+    driver.arrive()
+    driver.arrive(timeout_s=0.5)
+    assert driver.scheduler.next_wakeup_s() == 0.5
+    assert refused(driver.wait(0.5)) == {2: "deadline"}
+
+
+def test_request_is_refused_at_its_deadline_when_in_flight_and_the_late_answer_is_ignored() -> None:
+    driver = Driver()
+    send = only(driver.arrive(timeout_s=0.5), SendBatch)
+    actions = driver.wait(0.5)
+    assert refused(actions) == {1: "deadline"}
+    assert of(actions, ForgetBatch) == [ForgetBatch(send.batch)]
+    assert driver.done(send) == []
+
+
+def test_answer_is_given_when_it_comes_with_the_tick_of_the_deadline() -> None:
+    driver = Driver()
+    send = only(driver.arrive(timeout_s=0.5), SendBatch)
+    assert answered(driver.done(send, after_s=0.6)) == [1]
+
+
+def test_nothing_is_left_to_the_garbage_collector_when_requests_are_answered() -> None:
+    driver = Driver(stages=2, max_batch_size=3)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(50):
+            driver.answer_all(driver.arrive(4))
+        driver.answer_all(driver.broken("s1r0") + driver.arrive(2))
+        assert not [each for each in gc.get_objects() if type(each) in (Request, Batch, Copy)]
+    finally:
+        gc.enable()
+
+
+def test_unknown_and_repeated_events_change_nothing() -> None:
+    driver = Driver()
+    send = only(driver.arrive(), SendBatch)
+    assert driver.handle(BatchDone(99, send.link)) == []
+    assert driver.handle(BatchDone(send.batch, "nowhere")) == []
+    assert driver.handle(RequestCancelled(99)) == []
+    assert driver.handle(LinkReady(send.link, 0, "v1")) == []
+    assert driver.broken("nowhere") == driver.draining("nowhere") == []
+    assert answered(driver.done(send)) == [1]
+    assert driver.done(send) == []

@@ -1,0 +1,223 @@
+"""Links that break, hang or leave, and stages that raise."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.scheduler import BreakLink, CloseLink, ForgetBatch, Refuse, RequestCancelled, SendBatch
+from tests.unit.scheduler_driver import Driver, answered, of, only, refused, sends
+
+
+def test_batch_is_sent_to_another_replica_when_its_link_breaks() -> None:
+    driver = Driver(stages=2)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first), SendBatch)
+    driver.now_s += 0.5
+    again = only(driver.broken(second.link), SendBatch)
+    assert (again.batch, again.stage, again.kind, again.attempt) == (first.batch, 1, "reroute", 2)
+    assert again.link != second.link
+    assert answered(driver.done(again)) == [1]
+    assert driver.scheduler.counters.reroutes == {1: 1}
+
+
+def test_batches_keep_their_order_when_several_were_in_flight_on_the_broken_link() -> None:
+    driver = Driver(replicas=1, window=3, max_batch_size=1)
+    driver.arrive(5)
+    assert driver.broken("s0r0") == []
+    driver.now_s += 0.25
+    again = sends(driver.ready("s0r1"))
+    assert [send.requests for send in again] == [(1,), (2,), (3,)]
+    assert [send.waited_s for send in again] == [0.25] * 3
+
+
+def test_rerouted_batch_goes_first_when_others_wait_for_the_stage() -> None:
+    driver = Driver(stages=2, replicas=1, window=1, max_batch_size=1)
+    driver.ready("s1r1", 1)
+    first = only(driver.arrive(9), SendBatch)
+    at_stage_1 = []
+    stage_0 = [first]
+    for _ in range(3):  # two in flight in stage 1, one waiting
+        more = sends(driver.done(stage_0[-1]))
+        at_stage_1 += [send for send in more if send.stage == 1]
+        stage_0 += [send for send in more if send.stage == 0]
+    assert driver.scheduler.batches_waiting(1) == 1
+    driver.broken(at_stage_1[0].link)
+    again = next(send for send in sends(driver.done(at_stage_1[1])) if send.stage == 1)
+    assert again.batch == at_stage_1[0].batch
+
+
+def test_break_is_harmless_when_it_is_reported_twice_or_the_answer_comes_late() -> None:
+    driver = Driver()
+    send = only(driver.arrive(), SendBatch)
+    again = only(driver.broken(send.link), SendBatch)
+    assert driver.broken(send.link) == []
+    assert driver.done(send) == []
+    assert driver.failed(send) == []
+    assert answered(driver.done(again)) == [1]
+
+
+def test_batch_is_forgotten_when_its_link_breaks_and_nobody_waits_for_it() -> None:
+    driver = Driver()
+    send = only(driver.arrive(), SendBatch)
+    driver.handle(RequestCancelled(1))
+    assert driver.broken(send.link) == []
+
+
+def test_link_is_broken_when_silent_beyond_the_hang_timeout() -> None:
+    driver = Driver(hang_timeout_s=2.0)
+    send = only(driver.arrive(), SendBatch)
+    assert driver.wait(1.99) == []
+    actions = driver.wait(0.02)
+    assert actions[0] == BreakLink(send.link, "hang")
+    again = only(actions, SendBatch)
+    assert again.link != send.link
+    assert driver.broken(send.link, "aborted") == []
+    assert driver.done(send) == []
+    assert answered(driver.done(again)) == [1]
+
+
+def test_hang_timeout_counts_from_the_previous_answer_when_the_window_is_full() -> None:
+    driver = Driver(replicas=1, hang_timeout_s=2.0, max_batch_size=1)
+    first, second = sends(driver.arrive(2))
+    driver.wait(1.5)
+    driver.done(first)
+    assert of(driver.wait(1.9), BreakLink) == []
+    assert of(driver.wait(0.2), BreakLink) == [BreakLink(second.link, "hang")]
+
+
+def test_idle_link_is_not_broken_when_time_passes() -> None:
+    driver = Driver(hang_timeout_s=2.0)
+    driver.answer_all(driver.arrive())
+    assert driver.wait(100.0) == []
+
+
+def test_draining_link_finishes_what_it_has_and_is_closed() -> None:
+    driver = Driver(replicas=2, max_batch_size=1)
+    first = only(driver.arrive(), SendBatch)
+    assert driver.draining(first.link) == []
+    assert all(send.link != first.link for send in sends(driver.arrive(3)))
+    actions = driver.done(first)
+    assert answered(actions) == [1]
+    assert of(actions, CloseLink) == [CloseLink(first.link)]
+    assert driver.broken(first.link, "left") == []
+
+
+def test_draining_link_is_closed_at_once_when_it_is_idle() -> None:
+    driver = Driver()
+    assert driver.draining("s0r0") == [CloseLink("s0r0")]
+    assert driver.draining("s0r0") == []
+
+
+def test_nobody_is_blamed_when_links_leave_or_break_while_draining() -> None:
+    driver = Driver(replicas=9, max_attempts=2)
+    send = only(driver.arrive(), SendBatch)
+    for _ in range(4):
+        send = only(driver.broken(send.link, "left"), SendBatch)
+        driver.draining(send.link)
+        send = only(driver.broken(send.link, "exit"), SendBatch)
+    assert not send.isolated
+    assert send.attempt == 9
+    assert answered(driver.done(send)) == [1]
+
+
+def test_batch_is_retried_on_another_replica_when_the_stage_raises() -> None:
+    driver = Driver(replicas=2)
+    send = only(driver.arrive(), SendBatch)
+    again = only(driver.failed(send), SendBatch)
+    assert (again.batch, again.kind, again.attempt) == (send.batch, "retry", 2)
+    assert again.link != send.link
+    assert answered(driver.done(again)) == [1]
+    assert driver.scheduler.counters.retries == {0: 1}
+
+
+def test_retry_waits_for_another_replica_when_only_the_one_where_it_failed_has_room() -> None:
+    driver = Driver(replicas=2, window=1, max_batch_size=1)
+    first, second = sends(driver.arrive(3))
+    taken = only(driver.failed(first), SendBatch)
+    assert (taken.requests, taken.link) == ((3,), first.link), "others need not wait"
+    assert only(driver.done(second), SendBatch).batch == first.batch
+
+
+def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_goes_away() -> None:
+    driver = Driver(replicas=2, window=1, max_batch_size=1)
+    first, second = sends(driver.arrive(2))
+    driver.failed(first)
+    actions = driver.draining(second.link)
+    assert of(actions, ForgetBatch) == [ForgetBatch(first.batch)]
+    assert only(actions, SendBatch).isolated
+
+
+def test_rerouted_retry_may_go_back_when_no_other_replica_is_left() -> None:
+    driver = Driver(replicas=2)
+    first = only(driver.arrive(), SendBatch)
+    retry = only(driver.failed(first), SendBatch)
+    again = only(driver.broken(retry.link), SendBatch)
+    assert (again.link, again.kind) == (first.link, "reroute")
+
+
+def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> None:
+    driver = Driver(stages=2, max_batch_size=3, batch_timeout_s=1.0)
+    pending = sends(driver.arrive(3))
+    outcome = []
+    while pending:
+        send = pending.pop(0)
+        actions = driver.failed(send, "boom") if send.stage == 1 and 2 in send.requests else driver.done(send)
+        outcome += actions
+        pending += sends(actions)
+    assert sorted(answered(outcome)) == [1, 3]
+    refusal = only(outcome, Refuse)
+    assert (refusal.request, refusal.reason) == (2, "stage_error")
+    assert "boom" in refusal.detail
+    assert driver.scheduler.open_requests == 0
+
+
+def test_request_is_refused_after_two_errors_when_there_is_one_replica() -> None:
+    driver = Driver(replicas=1)
+    first = only(driver.arrive(), SendBatch)
+    alone = only(driver.failed(first), SendBatch)
+    assert alone.isolated
+    assert refused(driver.failed(alone)) == {1: "stage_error"}
+
+
+def test_work_waits_and_succeeds_when_a_stage_is_empty_for_less_than_the_grace() -> None:
+    driver = Driver(stages=2, replicas=1, recovery_grace_s=5.0)
+    send = only(driver.done(only(driver.arrive(), SendBatch)), SendBatch)
+    driver.broken("s1r0")
+    assert driver.arrive() == [], "accepted, and waits"
+    assert driver.wait(4.9) == []
+    again = sends(driver.ready("s1r1", 1))
+    assert again[0].batch == send.batch
+    assert sorted(answered(driver.answer_all(again))) == [1, 2]
+
+
+def test_work_and_newcomers_are_refused_when_a_stage_is_empty_beyond_the_grace() -> None:
+    driver = Driver(stages=2, replicas=1, recovery_grace_s=5.0)
+    driver.done(only(driver.arrive(), SendBatch))
+    driver.broken("s1r0")
+    driver.now_s += 1.0
+    driver.arrive()
+    assert driver.scheduler.next_wakeup_s() == 5.0
+    assert refused(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
+    assert refused(driver.arrive()) == {3: "no_replica"}
+    driver.ready("s1r1", 1)
+    assert answered(driver.answer_all(driver.arrive())) == [4]
+
+
+def test_batch_is_refused_when_it_reaches_a_stage_that_is_lost() -> None:
+    driver = Driver(stages=2, replicas=1, recovery_grace_s=5.0)
+    send = only(driver.arrive(), SendBatch)
+    driver.broken("s1r0")
+    driver.wait(6.0)
+    assert refused(driver.done(send)) == {1: "no_replica"}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_grace_counts_from_when_the_last_replica_stopped_taking_work(leaves: bool) -> None:
+    driver = Driver(replicas=1, recovery_grace_s=5.0, window=1)
+    driver.arrive(2)
+    if leaves:
+        driver.draining("s0r0")
+    else:
+        driver.broken("s0r0", "left")
+    assert driver.wait(4.9) == []
+    assert 2 in refused(driver.wait(0.2))
