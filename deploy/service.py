@@ -1,5 +1,6 @@
 """A whole service as a child process, with everything it logs: for benchmarks, chaos and tests that need the real thing."""
 
+import contextlib
 import json
 import os
 import re
@@ -133,9 +134,10 @@ class LocalService:
         """Wait until every slot of every stage is ready; gives the status then. Raises ServiceFailedError."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            status = self.status()
-            if all(replica["state"] == "ready" for stage in status["stages"] for replica in stage["replicas"]):
-                return status
+            with contextlib.suppress(httpx.TransportError):  # it may have ended: the log says why
+                status = self.status()
+                if all(replica["state"] == "ready" for stage in status["stages"] for replica in stage["replicas"]):
+                    return status
             if self._process is not None and self._process.poll() is not None:
                 break
             time.sleep(0.05)

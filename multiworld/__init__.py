@@ -7,6 +7,8 @@
 A failure in one world raises BrokenWorldException there, and is not felt in any other.
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from multiworld.errors import (
     AskError,
     BrokenWorldException,
@@ -19,11 +21,17 @@ from multiworld.errors import (
     WorldNotFoundError,
 )
 from multiworld.events import WorldEvent
+from multiworld.operation import Operation
 from multiworld.question import ask
 from multiworld.watchdog import WatchDog
 from multiworld.world import World, WorldState
 from multiworld.world_communicator import WorldCommunicator
 from multiworld.world_manager import WorldManager
+
+try:
+    __version__ = version("multiworld-serving")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0"
 
 __all__ = [
     "AskError",
@@ -31,6 +39,7 @@ __all__ = [
     "Cause",
     "JoinError",
     "MultiWorldError",
+    "Operation",
     "WatchDog",
     "World",
     "WorldClosedError",

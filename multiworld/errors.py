@@ -3,9 +3,9 @@
     MultiWorldError
     ├── WorldError                  carries `world_name`
     │   ├── BrokenWorldException    a member failed; the world is gone for good, join again under the next epoch
+    │   │   └── WorldNotFoundError  no world of that name was opened here, or it was removed: a bug of the caller; also a ValueError
     │   ├── WorldClosedError        we closed it ourselves and used it afterwards: a bug of the caller
-    │   ├── WorldNotFoundError      no world of that name was ever opened here: a bug of the caller
-    │   ├── WorldExistsError        a world of that name is open here: close it, or choose another name
+    │   ├── WorldExistsError        a world of that name is open here: close it, or choose another name; also a ValueError
     │   └── JoinError               the world did not form (nobody there, refused, wrong secret); trying again may help
     └── AskError                    a question to another process found no answer; asking again may help
 
@@ -23,6 +23,7 @@ class Cause(StrEnum):
     TRANSPORT = "transport"  # the group's connections failed while the member's lifeline was well
     LEFT = "left"  # the member said goodbye
     TIMEOUT = "timeout"  # an operation outlasted the time that its caller gave it
+    ERROR = "error"  # the members disagree on an operation: which one, its sizes, its dtype
     ABORTED = "aborted"  # an operation was cancelled, or a member gave the world up on purpose
 
 
@@ -52,24 +53,42 @@ class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users cat
         rank: rank of the member that failed, in this world; -1 where it cannot be told.
     """
 
-    def __init__(self, world_name: str, cause: Cause = Cause.TRANSPORT, rank: int = -1, detail: str = "") -> None:
+    def __init__(self, world_name: str, cause: Cause | str = Cause.TRANSPORT, rank: int = -1, detail: str = "") -> None:
+        """`cause` may also be a mere message, as pymultiworld's users make this exception."""
         who = f"rank {rank}" if rank >= 0 else "a member"
-        super().__init__(world_name, f"broken: {who}, cause {cause}" + (f" ({detail})" if detail else ""))
-        self.args = (world_name, cause, rank, detail)
-        self.cause = cause
+        told = isinstance(cause, Cause)
+        super().__init__(world_name, f"{who}, cause {cause}" + (f" ({detail})" if detail else "") if told else cause)
+        self.args = (world_name, cause, rank, detail) if told else (world_name, cause)
+        self.cause = Cause(cause) if told else Cause.TRANSPORT
         self.rank = rank
-        self.detail = detail
+        self.detail = detail if told else cause
+
+    def __str__(self) -> str:
+        return f"{self.world_name} broken: {self.message}"
+
+    @property
+    def _world_name(self) -> str:
+        """pymultiworld's name of `world_name`."""
+        return self.world_name
+
+    @property
+    def _msg(self) -> str:
+        """pymultiworld's name of `message`."""
+        return self.message
 
 
 class WorldClosedError(WorldError):
     """The world was closed by this process."""
 
 
-class WorldNotFoundError(WorldError):
-    """This process never opened a world of that name."""
+class WorldNotFoundError(BrokenWorldException, ValueError):
+    """This process never opened a world of that name, or removed it. The two bases are what pymultiworld raises then."""
+
+    def __str__(self) -> str:
+        return f"world {self.world_name!r}: {self.message}"
 
 
-class WorldExistsError(WorldError):
+class WorldExistsError(WorldError, ValueError):
     """This process has a world of that name already."""
 
 

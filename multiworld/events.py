@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,26 +35,30 @@ class EventStream:
     """Hands every event to every reader, on the reader's own loop. `publish` may be called from any thread."""
 
     def __init__(self) -> None:
-        self._readers: dict[asyncio.Queue[WorldEvent | None], asyncio.AbstractEventLoop] = {}
+        self._lock = threading.Lock()
+        # Weak: a stream that is dropped, even one that was never read, takes its queue along.
+        self._readers: weakref.WeakKeyDictionary[asyncio.Queue[WorldEvent | None], asyncio.AbstractEventLoop]
+        self._readers = weakref.WeakKeyDictionary()
 
     def publish(self, event: WorldEvent | None) -> None:
         """None ends the streams."""
-        for queue, loop in list(self._readers.items()):
+        with self._lock:
+            readers = list(self._readers.items())
+        for queue, loop in readers:
             with contextlib.suppress(RuntimeError):  # that reader's loop has ended
                 loop.call_soon_threadsafe(_put, queue, event)
 
     def subscribe(self) -> AsyncIterator[WorldEvent]:
         """Every event from this call on, also those before the first `async for` step. A reader that lags loses the oldest."""
         queue: asyncio.Queue[WorldEvent | None] = asyncio.Queue(_QUEUE_LIMIT)
-        self._readers[queue] = asyncio.get_running_loop()
-        return self._read(queue)
+        with self._lock:
+            self._readers[queue] = asyncio.get_running_loop()
+        return _read(queue)
 
-    async def _read(self, queue: asyncio.Queue[WorldEvent | None]) -> AsyncIterator[WorldEvent]:
-        try:
-            while (event := await queue.get()) is not None:
-                yield event
-        finally:
-            self._readers.pop(queue, None)
+
+async def _read(queue: asyncio.Queue[WorldEvent | None]) -> AsyncIterator[WorldEvent]:
+    while (event := await queue.get()) is not None:
+        yield event
 
 
 def _put(queue: asyncio.Queue[WorldEvent | None], event: WorldEvent | None) -> None:

@@ -24,7 +24,7 @@ class LifelineOwner(Protocol):
     """Who is told what happens on a lifeline."""
 
     def on_frame(self, lifeline: "Lifeline", frame: Frame) -> None:
-        """A frame came. FrameError or PermissionError raised here closes the lifeline."""
+        """A frame came. An error raised here closes the lifeline."""
 
     def on_lost(self, lifeline: "Lifeline", reason: str) -> None:
         """The connection ended from the other side, or spoke garbage. Called once, never after `close`."""
@@ -97,6 +97,9 @@ class Lifeline:
                     return
         except FrameError as error:
             self._lose(f"it sent garbage: {error}")
+        except Exception:
+            self._lose("what it sent could not be handled")
+            raise
 
     def _flush(self) -> None:
         try:

@@ -1,54 +1,120 @@
-"""One pending operation of a world: the future that its caller awaits, and what c10d holds for it."""
+"""One operation of a world: the plan of it, which touches nothing, and the pending operation that its caller awaits."""
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from torch.distributed import Work
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Work
 
-from multiworld.process_group import FOREVER
+Status = Literal["pending", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What an operation is going to do, with its arguments checked. Making one sends nothing.
+
+    Attributes:
+        name: of the operation, for messages.
+        signature: what the members must agree on, in words; checked mode compares it before anything else is sent.
+        post: hands it to c10d. None means that there is nothing to be done.
+        deliver: brings the results to the caller's tensors where c10d could not write into them directly.
+        tensors: kept alive until c10d has let go of them, whatever the caller does.
+        staged: whether `post` has to move data off a device first, which may take long and must not hold up an event loop.
+        peer: the other rank of a send or receive, -1 for a collective.
+        tag: of a send or receive.
+        buffer: of a send or receive, its memory as uint8 [nbytes].
+        splits_bytes: of an all-to-all, how much goes to each rank and how much is expected from each.
+    """
+
+    name: str
+    signature: str
+    post: Callable[[ProcessGroup], Work | None]
+    tensors: tuple[Tensor, ...] = ()
+    deliver: Callable[[], None] | None = None
+    staged: bool = False
+    peer: int = -1
+    tag: int = 0
+    buffer: Callable[[], Tensor] | None = None
+    splits_bytes: tuple[list[int], list[int]] | None = None
+
+
+class Carrier(Protocol):
+    """The world that carries an operation."""
+
+    def on_cancelled(self, operation: "Operation") -> Exception | None:
+        """Its caller was cancelled while it was pending. Gives what the world ended with."""
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """
-    Attributes:
-        name: of the operation, for messages.
-        peer: the rank that it depends on, -1 for a collective.
-        work: None when c10d refused the operation at once.
-        tensors: kept alive until c10d has let go of them, whatever the caller does.
+    """An operation under way. Await it, or ask `done`.
+
+    Raises, when awaited:
+        BrokenWorldException: a member failed; what the tensors hold is undefined.
+        WorldClosedError: we closed the world meanwhile.
+    Cancelling who awaits it breaks its world, and no other: a half-sent message has no owner.
     """
 
-    name: str
-    peer: int
-    work: Work | None
-    tensors: Any
+    plan: Plan
     timeout_s: float | None
     future: asyncio.Future[None]
+    carrier: Carrier
+    works: list[Work] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    stream: Any = None
+    """The CUDA stream that was current when it was asked for, where that matters."""
     started_s: float = field(default_factory=time.monotonic)
 
-    def wait(self) -> RuntimeError | None:
-        """Block until c10d is done with it. Gives the error instead of raising it, without its traceback (which holds tensors)."""
-        assert self.work is not None
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def peer(self) -> int:
+        return self.plan.peer
+
+    def done(self) -> bool:
+        """Whether it completed or failed."""
+        return self.future.done()
+
+    @property
+    def status(self) -> Status:
+        if not self.future.done():
+            return "pending"
+        return "failed" if self.future.cancelled() or self.future.exception() is not None else "done"
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.finish().__await__()
+
+    async def finish(self) -> None:
+        """What awaiting it does."""
         try:
-            self.work.wait(FOREVER if self.timeout_s is None else timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            return error.with_traceback(None)
-        return None
+            await self.future
+        except asyncio.CancelledError:
+            if self.future.done() and not self.future.cancelled():
+                raise
+            ending = self.carrier.on_cancelled(self)
+            task = asyncio.current_task()
+            if ending is not None and task is not None and not task.cancelling():  # another task that awaited it was
+                raise ending from None
+            raise
 
     def resolve(self, error: BaseException | None) -> None:
         """Wake the caller, from any thread. Harmless when it has gone away, or its loop has."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.future.get_loop().call_soon_threadsafe(_settle, self.future, error)
+            self.future.get_loop().call_soon_threadsafe(self._settle, error)
 
-
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    def _settle(self, error: BaseException | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+            self.future.exception()  # a handle that nobody awaits is no reason for asyncio to complain

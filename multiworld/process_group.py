@@ -11,9 +11,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
 
-from multiworld.errors import Cause
-
-FOREVER = timedelta(days=1)
+FOREVER = timedelta(days=3650)
 """The deadline of an operation that has none of its own: the watchdog decides, not the clock."""
 _POISON_TAG = 0x7FFF_FFF1
 """Reserved: nothing is ever sent with it."""
@@ -41,8 +39,11 @@ def parse_backend(backend: str) -> dict[str, str]:
 
 
 @functools.cache
-def _gloo_device(host: str) -> object:
-    """One Gloo device an address and process: worlds share its thread and its listening socket, and nothing else."""
+def _gloo_device(host: str, _pid: int) -> object:
+    """One Gloo device an address and process: worlds share its thread and its listening socket, and nothing else.
+
+    A forked child has no use for its parent's, which has lost its thread.
+    """
     return ProcessGroupGloo.create_device(hostname=host)
 
 
@@ -72,7 +73,7 @@ def make_process_group(
 
 def _make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stub
-    options._devices = [_gloo_device(host)]
+    options._devices = [_gloo_device(host, os.getpid())]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     return ProcessGroupGloo(store, rank, size, options)
@@ -109,8 +110,3 @@ def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dic
     if "nccl" in backends.values():
         with contextlib.suppress(RuntimeError):
             group._get_backend(torch.device("cuda")).abort()
-
-
-def cause_of_failure(elapsed_s: float, timeout_s: float | None) -> Cause:
-    """Why a c10d operation failed, told by time rather than by the words of its message."""
-    return Cause.TIMEOUT if timeout_s is not None and elapsed_s >= timeout_s else Cause.TRANSPORT

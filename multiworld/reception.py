@@ -18,8 +18,14 @@ from multiworld.watchdog import Timer, WatchDog
 logger = logging.getLogger(__name__)
 
 _MAX_GUESTS = 4096
+_MAX_STRANGERS = 512
+"""Guests that have not proven themselves. One more, and the oldest goes: a proof takes milliseconds, only a flood is slower."""
+_ACCEPTS_A_ROUND = 64
+"""Connections taken before the other sockets of the watchdog have their turn."""
 _HANDSHAKE_S = 10.0
 """A guest that has not proven itself by then is shown out."""
+_ANSWER_S = 60.0
+"""A guest whose question has found no answer by then is shown out."""
 
 _ACCEPT_PAUSE_S = 0.5
 """How long no connection is accepted after the kernel refused one, for want of descriptors say."""
@@ -51,6 +57,7 @@ class Guest:
         self.lifeline = Lifeline(watchdog, sock, self)
         self._handshake = HostHandshake(secret)
         self._reception = reception
+        self._watchdog = watchdog
         self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._overdue)
         self.lifeline.send(self._handshake.challenge().encode())
 
@@ -67,7 +74,9 @@ class Guest:
             return
         self.hello = hello
         self._deadline.cancel()
+        self._reception.recognise(self)
         if hello.question is not None:
+            self._deadline = self._watchdog.call_later(_ANSWER_S, self.reply, None)
             self._reception.question(self, hello.question)
             return
         lifeline.trust()
@@ -86,7 +95,7 @@ class Guest:
 
     def reply(self, answer: bytes | None) -> None:
         if answer is None:
-            self.refuse("nobody answers questions here", retry=True)
+            self.refuse("no answer to this question here", retry=True)
             return
         self.lifeline.send(self._handshake.reply(answer).encode())
         self.show_out()
@@ -112,7 +121,8 @@ class Reception:
         self._secret = secret
         self._pulse = pulse
         self._rosters: dict[str, Roster] = {}
-        self._guests: set[Guest] = set()
+        self._guests: dict[Guest, None] = {}  # who has proven itself, oldest first
+        self._strangers: dict[Guest, None] = {}  # oldest first
         self._beat_timer: Timer | None = None
 
     def open(self) -> None:
@@ -125,14 +135,14 @@ class Reception:
             self._beat_timer.cancel()
         self._watchdog.unregister(self._sock)
         self._sock.close()
-        for guest in list(self._guests):
+        for guest in [*self._guests, *self._strangers]:
             guest.show_out()
 
     def host(self, roster: Roster) -> None:
         """Seat guests in this world from now on; who waited for it already is seated at once."""
         self._rosters[roster.seat.world] = roster
         roster.start_when_full()
-        for guest in list(self._guests):
+        for guest in reversed(list(self._guests)):  # of two for one seat the elder may be dead already
             if guest.hello is not None and guest.hello.question is None and guest.hello.world == roster.seat.world:
                 self.seat(guest)
 
@@ -165,15 +175,21 @@ class Reception:
             return
         self.on_question(text, guest.lifeline.peer_host, lambda answer: self._watchdog.call_soon(guest.reply, answer))
 
+    def recognise(self, guest: Guest) -> None:
+        """The guest has proven that it knows the secret."""
+        del self._strangers[guest]
+        self._guests[guest] = None
+
     def forget(self, guest: Guest) -> None:
-        self._guests.discard(guest)
+        self._guests.pop(guest, None)
+        self._strangers.pop(guest, None)
 
     def _listen(self) -> None:
         if self._sock.fileno() >= 0:
             self._watchdog.register(self._sock, selectors.EVENT_READ, self._on_readable)
 
     def _on_readable(self, _mask: int) -> None:
-        while True:
+        for _ in range(_ACCEPTS_A_ROUND):
             try:
                 sock, _ = self._sock.accept()
             except BlockingIOError:
@@ -187,9 +203,11 @@ class Reception:
                 sock.close()
                 continue
             try:
-                self._guests.add(Guest(self, self._watchdog, sock, self._secret))
+                self._strangers[Guest(self, self._watchdog, sock, self._secret)] = None
             except OSError:  # gone before we could greet it
                 sock.close()
+            if len(self._strangers) > _MAX_STRANGERS:
+                next(iter(self._strangers)).show_out()
 
     def _beat(self) -> None:
         """Guests that wait are kept alive, and let go when they fall silent."""

@@ -5,11 +5,15 @@ over the same connections. A rank that is lost before START leaves its seat free
 world. Everything here runs on the watchdog's thread.
 """
 
+import contextlib
 import errno
+import ipaddress
 import logging
+import os
 import selectors
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.2, 0.5)
 """Pauses between attempts to reach rank 0, which may not have started yet; the last one repeats."""
+_CONNECT_S = 1.0
+"""How long one attempt may take to connect, at the least, before another is made."""
+_MAX_CONNECT_S = 5.0
 
 
 class WatchedWorld(Protocol):
@@ -188,7 +195,11 @@ class Roster(Watch):
         self.started = True
         self._tell(Frame(Kind.START, (str(self.seat.epoch).encode(),)).encode())
         hosts = {lifeline.local_host for lifeline in self.lifelines.values()}
-        self._world.on_all_here(self.seat.epoch, min(hosts, default=""))
+        self._world.on_all_here(self.seat.epoch, min(hosts, key=_nearness, default=""))
+
+    def missing(self) -> list[int]:
+        """The ranks whose seats are free."""
+        return [rank for rank in range(1, self.seat.size) if rank not in self.lifelines]
 
     def settle(self) -> None:
         self._mark_settled(self.seat.rank)
@@ -222,12 +233,19 @@ class Membership(Watch):
     """Every other rank's watch: reaches rank 0, takes its seat, and holds on to the one lifeline."""
 
     def __init__(
-        self, watchdog: WatchDog, world: WatchedWorld, seat: Hello, pulse: Pulse, secret: bytes, address: "Address"
+        self,
+        watchdog: WatchDog,
+        world: WatchedWorld,
+        seat: Hello,
+        pulse: Pulse,
+        secret: bytes,
+        addresses: Sequence["Address"],
     ) -> None:
         super().__init__(watchdog, world, seat, pulse)
-        self._address = address
+        self._addresses = addresses
         self._secret = secret
         self._attempt = 0
+        self._welcome = False
         self._connecting: socket.socket | None = None
         self._retry_timer: Timer | None = None
         self._handshake = GuestHandshake(secret, seat)
@@ -248,27 +266,44 @@ class Membership(Watch):
         if self._detached:
             return
         self._handshake = GuestHandshake(self._secret, self.seat)
-        sock = socket.socket(self._address.family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        self._connecting = sock
-        result = sock.connect_ex(self._address.sockaddr)
+        self._welcome = False
+        address = self._addresses[self._attempt % len(self._addresses)]
+        try:
+            self._connecting = sock = socket.socket(address.family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            result = sock.connect_ex(address.sockaddr)
+        except OSError as error:  # no descriptor left, say
+            self._unreachable(error.strerror or str(error))
+            return
         if result in (0, errno.EINPROGRESS):
             self._watchdog.register(sock, selectors.EVENT_WRITE, self._on_connected)
-            self._retry_timer = self._watchdog.call_later(max(self._pulse.timeout_s, 1.0), self._try_again)
+            patience_s = min(max(self._pulse.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
+            self._retry_timer = self._watchdog.call_later(patience_s, self._unreachable, "nobody answered")
         else:
-            self._try_again()
+            self._unreachable(os.strerror(result))
 
     def _on_connected(self, _mask: int) -> None:
         sock = self._connecting
         assert sock is not None
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _connected_to_itself(sock):
-            self._try_again()
+        if failure := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._unreachable(os.strerror(failure))
             return
         self._watchdog.unregister(sock)
+        try:
+            if _connected_to_itself(sock):
+                self._unreachable("nobody listens there")
+                return
+            self.lifelines[0] = Lifeline(self._watchdog, sock, self)
+        except OSError as error:  # reset in this moment
+            self._unreachable(error.strerror or str(error))
+            return
         self._connecting = None
         if self._retry_timer is not None:
             self._retry_timer.cancel()
-        self.lifelines[0] = Lifeline(self._watchdog, sock, self)
+
+    def _unreachable(self, reason: str) -> None:
+        self._world.on_refused(reason, final=False)
+        self._try_again()
 
     def _try_again(self) -> None:
         self._drop_connecting()
@@ -288,17 +323,10 @@ class Membership(Watch):
 
     def on_frame(self, lifeline: Lifeline, frame: Frame) -> None:
         match frame.kind, frame.fields:
-            case Kind.CHALLENGE, _:
-                lifeline.send(self._handshake.hello(frame).encode())
-            case Kind.WELCOME, _:
-                try:
-                    self._handshake.check_welcome(frame)
-                except PermissionError as error:
-                    self._refused(str(error), final=True)
-                    return
-                lifeline.trust()
-            case Kind.REFUSE, (reason, retry):
+            case Kind.REFUSE, (reason, retry) if not self.started:
                 self._refused(reason.decode(errors="replace"), final=retry != b"1")
+            case _ if not self._welcome:
+                self._shake_hands(lifeline, frame)
             case Kind.START, (epoch,) if not self.started:
                 self.started = True
                 self.seat = replace(self.seat, epoch=number(epoch))
@@ -311,6 +339,24 @@ class Membership(Watch):
                 pass
             case _:
                 raise FrameError(f"unexpected {frame.kind.name} before the start")
+
+    def _shake_hands(self, lifeline: Lifeline, frame: Frame) -> None:
+        """Nothing else counts before the host has proven that it knows the secret."""
+        match frame.kind:
+            case Kind.CHALLENGE:
+                lifeline.send(self._handshake.hello(frame).encode())
+            case Kind.WELCOME:
+                try:
+                    self._handshake.check_welcome(frame)
+                except PermissionError as error:
+                    self._refused(str(error), final=True)
+                    return
+                self._welcome = True
+                lifeline.trust()
+                wanted = f"epoch {self.seat.epoch}" if self.seat.epoch else "the world"
+                self._world.on_refused(f"rank 0 answered, but {wanted} did not start there", final=False)
+            case _:
+                raise FrameError(f"unexpected {frame.kind.name} before the welcome")
 
     def _refused(self, reason: str, *, final: bool) -> None:
         self._world.on_refused(reason, final=final)
@@ -342,3 +388,10 @@ class Address:
 def _connected_to_itself(sock: socket.socket) -> bool:
     """True for TCP's simultaneous open: on loopback, a client that retries a free ephemeral port can reach itself."""
     return bool(sock.getsockname() == sock.getpeername())
+
+
+def _nearness(host: str) -> tuple[bool, str]:
+    """Sorts our own addresses: one that only this machine reaches comes last, as not all members may be on it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback, host
+    return False, host

@@ -30,8 +30,8 @@ class Waiters:
             inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
             inbox.put(wait)
             thread = threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True)
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)
 
     def close(self, timeout_s: float) -> bool:
         """End the idle threads and wait for the busy ones. True when none is left."""

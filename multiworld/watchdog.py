@@ -26,6 +26,9 @@ _STALL_S = 0.25
 _IDLE_S = 60.0
 
 
+def _nothing() -> None: ...
+
+
 class Timer:
     """A call that is due; `cancel` may be called on the watchdog's thread only."""
 
@@ -38,7 +41,7 @@ class Timer:
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.args = ()
+        self.call, self.args = _nothing, ()  # it stays queued until it is due, and must not keep a world alive so long
 
 
 class WatchDog:

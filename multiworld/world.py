@@ -13,23 +13,24 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store, Work
+from torch._C._distributed_c10d import ProcessGroup, Store
 
+from multiworld import collectives
+from multiworld.collectives import Ranks
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.handshake import Hello
-from multiworld.operation import Operation
-from multiworld.process_group import abort_process_group, cause_of_failure, make_process_group
+from multiworld.operation import Operation, Plan
+from multiworld.process_group import abort_process_group, make_process_group
 from multiworld.reception import Reception
 from multiworld.rendezvous import Address, Membership, Pulse, Roster, Watch
 from multiworld.store import LifelineStore
-from multiworld.waiters import Waiters
+from multiworld.traffic import Traffic
 from multiworld.watchdog import WatchDog
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class WorldConfig:
         addr, port: where rank 0 listens; the others connect there.
         timeout_s: how long forming the world may take.
         store: use this store for the rendezvous instead of the lifeline (a `TCPStore`, say).
+        checked: agree on every operation before its data moves (multiworld/agreement.py). The same at all members.
     """
 
     name: str
@@ -82,6 +84,7 @@ class WorldConfig:
     pulse: Pulse
     timeout_s: float
     store: Store | None = None
+    checked: bool = False
 
 
 class World:
@@ -107,14 +110,13 @@ class World:
         self._lock = threading.RLock()
         self._watch: Watch | None = None
         self._store = LifelineStore(lambda key, value: watchdog.call_soon(self._put, key, value))
-        self._group: ProcessGroup | None = None
-        self._waiters = Waiters(f"multiworld-{config.name}")
-        self._pending: set[Operation] = set()
-        self._casualties: list[Operation] = []
-        self._draining = False
+        self.ranks = Ranks(config.name, config.rank, config.size, config.backends)
+        self._traffic = Traffic(self, self._lock, checked=config.checked)
         self._settled = threading.Event()
         self._refusal = "nobody answered"
-        self._seated: asyncio.Future[str] | None = None
+        self._started = False
+        self._forming: asyncio.Future[Any] | None = None
+        self._builder: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} epoch={self.epoch} rank={self.rank}/{self.size} {self.state}>"
@@ -143,7 +145,7 @@ class World:
             raise JoinError(
                 self.name,
                 f"did not form within {self._config.timeout_s:g} s as rank {self.rank} of {self.size} at "
-                f"{self._config.addr}:{self._config.port}: {self._refusal}",
+                f"{self._config.addr}:{self._config.port}: {self._obstacle()}",
             ) from None
         except WorldError:
             raise
@@ -151,24 +153,38 @@ class World:
             self.break_(Cause.TRANSPORT, -1, str(error))
             raise JoinError(self.name, f"the process group could not be built: {error}") from error
 
+    def _obstacle(self) -> str:
+        if self._started:
+            return "all members came, but their connections did not form"
+        watch = self._watch
+        if isinstance(watch, Roster):
+            return f"ranks {', '.join(map(str, watch.missing()))} did not come"
+        return self._refusal
+
+    def _await(self) -> asyncio.Future[Any]:
+        """A step of forming, which whatever ends the world wakes."""
+        self._forming = step = asyncio.get_running_loop().create_future()
+        step.add_done_callback(lambda done: done.cancelled() or done.exception())  # may go unread
+        if error := self.ending():
+            raise error
+        return step
+
     async def _take_seat(self) -> str:
-        loop = asyncio.get_running_loop()
-        self._seated = loop.create_future()
-        self._seated.add_done_callback(lambda seated: seated.cancelled() or seated.exception())  # may go unread
+        seated = self._await()
         seat = Hello(self.name, self.rank, self.size, self.epoch)
         if self.rank == 0:
             self._watchdog.call_soon(self._host, seat)
         else:
             self._watchdog.call_soon(self._join, seat, await self._resolve())
-        return await self._seated or self._config.addr
+        return await seated or self._config.addr
 
-    async def _resolve(self) -> Address:
-        """The host's address; a name that is not known yet (a container that has not started) is asked for again."""
+    async def _resolve(self) -> list[Address]:
+        """The host's addresses; a name that is not known yet (a container that has not started) is asked for again."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 found = await loop.getaddrinfo(self._config.addr, self._config.port, type=socket.SOCK_STREAM)
-                return Address(found[0][0], (str(found[0][4][0]), self._config.port))
+                return [Address(family, (str(sockaddr[0]), self._config.port)) for family, *_, sockaddr in found]
             except OSError as error:
                 self._refusal = f"{self._config.addr} cannot be resolved: {error.strerror}"
                 await asyncio.sleep(_RESOLVE_RETRY_S)
@@ -182,57 +198,54 @@ class World:
             self._watch = roster
         self._reception.host(roster)
 
-    def _join(self, seat: Hello, address: Address) -> None:
+    def _join(self, seat: Hello, addresses: list[Address]) -> None:
         with self._lock:
             if self.state is WorldState.JOINING:
-                self._watch = Membership(self._watchdog, self, seat, self._config.pulse, self._config.secret, address)
+                self._watch = Membership(self._watchdog, self, seat, self._config.pulse, self._config.secret, addresses)
 
     async def _build(self, host: str) -> None:
         """Run the group's constructor, which blocks until all ranks are there, on a thread that nobody has to wait for."""
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: BaseException | None) -> None:
-            if not built.done():
-                built.set_result(None) if error is None else built.set_exception(error)
+        built = self._await()
 
         def build() -> None:
             error: BaseException | None = None
             try:
-                self._adopt(
-                    make_process_group(
-                        self._config.store or self._store,
-                        self.rank,
-                        self.size,
-                        self._config.backends,
-                        host,
-                        self._config.timeout_s,
-                        self._config.device,
-                    )
-                )
+                self._adopt(self._make_group(host))
             except Exception as failure:  # noqa: BLE001 - handed to the caller, whatever it is
-                error = self._error_if_ended() or failure.with_traceback(None)
-            try:
-                loop.call_soon_threadsafe(settle, error)
-            except RuntimeError:
+                error = self.ending() or failure.with_traceback(None)
+            if not self._wake(None, error):
                 self.break_(Cause.ABORTED, self.rank, "the event loop ended while joining")
 
-        threading.Thread(target=build, name=f"multiworld-{self.name}-join", daemon=True).start()
+        self._builder = threading.Thread(target=build, name=f"multiworld-{self.name}-join", daemon=True)
+        self._builder.start()
         await built
-        self._listener.on_world_changed(self)
+
+    def _make_group(self, host: str) -> ProcessGroup:
+        """Blocks until all ranks are there. Raises RuntimeError, JoinError."""
+        config = self._config
+        store = config.store or self._store
+        mode = "checked" if config.checked else "unchecked"
+        if self.rank == 0:
+            store.set("mode", mode)
+        group = make_process_group(store, self.rank, self.size, config.backends, host, config.timeout_s, config.device)
+        if self.rank > 0 and (theirs := store.get("mode").decode(errors="replace")) != mode:
+            raise JoinError(self.name, f"rank 0 is {theirs}, we are {mode}")
+        return group
 
     def _adopt(self, group: ProcessGroup) -> None:
         with self._lock:
-            if error := self._error_if_ended():
+            if error := self.ending():
                 raise error
-            self._group = group
+            self._traffic.open(group)
             self.state = WorldState.READY
+            self._listener.on_world_changed(self)  # under the lock: nobody is to hear of its end before
 
     # -- what the watch says (on the watchdog's thread) ------------------------------------------------------------------------
 
     def on_all_here(self, epoch: int, local_host: str) -> None:
         self.epoch = epoch
-        self._seat_taken(local_host)
+        self._started = True
+        self._wake(local_host)
 
     def on_stored(self, key: str, value: bytes) -> None:
         self._store.receive(key, value)
@@ -254,135 +267,76 @@ class World:
     def on_refused(self, reason: str, *, final: bool) -> None:
         self._refusal = reason
         if final:
-            self._seat_refused(
-                JoinError(self.name, f"rank 0 at {self._config.addr}:{self._config.port} refused us: {reason}")
-            )
+            error = f"rank 0 at {self._config.addr}:{self._config.port} refused us: {reason}"
+            self._wake(None, JoinError(self.name, error))
 
     def _put(self, key: str, value: bytes) -> None:
         if self._watch is not None:
             self._watch.put(key, value)
 
-    def _seat_taken(self, local_host: str) -> None:
-        self._answer_seat(lambda seated: seated.set_result(local_host))
+    def _wake(self, result: str | None, error: BaseException | None = None) -> bool:
+        """End the step of forming that is awaited. False when its event loop has ended."""
+        step = self._forming
+        if step is None:
+            return True
 
-    def _seat_refused(self, error: WorldError) -> None:
-        self._answer_seat(lambda seated: seated.set_exception(error))
+        def resolve() -> None:
+            if step.done():
+                return
+            if error is None:
+                step.set_result(result)
+            else:
+                step.set_exception(error)
 
-    def _answer_seat(self, answer: Callable[[asyncio.Future[str]], None]) -> None:
-        seated = self._seated
-        if seated is None or seated.get_loop().is_closed():
-            return
         try:
-            seated.get_loop().call_soon_threadsafe(lambda: None if seated.done() else answer(seated))
+            step.get_loop().call_soon_threadsafe(resolve)
         except RuntimeError:
-            logger.debug("world=%s: the event loop that joined it has ended", self.name)
+            return False
+        return True
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
     async def send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
         """Send `tensor` to rank `dst`. Completes when the receiver has posted its receive and the kernel has the data."""
-        await self.finish(self.start_send(tensor, dst, tag=tag, timeout_s=timeout_s))
+        await self.start_send(tensor, dst, tag=tag, timeout_s=timeout_s).finish()
 
     async def recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
         """Receive into `tensor`, in place, what rank `src` sends. Size and dtype must be the sender's."""
-        await self.finish(self.start_recv(tensor, src, tag=tag, timeout_s=timeout_s))
+        await self.start_recv(tensor, src, tag=tag, timeout_s=timeout_s).finish()
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Post the send and return at once; `finish` awaits it."""
-        self._check_peer(dst)
-        tensor = tensor.contiguous()
-        return self._start_p2p("send", lambda group: group.send([tensor], dst, tag), dst, tensor, timeout_s)
+        """Post the send and return at once; await what it gives."""
+        return self._traffic.start(collectives.send(self.ranks, tensor, dst, tag), timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Post the receive and return at once; `finish` awaits it."""
-        self._check_peer(src)
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"world {self.name!r}: recv needs a contiguous tensor to write into, got strides {tensor.stride()}"
-            )
-        return self._start_p2p("recv", lambda group: group.recv([tensor], src, tag), src, tensor, timeout_s)
+        """Post the receive and return at once; await what it gives."""
+        return self._traffic.start(collectives.recv(self.ranks, tensor, src, tag), timeout_s)
+
+    def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
+        """Post an operation, as the functions of `multiworld.collectives` plan them, and return at once."""
+        return self._traffic.start(plan, timeout_s)
 
     async def finish(self, operation: Operation) -> None:
-        """Await a started operation.
+        """Await a started operation."""
+        await operation.finish()
 
-        Raises:
-            BrokenWorldException: a member failed; the tensor's contents are undefined.
-            WorldClosedError: we closed the world meanwhile.
-        Cancelling breaks this world, and no other: a half-sent message has no owner.
+    def on_connection_failed(self, peer: int, detail: str) -> None:
+        self._watchdog.call_soon(self._await_verdict, peer, detail, time.monotonic() + _VERDICT_GRACE_S)
+
+    def on_drained(self) -> None:
+        self._watchdog.call_soon(self._settle_when_drained)
+
+    def ending(self) -> WorldError | None:
+        """What operations raise from now on; None while the world lives.
+
+        A fresh error each time: an exception that is raised in several places gathers all their tracebacks.
         """
-        try:
-            await operation.future
-        except asyncio.CancelledError:
-            if not operation.future.done() or operation.future.cancelled():
-                self.break_(Cause.ABORTED, self.rank, f"{operation.name} cancelled")
-            raise
-
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(
-                f"world {self.name!r}: rank {peer} is no peer of rank {self.rank} in a world of {self.size}"
-            )
-
-    def _start_p2p(
-        self, name: str, post: Callable[[ProcessGroup], Work], peer: int, tensors: Any, timeout_s: float | None
-    ) -> Operation:
-        operation = self._post(name, post, peer, tensors, timeout_s)
-        if operation.work is not None:
-            self._waiters.run(lambda: self._wait(operation))
-        return operation
-
-    def _post(
-        self, name: str, post: Callable[[ProcessGroup], Work], peer: int, tensors: Any, timeout_s: float | None
-    ) -> Operation:
-        """Hand an operation to c10d. A group that refuses it at once has lost a connection: the world is breaking."""
-        future = asyncio.get_running_loop().create_future()
-        with self._lock:
-            if error := self._error_if_ended():
-                raise error
-            group = self._group
-            if group is None:
-                raise WorldError(self.name, "still joining: await its initialisation before using it")
-            try:
-                operation = Operation(name, peer, post(group), tensors, timeout_s, future)
-            except RuntimeError as refusal:
-                operation = Operation(name, peer, None, tensors, timeout_s, future)
-                self._pending.add(operation)
-                self._fail(operation, refusal.with_traceback(None))
-                return operation
-            self._pending.add(operation)
-        return operation
-
-    def _wait(self, operation: Operation) -> None:
-        self._complete(operation, operation.wait())
-
-    def _complete(self, operation: Operation, error: RuntimeError | None) -> None:
-        """c10d is done with the operation. Called on a waiting thread, or on Gloo's own for a collective."""
-        if error is not None:
-            self._fail(operation, error)
-            return
-        with self._lock:
-            self._pending.discard(operation)
-            drained = self._draining and not self._pending
-        operation.resolve(None)
-        if drained:
-            self._watchdog.call_soon(self._settle_when_drained)
-
-    def _fail(self, operation: Operation, error: RuntimeError) -> None:
-        """An operation failed. Its caller learns why once that is known, which is when the world has been broken."""
-        with self._lock:
-            self._pending.discard(operation)
-            verdict = self._error_if_ended()
-            if verdict is None or self._draining:
-                self._casualties.append(operation)
-        if verdict is not None and not self._draining:
-            operation.resolve(verdict)
-            return
-        elapsed_s = time.monotonic() - operation.started_s
-        if cause_of_failure(elapsed_s, operation.timeout_s) is Cause.TIMEOUT:
-            self.break_(Cause.TIMEOUT, operation.peer, f"{operation.name} took over {operation.timeout_s:g} s")
-        else:
-            detail = f"{operation.name}: {error}"
-            self._watchdog.call_soon(self._await_verdict, operation.peer, detail, time.monotonic() + _VERDICT_GRACE_S)
+        if self.state is WorldState.CLOSED:
+            return WorldClosedError(self.name, "closed by this process")
+        if self.state is WorldState.BROKEN:
+            assert self.failure is not None
+            return BrokenWorldException(*self.failure.args)
+        return None
 
     def _await_verdict(self, peer: int, detail: str, due_s: float) -> None:
         """The connection failed; the lifeline knows best why. While some member is overdue, whether it hangs is still open."""
@@ -406,7 +360,7 @@ class World:
             self.failure = BrokenWorldException(self.name, cause, rank, detail)
             self.state = WorldState.BROKEN
             self.silent_s = self._watch.lost_after_s if self._watch is not None else None
-            self._draining = cause is Cause.LEFT
+            self._traffic.draining = cause is Cause.LEFT
         if formed:
             logger.warning(
                 "world=%s epoch=%d rank=%d ready->broken cause=%s by=%d %s",
@@ -417,11 +371,11 @@ class World:
                 rank,
                 detail,
             )
-        self._seat_refused(self.failure)
+        self._wake(None, self.ending())
         self._watchdog.call_soon(self._part, cause, rank, detail)
-        threading.Thread(target=self._reclaim, name=f"multiworld-{self.name}-reclaim", daemon=True).start()
         if formed:
             self._listener.on_world_changed(self)
+        self._start_reclaim()
 
     def close(self) -> None:
         """Say goodbye and end this world. Idempotent; what is pending raises WorldClosedError. `reclaimed` tells when all is freed."""
@@ -431,19 +385,10 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.info("world=%s epoch=%d rank=%d ->closed", self.name, self.epoch, self.rank)
-        self._seat_refused(WorldClosedError(self.name, "closed while joining"))
+        self._wake(None, WorldClosedError(self.name, "closed while joining"))
         self._watchdog.call_soon(self._part, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
-        threading.Thread(target=self._reclaim, name=f"multiworld-{self.name}-reclaim", daemon=True).start()
         self._listener.on_world_changed(self)
-
-    def _error_if_ended(self) -> WorldError | None:
-        """A fresh error each time: an exception that is raised in several places gathers all their tracebacks."""
-        if self.state is WorldState.CLOSED:
-            return WorldClosedError(self.name, "closed by this process")
-        if self.state is WorldState.BROKEN:
-            assert self.failure is not None
-            return BrokenWorldException(*self.failure.args)
-        return None
+        self._start_reclaim()
 
     def _part(self, cause: Cause, rank: int, detail: str) -> None:
         """Tell the others (on the watchdog's thread), and free the name for the next epoch."""
@@ -463,36 +408,29 @@ class World:
             self._watchdog.call_later(_DRAIN_S, self._settled.set)
 
     def _settle_when_drained(self) -> None:
-        with self._lock:
-            busy = bool(self._pending)
-        if self._watch is not None and (not busy or self.state is WorldState.CLOSED):
+        if self._watch is not None and (not self._traffic.busy or self.state is WorldState.CLOSED):
             self._watch.settle()
+
+    def _start_reclaim(self) -> None:
+        try:
+            threading.Thread(target=self._reclaim, name=f"multiworld-{self.name}-reclaim", daemon=True).start()
+        except RuntimeError:  # there are too many, or the interpreter is ending (Python 3.12 and newer)
+            self._reclaim()
 
     def _reclaim(self) -> None:
         """Free everything, on a thread of its own: aborting takes milliseconds for Gloo, and may hang for NCCL."""
-        if not self._pending or self._draining:
+        if self._traffic.draining or not self._traffic.busy:
             self._settled.wait(_LINGER_S)
-        self._store.abort(self._error_if_ended() or JoinError(self.name, "ended"))
-        group, self._group = self._group, None
+        self._store.abort(self.ending() or JoinError(self.name, "ended"))
+        group = self._traffic.take_group()
         if group is not None:
             abort_process_group(group, self.rank, self.size, self._config.backends)
             del group
-        with self._lock:
-            self._draining = False
-            casualties, self._casualties = self._casualties, []
-        for operation in casualties:
-            operation.resolve(self._error_if_ended())
-        del casualties
-        if not self._waiters.close(_RECLAIM_S):
-            self._give_up_on_waiters()
+        if not self._traffic.end(_RECLAIM_S):
+            logger.error("world=%s: operations did not come back %.0f s after the abort", self.name, _RECLAIM_S)
+        if self._builder is not None and self._builder is not threading.current_thread():
+            self._builder.join(_RECLAIM_S)
         self._watchdog.call_soon(self._detach)
-
-    def _give_up_on_waiters(self) -> None:
-        logger.error("world=%s: operations did not come back %.0f s after the abort", self.name, _RECLAIM_S)
-        with self._lock:
-            stuck, self._pending = self._pending, set()
-        for operation in stuck:
-            operation.resolve(self._error_if_ended())
 
     def _detach(self) -> None:
         if self._watch is not None:

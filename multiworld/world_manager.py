@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -51,6 +52,8 @@ class WorldManager:
     Args:
         enable_monitor: False turns the judging of silence off: only a connection that ends breaks a world.
         secret: whoever joins a world of ours must know it. Empty lets everybody in who reaches the port.
+        checked: agree on sizes and dtypes before every operation, so that a mismatch breaks the world and not the process, at the
+            cost of a short exchange; `initialize_world` may say otherwise for a world.
         heartbeat_interval_s, heartbeat_timeout_s: how often members beat, and after how long a silence they count as hung.
     """
 
@@ -61,11 +64,14 @@ class WorldManager:
         secret: bytes | str = b"",
         heartbeat_interval_s: float = 0.2,
         heartbeat_timeout_s: float = 1.0,
+        checked: bool = True,
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._pulse = Pulse(heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"))
+        self._checked = checked
         self._watchdog: WatchDog | None = None
         self._worlds: dict[str, World] = {}
+        self._announced: set[str] = set()
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
         self._epochs: dict[str, int] = {}
         self._doors: dict[tuple[str, int], _Door] = {}
@@ -102,6 +108,13 @@ class WorldManager:
         except KeyError:
             raise WorldNotFoundError(world_name, "never initialised here, or removed") from None
 
+    def is_broken(self, world_name: str) -> bool:
+        """Whether that world cannot be used any more: it broke, was closed or removed, or never was."""
+        if world_name in self._announced:
+            return False
+        world = self._worlds.get(world_name)
+        return world is None or world.state in (WorldState.BROKEN, WorldState.CLOSED)
+
     # -- opening -------------------------------------------------------------------------------------------------------------
 
     async def initialize_world(
@@ -117,6 +130,7 @@ class WorldManager:
         *,
         epoch: int = 0,
         store: Store | None = None,
+        checked: bool | None = None,
     ) -> World:
         """Join a world, together with its other members, in whatever order they start.
 
@@ -128,6 +142,7 @@ class WorldManager:
             device: the CUDA device that NCCL uses; the CPU needs none.
             epoch: which incarnation of the name to join; 0 is the next that rank 0 opens.
             store: a rendezvous store to use in place of the lifeline, a `TCPStore` say.
+            checked: as of the manager when None; the same at all members.
         Raises:
             WorldExistsError: a world of that name is open here.
             JoinError: it did not form in time, or rank 0 refused us.
@@ -139,13 +154,17 @@ class WorldManager:
         if world_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"world {world_name!r}: rank {rank} does not exist in a world of {world_size}")
         port = DEFAULT_PORT if port == -1 else port
+        if not 0 <= port <= 65535:
+            raise ValueError(f"world {world_name!r}: {port} is no port: expected 1 to 65535, or -1 for {DEFAULT_PORT}")
+        backends = parse_backend(backend)
+        host = _listening_host(addr) if rank == 0 else ""
         with self._lock:
             known = self._worlds.get(world_name)
             if known is not None and known.state in (WorldState.JOINING, WorldState.READY):
                 raise WorldExistsError(
                     world_name, f"{known.state} here already; remove it first or choose another name"
                 )
-            door = self._door(addr, port) if rank == 0 else None
+            door = self._door(host, port) if rank == 0 else None
             if rank == 0:
                 epoch = epoch or self._epochs.get(world_name, 0) + 1
                 self._epochs[world_name] = max(epoch, self._epochs.get(world_name, 0))
@@ -154,7 +173,7 @@ class WorldManager:
                 rank=rank,
                 size=world_size,
                 epoch=epoch,
-                backends=parse_backend(backend),
+                backends=backends,
                 device=device,
                 addr=addr,
                 port=port,
@@ -162,7 +181,9 @@ class WorldManager:
                 pulse=self._pulse,
                 timeout_s=timeout,
                 store=store,
+                checked=(self._checked if checked is None else checked) and "gloo" in backends.values(),
             )
+            self._announced.discard(world_name)
             world = World(config, self._running_watchdog(), door.reception if door else None, self)
             self._worlds[world_name] = world
             if door is not None:
@@ -175,10 +196,22 @@ class WorldManager:
             raise
         return world
 
+    def add_world(self, world_name: str, backend: str) -> None:
+        """Announce a world that `initialize_world` will open. Only pymultiworld's programs need it.
+
+        Raises WorldExistsError, and ValueError for a backend that is not known.
+        """
+        parse_backend(backend)
+        with self._lock:
+            if not self.is_broken(world_name):
+                raise WorldExistsError(world_name, "there already")
+            self._announced.add(world_name)
+
     def listen(self, addr: str = "127.0.0.1", port: int = 0) -> int:
         """Open a port for worlds and questions, and keep it open. Gives the port, which 0 lets the kernel choose. Raises OSError."""
+        host = _listening_host(addr)
         with self._lock:
-            door = self._door(addr, port)
+            door = self._door(host, port)
             door.pinned = True
             return door.reception.port
 
@@ -204,7 +237,7 @@ class WorldManager:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody answers any more
                 loop.call_soon_threadsafe(start, question, host, reply)
 
-        self._doors[addr, port].reception.on_question = on_question
+        self._doors[_listening_host(addr), port].reception.on_question = on_question
 
     def _running_watchdog(self) -> WatchDog:
         if self._watchdog is None:
@@ -213,14 +246,14 @@ class WorldManager:
             _open_managers.add(self)
         return self._watchdog
 
-    def _door(self, addr: str, port: int) -> _Door:
-        door = self._doors.get((addr, port))
+    def _door(self, host: str, port: int) -> _Door:
+        door = self._doors.get((host, port))
         if door is None:
+            sock = bind(host, port)
             watchdog = self._running_watchdog()
-            sock = bind(_listening_host(addr), port)
             reception = Reception(watchdog, sock, self._secret, self._pulse)
             watchdog.call_soon(reception.open)
-            door = self._doors[addr, reception.port] = _Door(reception)
+            door = self._doors[host, reception.port] = _Door(reception)
         return door
 
     # -- ending --------------------------------------------------------------------------------------------------------------
@@ -239,19 +272,29 @@ class WorldManager:
 
     def _release(self, world: World) -> None:
         """Let go of the port of an ended world when nothing else needs it."""
-        self._ended.add(world)
-        watchdog = self._watchdog
-        for key, door in list(self._doors.items()):
-            door.worlds.discard(world)
-            if not door.worlds and not door.pinned and watchdog is not None:
-                self._doors.pop(key, None)
-                watchdog.call_soon(door.reception.close)
+        with self._lock:
+            self._ended.add(world)
+            for door in self._doors.values():
+                door.worlds.discard(world)
+            watchdog = self._watchdog
+        if watchdog is not None:
+            watchdog.call_soon(self._close_idle_doors, watchdog)
+
+    def _close_idle_doors(self, watchdog: WatchDog) -> None:
+        """On the watchdog's thread and under the lock: whoever opens that port next finds it open, or free."""
+        with self._lock:
+            if self._watchdog is watchdog:
+                for key in [key for key, door in self._doors.items() if not door.worlds and not door.pinned]:
+                    self._doors.pop(key).reception.close()
 
     def remove_world(self, world_name: str) -> None:
         """Say goodbye to a world and forget its name. Its memory is freed within a moment; `close_world` waits for that.
 
         Raises WorldNotFoundError.
         """
+        if world_name in self._announced:
+            self._announced.discard(world_name)
+            return
         self.world(world_name).close()
         del self._worlds[world_name]
 
@@ -270,16 +313,18 @@ class WorldManager:
         with self._lock:
             worlds, self._worlds = list(self._worlds.values()), {}
             watchdog, self._watchdog = self._watchdog, None
+            doors, self._doors = list(self._doors.values()), {}
         for world in worlds:
             world.close()
+        with self._lock:
+            ended = {*worlds, *self._ended}
         deadline = time.monotonic() + _CLEANUP_S
-        for world in {*worlds, *self._ended}:
+        for world in ended:
             if not world.reclaimed.wait(max(0.0, deadline - time.monotonic())):
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
         if watchdog is not None:
-            for door in self._doors.values():
+            for door in doors:
                 watchdog.call_soon(door.reception.close)
-            self._doors.clear()
             watchdog.stop()
         self._events.publish(None)
         _open_managers.discard(self)
@@ -299,6 +344,10 @@ def _listening_host(addr: str) -> str:
 
 
 _open_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
+
+
+# A forked child has the sockets, but not the threads that serve them: nothing there is its to close.
+os.register_at_fork(after_in_child=_open_managers.clear)
 
 
 @atexit.register

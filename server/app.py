@@ -57,14 +57,11 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
     Raises:
         UserError, models.ModelError: a port is busy, the weights are missing, there are more stages than blocks, …
     """
-    sockets = {name: _bind(settings, name) for name in ("http_port", "metrics_port")}
-    try:
+    with contextlib.ExitStack() as stack:
+        sockets = {name: stack.enter_context(_bind(settings, name)) for name in ("http_port", "metrics_port")}
         model, plan = _prepare(settings)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, model, plan, sockets, start_workers))
-    finally:
-        for sock in sockets.values():
-            sock.close()
 
 
 def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...]]:

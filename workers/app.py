@@ -71,7 +71,7 @@ class Worker:
         failures = 0
         while not self._stop.is_set():
             served = False
-            stay = asyncio.create_task(self._stay(manager, token))
+            stay = asyncio.create_task(self.stay(manager, token))
             await self._end_or_stop(stay)
             try:
                 served = stay.result()
@@ -87,7 +87,7 @@ class Worker:
         logger.info("stopped")
         return 0
 
-    async def _stay(self, manager: WorldManager, token: bytes) -> bool:
+    async def stay(self, manager: WorldManager, token: bytes) -> bool:
         """Join one world and serve in it until it ends. Gives whether it came to serving."""
         host, port = self._settings.leader_host, self._settings.leader_port
         request = JoinRequest(self._settings.name, self._settings.device)

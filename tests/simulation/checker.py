@@ -68,7 +68,7 @@ class Checker:
         ledger = self._ledger
         match event:
             case RequestArrived():
-                self._waiting_before = sum(not request.suspect for request in ledger.waiting())
+                self._waiting_before = sum(not self._may_be_isolated(request) for request in ledger.waiting())
                 ledger.arrive(event, self._now_s)
             case RequestCancelled():
                 if (request := ledger.requests.get(event.request)) is not None:
@@ -307,13 +307,28 @@ class Checker:
                 assert now_s < link.silent_since_s + config.hang_timeout_s, "a silent link was not broken"
             else:
                 assert not link.draining, "a drained link was not closed"
+        self._suspects_about = self._has_suspects()
         self._check_batches()
         self._check_nothing_idles(waiting)
         if waiting and len(self._versions_seen) == 1:
             oldest_gap_s = min(ledger.empty_since_s.values(), default=now_s)
             assert now_s < oldest_gap_s + config.recovery_grace_s, "waits for a stage that is lost"
+        self._check_wakeup(waiting)
+
+    def _check_wakeup(self, waiting: list[RequestEntry]) -> None:
+        """A tick is wanted in the future, and before anything falls due."""
+        ledger, config = self._ledger, self._config
         wakeup_s = self._scheduler.next_wakeup_s()
-        assert wakeup_s is None or wakeup_s > now_s, "a wakeup in the past"
+        assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
+        due_s = [request.deadline_s for request in ledger.requests.values()]
+        due_s += [link.silent_since_s + config.hang_timeout_s for link in ledger.links.values() if link.in_flight]
+        if waiting and len(self._versions_seen) == 1:
+            due_s += [since_s + config.recovery_grace_s for since_s in ledger.empty_since_s.values()]
+        if waiting and self._entry_has_room() and all(batch.copies for batch in ledger.batches.values()):
+            due_s.append(min(request.arrived_s for request in waiting) + config.batch_timeout_s)
+        if due_s:
+            assert wakeup_s is not None, "no wakeup, and something will fall due"
+            assert wakeup_s <= min(due_s) + 1e-9, "a wakeup after something has fallen due"
 
     def _check_batches(self) -> None:
         ledger, config = self._ledger, self._config
@@ -328,26 +343,35 @@ class Checker:
 
     def _check_nothing_idles(self, waiting: list[RequestEntry]) -> None:
         """No work waits that a replica could take."""
-        if self._has_suspects():
+        if self._suspects_about:
             return
         held_back = False
         for batch in self._ledger.batches.values():
             if batch.copies:
                 continue
             held_back = True
-            for link in self._ledger.replicas(batch.stage, batch.version):
+            replicas = self._ledger.replicas(batch.stage, batch.version)
+            assert replicas or not self._ledger.complete_versions(), f"batch {batch.id} is stranded"
+            for link in replicas:
                 roomy = len(link.in_flight) < self._config.window and link.id != batch.failed_on
                 assert not roomy, f"batch {batch.id} waits while {link.id} has room"
-        complete = self._ledger.complete_versions()
-        if held_back or not waiting or not complete:
+        if held_back or not waiting:
             return
         due = min(request.arrived_s for request in waiting) + self._config.batch_timeout_s <= self._now_s
         if due or len(waiting) >= self._config.max_batch_size or self._draining:
-            roomy_everywhere = all(
-                any(len(link.in_flight) < self._config.window for link in self._ledger.replicas(0, version))
-                for version in complete
-            )
-            assert not roomy_everywhere, "requests wait while a first stage has room"
+            assert not self._entry_has_room(), "requests wait while the first stage has room"
+
+    def _entry_has_room(self) -> bool:
+        """Whatever the current version is, and nothing is reserved for suspects."""
+        versions = self._ledger.complete_versions()
+        return bool(versions) and not self._suspects_about and all(self._has_room(version) for version in versions)
+
+    def _has_room(self, version: str) -> bool:
+        return any(len(link.in_flight) < self._config.window for link in self._ledger.replicas(0, version))
+
+    def _may_be_isolated(self, request: RequestEntry) -> bool:
+        """A suspect that waits is, unless it was sent back to start again under another version."""
+        return request.suspect and len(self._versions_seen) == 1
 
     def _has_suspects(self) -> bool:
         """Somebody is isolated, or may be."""

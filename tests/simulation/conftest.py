@@ -27,7 +27,7 @@ def sim_events(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> i
     """Scheduler events a run. A long run gets the time that it takes."""
     events = _option(pytestconfig, "--sim-events", "MULTIWORLD_SIM_EVENTS")
     if events is None:
-        return 8_000
+        return 6_000
     request.node.add_marker(pytest.mark.timeout(60 + events / 500))
     return events
 

@@ -112,7 +112,7 @@ SCENARIOS = (
         load="closed",
         timeout_s=(20.0, 30.0),
         recovery_s=0.3,
-        faults={"kill": 0.3},
+        faults={"kill": 2.0},
     ),
     Scenario(
         name="leaving-in-turn",
@@ -120,7 +120,7 @@ SCENARIOS = (
         load="closed",
         timeout_s=(20.0, 30.0),
         recovery_s=0.2,
-        faults={"leave": 1.0},
+        faults={"leave": 3.0},
     ),
     Scenario(
         name="slow-and-partitioned",
@@ -134,7 +134,7 @@ SCENARIOS = (
         config=_TWO_STAGES,
         load="closed",
         timeout_s=(5.0, 30.0),
-        faults={"freeze": 0.3, "stop": 0.2},
+        faults={"freeze": 0.6, "stop": 0.6},
         permits=frozenset({"deadline", "no_replica", "poison"}),
     ),
     Scenario(

@@ -173,11 +173,10 @@ class Simulator:
     def _inject(self, fault: Fault, rate: float) -> None:
         if self._ending:
             return
-        self.faults += 1
         worker = self.random.choice(self.workers)
         match fault:
             case "kill" | "stop" | "leave" if not self._redundant(worker):
-                pass
+                self.faults -= 1
             case "kill":
                 worker.kill()
             case "freeze":
@@ -212,6 +211,7 @@ class Simulator:
             case "mass_cancel":
                 for request in sorted(self._open)[::2]:
                     self.deliver(RequestCancelled(request))
+        self.faults += 1
         self._plan_fault(fault, rate)
 
     def _upgrade(self, worker: Worker) -> None:

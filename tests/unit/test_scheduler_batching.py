@@ -54,6 +54,14 @@ def test_batch_goes_to_the_replica_with_fewest_outstanding_rows() -> None:
     assert only(driver.arrive(2), SendBatch).link == "s0r2"
 
 
+def test_rows_count_and_not_batches_when_links_are_compared() -> None:
+    driver = Driver(max_batch_size=4, batch_timeout_s=0.01, window=4)
+    large = only(driver.arrive(4), SendBatch)
+    for _ in range(3):
+        driver.arrive()
+        assert only(driver.wait(0.02), SendBatch).link != large.link
+
+
 def test_replicas_take_turns_when_equally_loaded() -> None:
     driver = Driver(replicas=3)
     links = []

@@ -76,6 +76,15 @@ def test_link_is_broken_when_silent_beyond_the_hang_timeout() -> None:
     assert answered(driver.done(again)) == [1]
 
 
+def test_hang_timeout_is_not_put_off_when_more_is_sent() -> None:
+    driver = Driver(replicas=1, hang_timeout_s=2.0)
+    driver.arrive()
+    driver.wait(1.5)
+    driver.arrive()
+    assert driver.scheduler.next_wakeup_s() == 2.0
+    assert of(driver.wait(0.6), BreakLink) == [BreakLink("s0r0", "hang")]
+
+
 def test_hang_timeout_counts_from_the_previous_answer_when_the_window_is_full() -> None:
     driver = Driver(replicas=1, hang_timeout_s=2.0, max_batch_size=1)
     first, second = sends(driver.arrive(2))

@@ -73,6 +73,12 @@ def test_hedges_stay_within_the_budget_when_everything_is_late() -> None:
     assert 0 < counters.hedge_rows_sent <= 0.05 * counters.rows_sent
 
 
+def test_nothing_is_hedged_when_the_budget_is_zero() -> None:
+    driver = _warm(hedge_budget=0.0)
+    driver.arrive()
+    assert driver.wait(5.0) == []
+
+
 def test_batch_is_not_rerouted_when_its_link_breaks_and_the_hedge_is_on_its_way() -> None:
     driver = _warm()
     first = only(driver.arrive(), SendBatch)

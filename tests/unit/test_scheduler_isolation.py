@@ -94,6 +94,17 @@ def test_suspect_waits_until_its_link_is_empty_when_all_are_busy() -> None:
     assert (suspect.isolated, suspect.requests) == (True, (2,)), "first come first served"
 
 
+def test_no_further_suspect_sets_out_when_one_waits_at_a_later_stage() -> None:
+    driver = Driver(stages=2, replicas=1, window=1, max_batch_size=3, batch_timeout_s=1.0, max_attempts=2)
+    driver.arrive(3)
+    driver.broken("s0r0")
+    first = only(driver.ready("s0r1"), SendBatch)
+    second = sends(driver.done(first))
+    assert [(send.stage, send.requests) for send in second] == [(1, (1,)), (0, (2,))]
+    assert sends(driver.done(second[1])) == [], "the second waits for stage 1"
+    assert [(send.stage, send.requests) for send in sends(driver.done(second[0]))] == [(1, (2,)), (0, (3,))]
+
+
 def test_isolation_alternates_with_ordinary_work_when_several_suspects_share_one_replica() -> None:
     driver = Driver(replicas=1, max_batch_size=3, window=1, max_attempts=2, batch_timeout_s=1.0)
     driver.arrive(3)

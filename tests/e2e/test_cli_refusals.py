@@ -1,0 +1,104 @@
+"""What a person gets who asks for something that cannot be: exit status 2, and one line that says what to do."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from cli.main import main
+from deploy.service import LocalService
+from models import load_model
+
+pytestmark = pytest.mark.timeout(300)
+
+FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"]
+
+
+@pytest.fixture(autouse=True)
+def _logging_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.captureWarnings(capture=False)
+    root.handlers[:], root.level = handlers, level
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that these arguments get."""
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_serve_is_refused_when_the_weights_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.pth" in refusal(capsys, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
+
+
+def test_serve_is_refused_when_the_weights_are_of_another_architecture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = load_model("resnet18", "random:0")
+    safetensors.torch.save_file(dict(model.module.state_dict()), tmp_path / "w.safetensors")
+    line = refusal(capsys, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
+    assert "resnet18" in line
+    assert "resnet50" in line
+
+
+def test_serve_is_refused_when_there_are_more_stages_than_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
+    assert "10" in line
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])
+def test_serve_is_refused_when_a_port_is_busy(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        arguments = [*FREE_PORTS]
+        arguments[arguments.index(option) + 1] = port
+        line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
+    assert port in line
+    assert option in line
+
+
+@pytest.mark.parametrize("verb", ["serve", "worker"])
+def test_device_that_is_not_there_is_refused(
+    capsys: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
+    arguments = {
+        "serve": ["--model", "resnet18", "--weights", "random:0", *FREE_PORTS],
+        "worker": ["--leader", "127.0.0.1:1"],
+    }[verb]
+    assert "cuda:99" in refusal(capsys, verb, "--device", "cuda:99", *arguments)
+
+
+def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", "worker", "--leader", service.join_address],
+        env={**os.environ, "MULTIWORLD_TOKEN": "wrong"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
+    assert len(lines) == 1
+    assert "token" in lines[0]
+
+
+def test_service_is_gone_soon_and_answers_first_when_interrupted() -> None:
+    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as running:
+        pids = list(running.worker_pids().values())
+        assert running.stop(signal.SIGINT) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in [running.pid, *pids])

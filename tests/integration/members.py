@@ -1,0 +1,450 @@
+"""Members of worlds as processes of their own, told what to do from a test.
+
+One process imports torch and then forks a member whenever a test wants one: a member costs milliseconds. Test and member talk in
+lines of JSON over a socket pair; every command of `Script` can be called on the `Member`:
+
+    await member.do("join", world="w", rank=1, size=2, port=port)
+    values = await member.do("recv", world="w", src=0)
+
+An error of the library is raised in the test as it was in the member.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import multiworld
+from multiworld import WorldManager
+
+PATIENCE_S = 60.0
+"""How long a test waits for what must happen. Generous: no test is about speed."""
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def resources() -> dict[str, int]:
+    """Threads, open descriptors and resident memory (KiB) of this process."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return {
+        "threads": int(fields["Threads"]),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "rss_kib": int(fields["VmRSS"].split()[0]),
+    }
+
+
+# -- in the member -----------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """What a member can be told. Each public method is a command; what it returns is sent back as JSON."""
+
+    def __init__(self) -> None:
+        self.manager = WorldManager()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.events: list[list[Any]] = []
+        self._listen_to_events()
+
+    def _listen_to_events(self) -> None:
+        stream = self.manager.events()
+
+        async def collect() -> None:
+            async for event in stream:
+                self.events.append([event.kind, event.world_name, event.epoch, event.cause, event.rank])
+
+        task = asyncio.get_running_loop().create_task(collect())
+        self.tasks.add(task)
+
+    async def configure(self, **settings: Any) -> None:
+        """Use another manager from now on."""
+        self.manager = WorldManager(**settings)
+        self._listen_to_events()
+
+    async def join(
+        self, world: str, rank: int, size: int, port: int, addr: str = "127.0.0.1", epoch: int = 0, timeout: float = 60
+    ) -> int:
+        joined = await self.manager.initialize_world(world, rank, size, "gloo", addr, port, timeout, epoch=epoch)
+        return joined.epoch
+
+    async def listen(self) -> int:
+        return self.manager.listen()
+
+    async def send(self, world: str, dst: int, value: float = 1.0, count: int = 4, tag: int = 0) -> None:
+        await self.manager.communicator.send(torch.full((count,), value), dst, world, tag=tag)
+
+    async def recv(self, world: str, src: int, count: int = 4, tag: int = 0) -> list[float]:
+        """The distinct values of what came."""
+        tensor = torch.full((count,), float("nan"))
+        await self.manager.communicator.recv(tensor, src, world, tag=tag)
+        return list(tensor.unique().tolist())
+
+    async def echo(self, world: str, peer: int) -> int:
+        """Send back what comes plus one, until the world ends. Gives how many."""
+        tensor, count = torch.zeros(4), 0
+        with contextlib.suppress(multiworld.WorldError):
+            while True:
+                await self.manager.communicator.recv(tensor, peer, world)
+                await self.manager.communicator.send(tensor + 1, peer, world)
+                count += 1
+        return count
+
+    async def send_and_close(self, world: str, dst: int, value: float, count: int) -> None:
+        """Close in the same step of the event loop in which the send completes."""
+        await self.manager.communicator.send(torch.full((count,), value), dst, world)
+        self.manager.remove_world(world)
+
+    async def freeze_when_published(self) -> None:
+        """Stop this process in the next world that it joins, once its address is known to the others."""
+        from multiworld.store import LifelineStore  # noqa: PLC0415
+
+        publish = LifelineStore.set
+
+        def publish_and_freeze(self: LifelineStore, key: str, value: str | bytes) -> None:
+            publish(self, key, value)
+            time.sleep(0.1)  # the watchdog sends it meanwhile
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        LifelineStore.set = publish_and_freeze  # type: ignore[method-assign]
+
+    async def close(self, world: str) -> None:
+        await self.manager.close_world(world)
+
+    async def remove(self, world: str) -> None:
+        self.manager.remove_world(world)
+
+    async def cleanup(self) -> None:
+        self.manager.cleanup()
+
+    async def state(self, world: str) -> str:
+        return self.manager.worlds[world].state
+
+    async def seated(self, world: str) -> None:
+        """Return once this member, who is joining, waits in the seat that rank 0 gave it."""
+        while world not in self.manager.worlds or "rank 0 answered" not in self.manager.worlds[world]._refusal:
+            await asyncio.sleep(0.005)
+
+    async def told(self, kind: str, world: str) -> list[Any]:
+        """The event of that kind of that world, once it has come."""
+        while True:
+            for event in self.events:
+                if event[:2] == [kind, world]:
+                    return event
+            await asyncio.sleep(0.01)
+
+    async def forget_events(self) -> None:
+        self.events.clear()
+
+    async def block(self, seconds: float) -> None:
+        """Hold up the event loop."""
+        time.sleep(seconds)  # noqa: ASYNC251
+
+    async def resources(self) -> dict[str, int]:
+        gc.collect()
+        return resources()
+
+    async def threads(self) -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate())
+
+    async def ask(self, port: int, question: str, secret: str = "", timeout_s: float = 10.0) -> str:
+        return (await multiworld.ask("127.0.0.1", port, question, secret=secret.encode(), timeout_s=timeout_s)).decode()
+
+    async def no_new_threads(self) -> None:
+        """As Python 3.12 is while it ends: no thread can be started."""
+
+        def start(_thread: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        threading.Thread.start = start  # type: ignore[method-assign]
+
+
+class ScriptError(Exception):
+    """What a program that fails ends with."""
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, multiworld.MultiWorldError):
+        return {"kind": type(error).__name__, "args": list(error.args)}
+    if isinstance(error, OSError):
+        return {
+            "kind": type(error).__name__,
+            "args": [error.errno, error.strerror] if error.errno else list(error.args),
+        }
+    known = isinstance(error, ValueError | asyncio.CancelledError)
+    text = str(error) if known else "".join(traceback.format_exception(error))
+    return {"kind": type(error).__name__, "args": [text]}
+
+
+async def _perform(sock: socket.socket) -> None:
+    """Do what the test says until it says `end` or goes away."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    script = Script()
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(number: int, command: str, arguments: dict[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": number}
+        try:
+            reply["result"] = await getattr(script, command)(**arguments)
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            reply["error"] = _describe(error)
+        writer.write(json.dumps(reply).encode() + b"\n")
+
+    while line := await reader.readline():
+        call = json.loads(line)
+        if call["command"] == "end":
+            return
+        if call["command"] == "fail":
+            raise ScriptError
+        if call["command"] == "cancel":
+            running[call["arguments"]["number"]].cancel()
+            continue
+        task = asyncio.create_task(run(call["id"], call["command"], call["arguments"]))
+        running[call["id"]] = task
+
+
+def _nursery_main(control: socket.socket) -> None:
+    """Fork a member for each pair of descriptors that comes in, and tell on demand how a member ended."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        if not message:
+            return
+        if not fds:
+            _, status = os.waitpid(int(message), 0)
+            control.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        talk, stderr = fds
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            asyncio.run(_perform(socket.socket(fileno=talk)))
+            return  # ends as any program does, with a status and through atexit
+        for fd in fds:
+            os.close(fd)
+        control.sendall(str(pid).encode())
+
+
+# -- in the test -------------------------------------------------------------------------------------------------------------
+
+
+class Member:
+    """A process that takes commands."""
+
+    def __init__(self, pid: int, sock: socket.socket, stderr: Path) -> None:
+        self.pid = pid
+        self._sock = sock
+        self._stderr = stderr
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._last = 0
+        self._pidfd = os.pidfd_open(pid)
+
+    async def connect(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    def start(self, command: str, **arguments: Any) -> asyncio.Task[Any]:
+        """Tell it, and await what it says later. Cancelling cancels it there."""
+        self._last += 1
+        number = self._last
+        reply = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        self._tell(number, command, arguments)
+        task = asyncio.create_task(self._answer(number, reply))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not every test asks
+        return task
+
+    async def do(self, command: str, **arguments: Any) -> Any:
+        """Tell it and await what it says. Raises what the command raised there."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.start(command, **arguments)
+
+    def signal(self, signum: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._pidfd, signum)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    async def stopped(self) -> None:
+        """Return once it has been stopped by SIGSTOP, all its threads."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        async with asyncio.timeout(PATIENCE_S):
+            while not all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()):
+                await asyncio.sleep(0.005)
+
+    async def end(self, how: str = "end") -> int:
+        """Let the program come to its end, or `fail`, without any clean-up of its own. Gives the exit status."""
+        self._tell(0, how, {})
+        return await self.ended()
+
+    async def ended(self) -> int:
+        """Its exit status; negative for a signal, as `subprocess` has it."""
+        async with asyncio.timeout(PATIENCE_S):
+            await _readable(self._pidfd)
+        return NURSERY.status_of(self.pid)
+
+    @property
+    def complaints(self) -> str:
+        """What it wrote to stderr."""
+        return self._stderr.read_text()
+
+    async def dispose(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.kill()
+        await _readable(self._pidfd)
+        os.close(self._pidfd)
+        NURSERY.status_of(self.pid)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    def _tell(self, number: int, command: str, arguments: dict[str, Any]) -> None:
+        assert self._writer is not None
+        line = json.dumps({"id": number, "command": command, "arguments": arguments})
+        self._writer.write(line.encode() + b"\n")
+
+    async def _answer(self, number: int, reply: asyncio.Future[Any]) -> Any:
+        try:
+            return await asyncio.shield(reply)
+        except asyncio.CancelledError:
+            self._tell(0, "cancel", {"number": number})
+            raise
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                reply = json.loads(line)
+                future = self._replies.pop(reply["id"])
+                if "error" in reply:
+                    future.set_exception(_rebuild(**reply["error"]))
+                else:
+                    future.set_result(reply["result"])
+        for future in self._replies.values():
+            future.set_exception(EOFError(f"member {self.pid} ended; it wrote: {self.complaints[-2000:]}"))
+        self._replies.clear()
+
+
+def _rebuild(kind: str, args: list[Any]) -> Exception:
+    if kind == "BrokenWorldException":
+        args[1] = multiworld.Cause(args[1])
+    known: type[Exception] = getattr(multiworld, kind, None) or {
+        "ValueError": ValueError,
+        "OSError": OSError,
+        "PermissionError": PermissionError,
+        "CancelledError": InterruptedError,  # a CancelledError here would look like the test's own
+    }.get(kind, RuntimeError)
+    return known(*args)
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+class Nursery:
+    """The process that forks members. Started by the first test that needs one, ended with the test run."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._statuses: dict[int, int] = {}
+
+    def fork(self, stderr: Path) -> tuple[int, socket.socket]:
+        """The pid of a new member and the socket to talk to it."""
+        control = self._running()
+        ours, theirs = socket.socketpair()
+        with theirs, stderr.open("wb") as log:
+            socket.send_fds(control, [b"fork"], [theirs.fileno(), log.fileno()])
+            return int(control.recv(64)), ours
+
+    def status_of(self, pid: int) -> int:
+        """How a member that has ended ended."""
+        if pid not in self._statuses:
+            control = self._running()
+            control.sendall(str(pid).encode())
+            self._statuses[pid] = int(control.recv(64))
+        return self._statuses[pid]
+
+    def stop(self) -> None:
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.wait(PATIENCE_S)
+
+    def _running(self) -> socket.socket:
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            self._control.settimeout(PATIENCE_S)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd=_REPOSITORY
+                )
+            atexit.register(self.stop)
+        return self._control
+
+
+NURSERY = Nursery()
+
+Spawn = Callable[..., Awaitable[Member]]
+"""Makes a member; keyword arguments are its WorldManager's."""
+
+
+@contextlib.asynccontextmanager
+async def members(folder: Path) -> AsyncIterator[Spawn]:
+    """Gives a function that makes members; all of them are gone afterwards."""
+    made: list[Member] = []
+
+    async def make(**settings: Any) -> Member:
+        stderr = folder / f"member{len(made)}.stderr"
+        pid, sock = NURSERY.fork(stderr)
+        member = Member(pid, sock, stderr)
+        made.append(member)
+        await member.connect()
+        if settings:
+            await member.do("configure", **settings)
+        return member
+
+    try:
+        yield make
+    finally:
+        for member in made:
+            await member.dispose()
+
+
+async def form(world: str, port: int, *everybody: Member | WorldManager) -> int:
+    """Let these join `world` as ranks 0, 1, 2, …; gives its epoch."""
+    joining = [
+        member.start("join", world=world, rank=rank, size=len(everybody), port=port)
+        if isinstance(member, Member)
+        else asyncio.create_task(member.initialize_world(world, rank, len(everybody), port=port, timeout=PATIENCE_S))
+        for rank, member in enumerate(everybody)
+    ]
+    joined = await asyncio.gather(*joining)
+    return max(epoch if isinstance(epoch, int) else epoch.epoch for epoch in joined)
+
+
+if __name__ == "__main__":
+    _nursery_main(socket.socket(fileno=int(sys.argv[1])))

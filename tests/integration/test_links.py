@@ -1,0 +1,188 @@
+"""A leader's link and a worker's session over a real world: coming up, computing, failing, leaving."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import safetensors.torch
+import torch
+
+from models import load_model, reference_stage
+from multiworld import Cause, WorldManager
+from server.link import Link
+from server.plan import StagePlan, make_plan
+from wire import Channel, JoinOffer, Message, StageOrder
+from workers.engine import Engine
+from workers.session import Session
+
+IMAGE_SIZE = 32
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def plan() -> tuple[StagePlan, ...]:
+    return make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2)
+
+
+@dataclass
+class Heard:
+    """A listener that writes down what it hears."""
+
+    states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_link_state(self, link: Link) -> None:
+        self.states.put_nowait(link.state)
+
+    def on_result(self, link: Link, message: Message) -> None:
+        self.results.put_nowait(message)
+
+    def on_failed(self, link: Link, batch: int, error: str) -> None:
+        self.failures.put_nowait((batch, error))
+
+    def on_leaving(self, link: Link) -> None:
+        self.leaving.set()
+
+    async def until(self, state: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.states.get() != state:
+                pass
+
+
+@dataclass
+class Pair:
+    """A leader's and a worker's manager in one process, which is enough: they share nothing."""
+
+    leader: WorldManager
+    worker: WorldManager
+    port: int
+    engine: Engine
+    heard: Heard = field(default_factory=Heard)
+    tasks: list[asyncio.Task[object]] = field(default_factory=list)
+
+    def link(self, plan: StagePlan, slot: int = 0) -> Link:
+        link = Link(plan=plan, slot=slot, epoch=1, worker="w", device="cpu", listener=self.heard)
+        running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
+        self.tasks.append(asyncio.create_task(running))
+        return link
+
+    async def session(self, link: Link) -> Session:
+        offer = JoinOffer(link.world_name, link.epoch)
+        world = await self.worker.initialize_world(
+            offer.world, 1, 2, addr="127.0.0.1", port=self.port, epoch=offer.epoch
+        )
+        session = Session(world, self.engine)
+        self.tasks.append(asyncio.create_task(session.run()))
+        return session
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with WorldManager(secret="s") as leader, WorldManager(secret="s") as worker:
+        made = Pair(leader, worker, leader.listen("127.0.0.1", 0), Engine(torch.device("cpu")))
+        yield made
+        for task in made.tasks:
+            task.cancel()
+        await asyncio.gather(*made.tasks, return_exceptions=True)
+        made.engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_link_computes_what_the_reference_does_when_it_is_ready(
+    pair: Pair, plan: tuple[StagePlan, ...], stage: int
+) -> None:
+    link = pair.link(plan[stage])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    model = load_model("resnet18", "random:0", image_size=IMAGE_SIZE)
+    batches = {
+        number: torch.randint(0, 256, (number, *plan[stage].input_shape)).to(plan[stage].input_dtype)
+        for number in (1, 2, 3)
+    }
+    for number, batch in batches.items():
+        link.send(number, batch)
+    async with asyncio.timeout(WAIT_S):
+        answers = [await pair.heard.results.get() for _ in batches]
+    with torch.inference_mode():
+        for answer in answers:
+            expected = reference_stage(model, plan[stage].spec)(batches[answer.batch])
+            assert answer.payload is not None
+            torch.testing.assert_close(answer.payload, expected, rtol=1e-3, atol=1e-4)
+            assert answer.compute_ns > 0
+
+
+async def test_worker_goes_on_when_its_stage_raises(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    link.send(7, torch.zeros(1, 5, 5))  # not uint8 [B,3,H,W]
+    async with asyncio.timeout(WAIT_S):
+        batch, error = await pair.heard.failures.get()
+        assert batch == 7
+        assert "uint8" in error
+        link.send(8, torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8))
+        assert (await pair.heard.results.get()).batch == 8
+    assert link.state == "ready"
+
+
+async def test_link_never_serves_when_the_canary_comes_back_wrong(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    weights = safetensors.torch.load(plan[1].weights)
+    weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
+    lying = dataclasses.replace(plan[1], weights=safetensors.torch.save(weights))
+    link = pair.link(lying)
+    await pair.session(link)
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert "canary" in link.detail
+
+
+async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(dataclasses.replace(plan[1], weights=plan[0].weights))
+    await pair.session(link)
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert "fc.weight" in link.detail
+
+
+async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    world = await pair.worker.initialize_world(
+        link.world_name, 1, 2, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+    )
+    channel = Channel(world, 0, 1 << 30)
+    left = StageOrder.from_json((await channel.receive()).text()).weights_bytes
+    while left:
+        piece = (await channel.receive()).payload
+        assert piece is not None
+        left -= piece.nbytes
+    await world.send(torch.full((64,), 7, dtype=torch.uint8), 0)
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert "not a message" in link.detail
+
+
+async def test_link_tells_when_the_worker_leaves_and_closes_when_told(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    await session.leave()
+    async with asyncio.timeout(WAIT_S):
+        await pair.heard.leaving.wait()
+    assert link.state == "draining"
+    link.close()
+    await pair.heard.until("broken")
+    assert link.cause == Cause.LEFT
+
+
+async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]) -> None:
+    heard = Heard()
+    async with WorldManager() as leader:
+        port = leader.listen("127.0.0.1", 0)
+        link = Link(plan=plan[0], slot=0, epoch=1, worker="w", device="cpu", listener=heard)
+        await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
+    assert link.state == "broken"
+    assert link.cause == Cause.TIMEOUT

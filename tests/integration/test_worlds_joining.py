@@ -1,0 +1,289 @@
+"""What becomes of a world that does not form: nobody there, the wrong secret, death and second thoughts on the way."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager, WorldState
+from multiworld.frames import Frame, FrameReader, Kind
+from multiworld.handshake import NONCE_BYTES
+from multiworld.process_group import UnsupportedBackendError
+from multiworld.reception import bind
+from tests.integration.members import Spawn, form, members
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[WorldManager]:
+    async with WorldManager() as made:
+        yield made
+
+
+async def exchange(manager: WorldManager, world: str, peer_answers: asyncio.Task[object]) -> None:
+    await manager.communicator.send(torch.ones(4), 1, world)
+    assert await peer_answers == [1.0]
+
+
+async def test_join_is_refused_at_once_when_the_guest_has_the_wrong_secret(
+    manager: WorldManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with WorldManager(secret="right") as host, WorldManager(secret="wrong") as guest:
+        port = host.listen()
+        hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port))
+        with pytest.raises(JoinError, match=rf"rank 0 at 127.0.0.1:{port} refused us: wrong secret"):
+            await guest.initialize_world("w", 1, 2, port=port, timeout=3600)
+        assert "refused a connection from 127.0.0.1: wrong secret" in caplog.text
+        assert not hosting.done()
+        async with WorldManager(secret=b"right") as friend:
+            await friend.initialize_world("w", 1, 2, port=port)
+            await hosting
+
+
+async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
+    """A host that does not know the secret: it greets, and then says `frames`. Gives all it is told before the end."""
+    loop = asyncio.get_running_loop()
+    sock, _ = await loop.sock_accept(listener)
+    sock.setblocking(False)
+    heard = b""
+    with sock:
+        await loop.sock_sendall(sock, Frame(Kind.CHALLENGE, (b"\x01", os.urandom(NONCE_BYTES))).encode())
+        while not any(frame.kind is Kind.HELLO for frame in FrameReader().feed(heard)):
+            heard += await loop.sock_recv(sock, 1 << 16)
+        await loop.sock_sendall(sock, b"".join(frame.encode() for frame in frames))
+        while data := await loop.sock_recv(sock, 1 << 16):
+            heard += data
+    return heard
+
+
+async def test_join_is_given_up_when_the_host_does_not_know_the_secret(manager: WorldManager) -> None:
+    with bind("127.0.0.1", 0) as listener:
+        posing = asyncio.create_task(impostor(listener, Frame(Kind.WELCOME, (b"\0" * 32,))))
+        with pytest.raises(JoinError, match="the host does not know the secret"):
+            await manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
+        await posing
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.START, Kind.PUT, Kind.GONE, Kind.DONE, Kind.HEARTBEAT], ids=lambda kind: kind.name
+)
+async def test_nothing_is_taken_from_a_host_that_has_not_proven_itself(manager: WorldManager, kind: Kind) -> None:
+    """Left out, the welcome must not be skipped: the group would be built with whoever sits there."""
+    fields = {Kind.START: (b"1",), Kind.PUT: (b"k", b"v"), Kind.GONE: (b"0", b"exit", b"")}.get(kind, ())
+    with bind("127.0.0.1", 0) as listener:
+        joining = asyncio.create_task(
+            manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
+        )
+        heard = await impostor(listener, Frame(kind, fields))
+        assert {frame.kind for frame in FrameReader().feed(heard)} <= {Kind.HELLO, Kind.HEARTBEAT}
+        assert manager.worlds["w"].state is WorldState.JOINING
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+
+
+async def test_join_fails_after_its_timeout_naming_what_was_tried(manager: WorldManager) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(JoinError, match=rf"did not form within 0.3 s as rank 1 of 2 at 127.0.0.1:{port}.*refused"):
+        await manager.initialize_world("w", 1, 2, port=port, timeout=0.3)
+    with pytest.raises(JoinError, match=r"does-not-exist\.invalid cannot be resolved"):
+        await manager.initialize_world("w", 1, 2, addr="does-not-exist.invalid", port=port, timeout=3)
+    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come"):
+        await manager.initialize_world("w", 0, 3, port=manager.listen(), timeout=0.3)
+    assert manager.worlds["w"].state is WorldState.BROKEN
+
+
+async def test_join_says_that_the_host_answered_when_only_the_world_did_not_start(manager: WorldManager) -> None:
+    port = manager.listen()
+    async with WorldManager() as guest:
+        with pytest.raises(JoinError, match="rank 0 answered, but the world did not start there"):
+            await guest.initialize_world("w", 1, 2, port=port, timeout=1)
+        with pytest.raises(JoinError, match="rank 0 answered, but epoch 7 did not start there"):
+            await guest.initialize_world("w", 1, 2, port=port, timeout=1, epoch=7)
+
+
+async def test_hosting_on_a_busy_port_says_which_and_leaves_the_name_free(manager: WorldManager) -> None:
+    with bind("127.0.0.1", 0) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            await manager.initialize_world("w", 0, 2, port=port)
+    assert "w" not in manager.worlds
+    await manager.initialize_world("w", 0, 1, port=port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"rank": 2}, ValueError, "rank 2 does not exist in a world of 2"),
+        ({"rank": -1}, ValueError, "rank -1 does not exist"),
+        ({"world_size": 0}, ValueError, "in a world of 0"),
+        ({"port": 65536}, ValueError, "65536 is no port"),
+        ({"backend": "mpi"}, UnsupportedBackendError, "unknown backend 'mpi'"),
+        ({"addr": "192.0.2.1"}, OSError, "cannot listen on 192.0.2.1"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_leaves_nothing_behind(
+    manager: WorldManager, arguments: dict[str, object], error: type[Exception], text: str
+) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    wanted = {"rank": 0, "world_size": 2, "port": port, **arguments}
+    with pytest.raises(error, match=text):
+        await manager.initialize_world("w", **wanted)  # type: ignore[arg-type]
+    assert "w" not in manager.worlds
+    bind("127.0.0.1", port).close()
+    assert (await manager.initialize_world("w", 0, 1, port=port)).epoch == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["host", "guest"])
+async def test_a_cancelled_join_frees_name_and_seat(spawn: Spawn, manager: WorldManager, rank: int) -> None:
+    async with WorldManager() as other:
+        port = manager.listen() if rank == 0 else other.listen()
+        joining = asyncio.create_task(manager.initialize_world("w", rank, 3, port=port))
+        await asyncio.sleep(0.1)  # on its way: which step does not matter
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        everybody = [manager, other] if rank == 0 else [other, manager]
+        await form("w", port, *everybody, await spawn())
+
+
+@pytest.mark.parametrize("how", ["close", "cleanup"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["host", "guest"])
+async def test_a_join_raises_closed_when_its_world_is_closed_meanwhile(rank: int, how: str) -> None:
+    manager = WorldManager()
+    joining = asyncio.create_task(manager.initialize_world("w", rank, 2, port=manager.listen()))
+    while "w" not in manager.worlds:
+        await asyncio.sleep(0)
+    if how == "close":
+        manager.worlds["w"].close()
+    else:
+        manager.cleanup()
+    with pytest.raises(WorldClosedError):
+        await joining
+    await manager.aclose()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("multiworld")] == []
+
+
+async def test_a_seat_is_free_again_when_its_member_dies_before_the_start(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    hosting = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
+    victim, heir, third = await spawn(), await spawn(), await spawn()
+    victim.start("join", world="w", rank=1, size=3, port=port)
+    await victim.do("seated", world="w")
+    victim.kill()
+    joining = [
+        member.start("join", world="w", rank=rank, size=3, port=port) for rank, member in ((1, heir), (2, third))
+    ]
+    await hosting
+    await asyncio.gather(*joining)
+    await exchange(manager, "w", heir.start("recv", world="w", src=0))
+
+
+async def test_a_seat_is_free_again_when_its_member_freezes_before_the_start(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    port = manager.listen()
+    hosting = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
+    victim, heir, third = await spawn(), await spawn(), await spawn()
+    victim.start("join", world="w", rank=1, size=3, port=port)
+    await victim.do("seated", world="w")
+    victim.signal(signal.SIGSTOP)
+    taking = heir.start("join", world="w", rank=1, size=3, port=port)
+    joining = third.start("join", world="w", rank=2, size=3, port=port)
+    await hosting
+    await asyncio.gather(taking, joining)
+    await exchange(manager, "w", heir.start("recv", world="w", src=0))
+
+
+@pytest.mark.parametrize(("how", "cause"), [("killed", Cause.EXIT), ("frozen", Cause.HANG)])
+@pytest.mark.parametrize("victim_rank", [0, 1])
+async def test_join_raises_broken_when_a_member_fails_after_the_start(
+    spawn: Spawn, manager: WorldManager, how: str, cause: Cause, victim_rank: int
+) -> None:
+    """A group's constructor cannot be interrupted once it waits for a connection; the caller must not have to wait for it."""
+    victim = await spawn()
+    port = await victim.do("listen") if victim_rank == 0 else manager.listen()
+    await victim.do("freeze_when_published")
+    joining = victim.start("join", world="w", rank=victim_rank, size=2, port=port)
+    task = asyncio.create_task(manager.initialize_world("w", 1 - victim_rank, 2, port=port, timeout=3600))
+    await victim.stopped()
+    if how == "killed":
+        victim.kill()
+    with pytest.raises(BrokenWorldException) as raised:
+        await task
+    assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
+    assert not joining.done() or how == "killed"
+    # And it is no burden to what comes next.
+    peer = await spawn()
+    port = manager.listen()
+    await form("w", port, manager, peer)
+    await exchange(manager, "w", peer.start("recv", world="w", src=0))
+
+
+async def test_a_port_serves_worlds_while_strangers_flood_it(spawn: Spawn, manager: WorldManager) -> None:
+    """Random bytes, HTTP, silence, and a thousand connections: a member gets in all the same."""
+    port = manager.listen()
+    peer = await spawn()
+    await form("before", port, manager, peer)
+    strangers = []
+    greetings = [os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"]
+    for number in range(1000):
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(greetings[number % len(greetings)])
+        strangers.append(sock)
+    await form("after", port, manager, peer)
+    for world in ("before", "after"):
+        await exchange(manager, world, peer.start("recv", world=world, src=0))
+    for sock in strangers:
+        sock.close()
+
+
+async def test_a_flood_on_the_port_of_the_group_takes_nothing_down(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    await form("before", port, manager, peer)
+    ours = set(os.listdir("/proc/self/fd"))
+    gloo_ports = {port for port in _listening_ports() if port != manager_port(manager)}
+    assert ours
+    assert gloo_ports
+    strangers = []
+    for number in range(300):
+        for gloo_port in gloo_ports:
+            sock = socket.create_connection(("127.0.0.1", gloo_port))
+            sock.sendall([os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"", b"\0" * 64][number % 4])
+            strangers.append(sock)
+    await form("after", port, manager, peer)
+    for world in ("before", "after"):
+        await exchange(manager, world, peer.start("recv", world=world, src=0))
+    for sock in strangers:
+        sock.close()
+    await form("last", port, manager, peer)
+    await exchange(manager, "last", peer.start("recv", world="last", src=0))
+
+
+def manager_port(manager: WorldManager) -> int:
+    (door,) = manager._doors.values()
+    return door.reception.port
+
+
+def _listening_ports() -> set[int]:
+    """The ports on 127.0.0.1 on which this process listens."""
+    inodes = {
+        os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}

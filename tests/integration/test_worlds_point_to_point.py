@@ -1,0 +1,196 @@
+"""Members in processes of their own form worlds, talk, and part in peace."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import JoinError, WorldClosedError, WorldExistsError, WorldManager, WorldNotFoundError, WorldState
+from tests.integration.members import Spawn, form, members
+
+BIG = 3_000_000  # float32: 12 MB, more than any socket buffer takes
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[WorldManager]:
+    async with WorldManager() as made:
+        yield made
+
+
+async def test_values_arrive_when_two_members_talk(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    assert await form("w", port, manager, peer) == 1
+    for count in (1, 4, BIG):
+        coming = peer.start("recv", world="w", src=0, count=count)
+        await manager.communicator.send(torch.full((count,), 3.0), 1, "w")
+        assert await coming == [3.0]
+        going = peer.start("send", world="w", dst=0, value=7.0, count=count)
+        tensor = torch.zeros(count)
+        await manager.communicator.recv(tensor, 1, "w")
+        await going
+        assert tensor.unique().tolist() == [7.0]
+
+
+@pytest.mark.parametrize("order", ["012", "210", "102"])
+async def test_a_world_of_three_forms_when_members_start_in_any_order(spawn: Spawn, order: str) -> None:
+    host, *others = [await spawn() for _ in range(3)]
+    port = await host.do("listen")
+    joining = []
+    for rank in map(int, order):
+        member = [host, *others][rank]
+        joining.append(member.start("join", world="w", rank=rank, size=3, port=port))
+        # Only the host's own state can be told from outside before it has formed; for the others the next command is enough.
+        await member.do("threads")
+    assert await asyncio.gather(*joining) == [1, 1, 1]
+    everybody = [host, *others]
+    for source in range(3):
+        for target in range(3):
+            if source != target:
+                coming = everybody[target].start("recv", world="w", src=source)
+                await everybody[source].do("send", world="w", dst=target, value=float(10 * source + target))
+                assert await coming == [float(10 * source + target)]
+
+
+async def test_many_worlds_share_a_port_and_keep_apart(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    names = [f"w{index}" for index in range(20)]
+    await asyncio.gather(*(form(name, port, manager, peer) for name in names))
+    coming = {name: peer.start("recv", world=name, src=0) for name in reversed(names)}
+    for index, name in enumerate(names):
+        await manager.communicator.send(torch.full((4,), float(index)), 1, name)
+    assert {name: await task for name, task in coming.items()} == {f"w{index}": [float(index)] for index in range(20)}
+
+
+async def test_a_member_joins_under_a_host_name(spawn: Spawn, manager: WorldManager) -> None:
+    """`localhost` may be ::1 first, where nobody listens: the next address is tried."""
+    port = manager.listen("127.0.0.1")
+    peer = await spawn()
+    joining = peer.start("join", world="w", rank=1, size=2, port=port, addr="localhost")
+    await manager.initialize_world("w", 0, 2, addr="127.0.0.1", port=port)
+    await joining
+
+
+async def test_a_name_is_free_at_once_under_the_next_epoch_when_its_world_was_closed(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    for epoch in (1, 2, 3):
+        assert await form("w", port, manager, peer) == epoch
+        manager.remove_world("w")
+        assert (await peer.do("told", kind="broken", world="w"))[3:] == ["left", 0]
+        await peer.do("remove", world="w")
+        await peer.do("forget_events")
+
+
+async def test_a_world_without_a_kept_port_reopens_it_at_once_when_it_was_closed(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    port = manager.listen()
+    await manager.aclose()  # a port that was free a moment ago
+    peer = await spawn()
+    for epoch in (1, 2, 3):
+        assert await form("w", port, manager, peer) == epoch
+        await peer.do("remove", world="w")
+        manager.remove_world("w")
+
+
+async def test_a_stale_epoch_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    stale, early = await spawn(), await spawn()
+    waiting = early.start("join", world="w", rank=1, size=2, port=port, epoch=8)
+    refused = stale.start("join", world="w", rank=1, size=2, port=port, epoch=6)
+    forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, epoch=7))
+    with pytest.raises(JoinError, match="epoch 6 .* the current one is 7"):
+        await refused
+    await early.do("threads")
+    assert not waiting.done()
+    forming.cancel()
+    await asyncio.gather(forming, return_exceptions=True)
+    assert (await manager.initialize_world("w", 0, 2, port=port)).epoch == 8
+    assert await waiting == 8
+
+
+async def test_a_member_with_any_epoch_joins_when_the_host_has_restarted(spawn: Spawn, manager: WorldManager) -> None:
+    """The host's count of epochs starts again at 1 with its process."""
+    port = manager.listen()
+    peer = await spawn()
+    assert await form("w", port, manager, peer) == 1
+    await manager.close_world("w")
+    await peer.do("told", kind="broken", world="w")
+    assert await form("w", port, manager, peer) == 2
+    await manager.aclose()
+    async with WorldManager() as restarted:
+        assert restarted.listen(port=port) == port
+        assert await form("w", port, restarted, peer) == 1
+
+
+async def test_a_name_in_use_is_refused_without_harm_to_its_world(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    await form("w", port, manager, peer)
+    with pytest.raises(WorldExistsError):
+        await manager.initialize_world("w", 0, 2, port=port)
+    with pytest.raises(WorldNotFoundError):
+        manager.remove_world("another")
+    coming = peer.start("recv", world="w", src=0)
+    await manager.communicator.send(torch.ones(4), 1, "w")
+    assert await coming == [1.0]
+
+
+async def test_a_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
+    world = await manager.initialize_world("alone", 0, 1, port=manager.listen())
+    assert world.state is WorldState.READY
+    await manager.close_world("alone")
+    assert world.state is WorldState.CLOSED
+
+
+@pytest.mark.parametrize("count", [4, BIG], ids=["small", "12MB"])
+async def test_a_message_arrives_when_its_sender_closes_the_moment_it_was_sent(
+    spawn: Spawn, manager: WorldManager, count: int
+) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    for value in (1.0, 2.0, 3.0):
+        await form("w", port, manager, peer)
+        sending = peer.start("send_and_close", world="w", dst=0, value=value, count=count)
+        tensor = torch.zeros(count)
+        await manager.communicator.recv(tensor, 1, "w")
+        assert tensor.unique().tolist() == [value]
+        await sending
+        await manager.close_world("w")
+
+
+async def test_both_sides_end_closed_when_they_close_at_the_same_time(spawn: Spawn, manager: WorldManager) -> None:
+    port = manager.listen()
+    peer = await spawn()
+    for _ in range(5):
+        await form("w", port, manager, peer)
+        world = manager.worlds["w"]
+        closing = peer.start("close", world="w")
+        await manager.close_world("w")
+        assert world.state in (
+            WorldState.CLOSED,
+            WorldState.BROKEN,
+        )  # broken (left) where the peer's goodbye came first
+        assert world.reclaimed.is_set()
+        await closing
+
+
+async def test_an_operation_on_a_closed_world_says_so(manager: WorldManager) -> None:
+    world = await manager.initialize_world("w", 0, 1, port=manager.listen())
+    world.close()
+    with pytest.raises(WorldClosedError, match="closed by this process"):
+        manager.raise_if_ended("w")
+    with pytest.raises(ValueError, match="rank 1 is no peer"):
+        await manager.communicator.send(torch.ones(1), 1, "w")
