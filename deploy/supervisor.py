@@ -7,6 +7,7 @@ terminal reaches the leader alone, which drains before it stops the workers.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import random
@@ -66,6 +67,13 @@ class Child:
         self.pid = self._process.pid
         self.started_s = time.monotonic()
 
+    def tell(self, line: str) -> bool:
+        """Write one line to its standard input; False when it has ended."""
+        try:
+            return os.write(self._write_fd, line.encode() + b"\n") > len(line.encode())
+        except OSError:
+            return False
+
     def send(self, signum: int) -> None:
         """Signal the process, not what it started. To be called before `reap` only."""
         os.kill(self.pid, signum)
@@ -92,6 +100,42 @@ class Child:
         return self._process.wait(KILL_TIMEOUT_S)
 
 
+class Reserve:
+    """One process that has imported everything and waits to be told, on its standard input, which command line to run.
+
+    Importing torch takes seconds; a worker that is started from the reserve has them behind it.
+    """
+
+    def __init__(self, command: Sequence[str] | None, environment: Mapping[str, str]) -> None:
+        """Start nothing yet. Without a `command` there never is a reserve."""
+        self._command = command
+        self._environment = environment
+        self._child: Child | None = None
+
+    def fill(self) -> None:
+        """Start one if there is none."""
+        if self._command is not None and self._child is None:
+            with contextlib.suppress(OSError):  # then the next worker takes longer to start, that is all
+                self._child = Child(self._command, self._environment)
+
+    def take(self, command: Sequence[str]) -> Child | None:
+        """The process, now running `command`; None if there is none that lives."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        if child.tell(json.dumps(list(command))):
+            child.started_s = time.monotonic()
+            return child
+        child.reap()
+        return None
+
+    def close(self) -> None:
+        """End it."""
+        if self._child is not None:
+            self._child.reap()
+            self._child = None
+
+
 @dataclass
 class Slot:
     """One place for a worker, and how it went there so far."""
@@ -101,6 +145,8 @@ class Slot:
     failures: int = 0
     """Ends in a row without a sound life between them."""
     restarts: int = 0
+    proven: bool = False
+    """Whether the process that runs now has shown that it serves."""
 
 
 class Supervisor:
@@ -116,6 +162,7 @@ class Supervisor:
         count: int,
         *,
         environment: Mapping[str, str] | None = None,
+        reserve: Sequence[str] | None = None,
         backoff: Backoff | None = None,
         stop_timeout_s: float = 10.0,
         on_restart: Callable[[int], None] | None = None,
@@ -125,11 +172,14 @@ class Supervisor:
         Args:
             command: gives the argument vector for a slot, 0 to `count` - 1; called at each start.
             environment: of the processes; this process's own if None.
+            reserve: command of a process that reads another command line, as a JSON list, from its standard input and
+                goes on as that; one is held ready for the next restart, from when all slots are proven.
             stop_timeout_s: time from SIGTERM to SIGKILL.
             on_restart: called with the slot each time that its process was started again.
         """
         self._command = command
         self._environment = os.environ if environment is None else environment
+        self._reserve = Reserve(reserve, self._environment)
         self._backoff = backoff or Backoff()
         self._stop_timeout_s = stop_timeout_s
         self._on_restart = on_restart or (lambda _slot: None)
@@ -152,7 +202,9 @@ class Supervisor:
         """The process of this name serves: when it ends, it is started again at once. Names that are not ours are ignored."""
         for slot in self._slots:
             if name == worker_name(slot.index):
-                slot.failures = 0
+                slot.failures, slot.proven = 0, True
+        if all(slot.proven for slot in self._slots) and not self._stopping.is_set():
+            self._reserve.fill()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -163,6 +215,7 @@ class Supervisor:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stopping.set()
+        self._reserve.close()
         try:
             await self._stop(signal.SIGTERM, self._stop_timeout_s)
         finally:
@@ -214,7 +267,8 @@ class Supervisor:
 
     def _start(self, slot: Slot) -> bool:
         try:
-            slot.child = Child(self._command(slot.index), self._environment)
+            command = self._command(slot.index)
+            slot.child = self._reserve.take(command) or Child(command, self._environment)
         except OSError as error:
             logger.error("worker slot=%d cannot be started: %s", slot.index, error)  # noqa: TRY400  says it all
             return False
@@ -226,7 +280,7 @@ class Supervisor:
         if slot.child is None:
             return 0.0, "not-started"
         await slot.child.ended()
-        child, slot.child = slot.child, None
+        child, slot.child, slot.proven = slot.child, None, False
         return time.monotonic() - child.started_s, status_text(child.reap())
 
     async def _stopped_within(self, delay_s: float) -> bool:
@@ -270,12 +324,14 @@ def local_workers(
         "log_format": settings.log_format,
     }
     # -P: a folder named `cli` in the working directory must not be taken for ours.
-    base = [sys.executable, "-P", "-m", "cli.main", "worker", "--exit-with-parent"]
+    program = [sys.executable, "-P", "-m", "cli.main"]
+    base = [*program, "worker", "--exit-with-parent"]
     base += [part for name, value in shared.items() for part in (option(name), str(value))]
     return Supervisor(
         lambda slot: [*base, "--name", worker_name(slot), "--device", devices[slot]],
         settings.num_workers,
         environment=worker_environment(settings, threads),
+        reserve=[*program, "reserve"],
         on_restart=on_restart,
     )
 

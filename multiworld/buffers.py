@@ -21,7 +21,9 @@ _COMPUTED = {
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """uint8 [nbytes]: the memory of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(
+        torch.uint8
+    )  # one element counts as contiguous whatever its stride
 
 
 def arithmetic(tensor: Tensor) -> Tensor:
@@ -68,10 +70,12 @@ class Outgoing:
         self._on_host = on_host
 
     def open(self) -> Tensor:
-        tensor = self.tensor.cpu() if self._on_host else self.tensor
-        if tensor.is_complex():
-            tensor = tensor.resolve_conj()
-        return tensor.resolve_neg().contiguous()
+        tensor = self.tensor
+        if self._on_host:
+            tensor = tensor.cpu()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.contiguous()
 
 
 class Incoming:

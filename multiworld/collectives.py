@@ -63,11 +63,11 @@ class Ranks:
         """Whether these tensors, all on one device, must go through host memory. Raises ValueError, TypeError."""
         for tensor in tensors:
             check_dense(name, tensor)
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) > 1:
-            raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
-        device = devices.pop()
-        if device.type in self.backends and (device.type == "cpu" or self.backends[device.type] != "gloo"):
+        device = tensors[0].device
+        if any(tensor.device != device for tensor in tensors[1:]):
+            devices = sorted({str(tensor.device) for tensor in tensors})
+            raise ValueError(f"{name}: all tensors must be on one device, got {devices}")
+        if self.backends.get(device.type, "gloo") != "gloo":
             return False
         if "gloo" in self.backends.values():
             return device.type != "cpu"
@@ -86,7 +86,7 @@ def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Plan:
     return Plan(
         name="send",
         signature=_described(tensor),
-        post=lambda group: group.send([flat_bytes(source.open())], dst, tag),
+        post=lambda group: group.send([source.open()], dst, tag),
         tensors=(tensor,),
         staged=on_host,
         peer=dst,
@@ -103,7 +103,7 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Plan:
     return Plan(
         name="recv",
         signature=_described(tensor),
-        post=lambda group: group.recv([flat_bytes(target.open())], src, tag),
+        post=lambda group: group.recv([target.open()], src, tag),
         deliver=target.deliver,
         tensors=(tensor,),
         staged=on_host,
@@ -281,17 +281,26 @@ def reduce_scatter_tensor(ranks: Ranks, output: Tensor, tensor: Tensor, op: AnyR
 def _reduce_scatter(
     name: str, ranks: Ranks, output: Tensor, sources: list[Outgoing], op: AnyReduceOp, on_host: bool
 ) -> Plan:
+    """Gloo has none of its own: c10d's reduces everything everywhere and picks, under the group's timeout. So do we, under ours."""
     reduction = _Reduction(name, ranks, output, op)
     target = Incoming(name, output, on_host)
-    options = ReduceScatterOptions()
+    options, native = AllreduceOptions(), ReduceScatterOptions()
     options.reduceOp, options.timeout = reduction.op, FOREVER
+    native.reduceOp, native.timeout = reduction.op, FOREVER
+    reduced: list[Tensor] = []
 
     def post(group: ProcessGroup) -> Work:
         parts = [arithmetic(source.open()).reshape(-1) for source in sources]
-        data = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return group._reduce_scatter_base(arithmetic(target.open()).reshape(-1), data, options)
+        if not reduction.on_gloo:
+            return group._reduce_scatter_base(arithmetic(target.open()).reshape(-1), torch.cat(parts), native)
+        reduced.append(torch.cat(parts))
+        return group.allreduce(reduced, options)
 
     def deliver() -> None:
+        if reduced:
+            mine = arithmetic(target.open()).reshape(-1)
+            with torch.inference_mode():
+                mine.copy_(reduced.pop()[mine.numel() * ranks.rank : mine.numel() * (ranks.rank + 1)])
         reduction.finish(target)
         target.deliver()
 
@@ -368,10 +377,10 @@ class _Reduction:
         if known is None:
             raise ValueError(f"{name}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
         self.name = known
-        on_gloo = ranks.backends.get(tensor.device.type, "gloo") == "gloo"
-        if on_gloo:
+        self.on_gloo = ranks.backends.get(tensor.device.type, "gloo") == "gloo"
+        if self.on_gloo:
             check_computable(name, tensor, known)
-        summed = on_gloo and known == "AVG"
+        summed = self.on_gloo and known == "AVG"
         self._divisor = ranks.size if summed else 1
         self.op = ReduceOp(_REDUCTIONS["SUM" if summed else known])
 

@@ -1,7 +1,7 @@
 """One operation of a world: the plan of it, which touches nothing, and the pending operation that its caller awaits."""
 
 import asyncio
-import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -10,10 +10,12 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+logger = logging.getLogger(__name__)
+
 Status = Literal["pending", "done", "failed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Plan:
     """What an operation is going to do, with its arguments checked. Making one sends nothing.
 
@@ -105,8 +107,10 @@ class Operation:
 
     def resolve(self, error: BaseException | None) -> None:
         """Wake the caller, from any thread. Harmless when it has gone away, or its loop has."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        try:
             self.future.get_loop().call_soon_threadsafe(self._settle, error)
+        except RuntimeError:
+            logger.debug("%s: the event loop that awaited it is closed", self.name)
 
     def _settle(self, error: BaseException | None) -> None:
         if self.timer is not None:

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
 
 FOREVER = timedelta(days=3650)
 """The deadline of an operation that has none of its own: the watchdog decides, not the clock."""
+_CONNECT_S = 5.0
+"""How long Gloo waits for a connection, five times over, where nothing can interrupt it. All members are known to be there by then."""
 _POISON_TAG = 0x7FFF_FFF1
 """Reserved: nothing is ever sent with it."""
 _POISON_WAIT = timedelta(milliseconds=1)
@@ -67,6 +69,8 @@ def make_process_group(
         else:
             _register_nccl(group, store, rank, size, timeout_s, device)
     if gloo is not None:
+        if "cpu" not in backends:  # tensors of other devices cross through host memory
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
 
@@ -74,7 +78,7 @@ def make_process_group(
 def _make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stub
     options._devices = [_gloo_device(host, os.getpid())]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=min(timeout_s, _CONNECT_S))
     options._threads = 1
     return ProcessGroupGloo(store, rank, size, options)
 

@@ -20,10 +20,12 @@ class LifelineStore(Store):
 
     Args:
         publish: hands a key and its value to all other members; must not block.
+        patience_s: how long a key is waited for at the least, whatever whoever waits says; `abort` ends it sooner.
     """
 
-    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+    def __init__(self, publish: Callable[[str, bytes], None], patience_s: float = 0.0) -> None:
         super().__init__()
+        self._patience_s = patience_s
         self._publish: Callable[[str, bytes], None] | None = publish
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -59,15 +61,16 @@ class LifelineStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
         """Raises DistStoreError after `timeout`, and what `abort` was given."""
+        timeout_s = max(timeout.total_seconds(), self._patience_s)
         with self._changed:
             there = self._changed.wait_for(
-                lambda: self._aborted is not None or all(key in self._values for key in keys), timeout.total_seconds()
+                lambda: self._aborted is not None or all(key in self._values for key in keys), timeout_s
             )
             if self._aborted is not None:
                 raise DistStoreError(f"rendezvous aborted: {self._aborted}") from self._aborted
             if not there:
                 missing = [key for key in keys if key not in self._values]
-                raise DistStoreError(f"rendezvous: no value for {missing} after {timeout.total_seconds():.1f} s")
+                raise DistStoreError(f"rendezvous: no value for {missing} after {timeout_s:.1f} s")
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:

@@ -104,12 +104,12 @@ class Traffic:
             lane.run(partial(self._travel, operation))
             return
         operation.works = self._post(plan, group)
-        if plan.peer >= 0 or _on_cuda(plan):
-            self._waiters.run(partial(self._wait, operation))
-        elif operation.works:
-            operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
-        else:
+        if not operation.works:
             self._settle(operation)
+        elif plan.peer >= 0 or _on_cuda(plan):
+            self._waiters.run(partial(self._wait, operation))
+        else:
+            operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
     def _post(self, plan: Plan, group: ProcessGroup) -> list[Work]:
         if self._checked and plan.name == "send" and plan.buffer is not None:

@@ -43,6 +43,8 @@ _LINGER_S = 1.0
 """How long a leaving member waits for the others to have drained."""
 _RECLAIM_S = 5.0
 """How long the waiting threads of an ended world may take to come back before we say that they hang."""
+_BUILDER_S = 1.0
+"""How long to wait for the group's constructor: woken in milliseconds, unless it waits for a frozen member's connection."""
 _RESOLVE_RETRY_S = 0.5
 
 
@@ -109,7 +111,7 @@ class World:
         self._listener = listener
         self._lock = threading.RLock()
         self._watch: Watch | None = None
-        self._store = LifelineStore(lambda key, value: watchdog.call_soon(self._put, key, value))
+        self._store = LifelineStore(lambda key, value: watchdog.call_soon(self._put, key, value), config.timeout_s)
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends)
         self._traffic = Traffic(self, self._lock, checked=config.checked)
         self._settled = threading.Event()
@@ -429,7 +431,7 @@ class World:
         if not self._traffic.end(_RECLAIM_S):
             logger.error("world=%s: operations did not come back %.0f s after the abort", self.name, _RECLAIM_S)
         if self._builder is not None and self._builder is not threading.current_thread():
-            self._builder.join(_RECLAIM_S)
+            self._builder.join(_BUILDER_S)
         self._watchdog.call_soon(self._detach)
 
     def _detach(self) -> None:

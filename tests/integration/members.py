@@ -30,6 +30,7 @@ import torch
 
 import multiworld
 from multiworld import WorldManager
+from multiworld.store import LifelineStore
 
 PATIENCE_S = 60.0
 """How long a test waits for what must happen. Generous: no test is about speed."""
@@ -107,18 +108,17 @@ class Script:
         await self.manager.communicator.send(torch.full((count,), value), dst, world)
         self.manager.remove_world(world)
 
-    async def freeze_when_published(self) -> None:
-        """Stop this process in the next world that it joins, once its address is known to the others."""
-        from multiworld.store import LifelineStore  # noqa: PLC0415
-
+    async def freeze_while_forming(self, published: bool) -> None:
+        """Stop this process in the next world that it joins, before or after its address is known to the others."""
         publish = LifelineStore.set
 
-        def publish_and_freeze(self: LifelineStore, key: str, value: str | bytes) -> None:
-            publish(self, key, value)
-            time.sleep(0.1)  # the watchdog sends it meanwhile
+        def freeze(self: LifelineStore, key: str, value: str | bytes) -> None:
+            if published:
+                publish(self, key, value)
+                time.sleep(0.1)  # the watchdog sends it meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        LifelineStore.set = publish_and_freeze  # type: ignore[method-assign]
+        LifelineStore.set = freeze  # type: ignore[method-assign]
 
     async def close(self, world: str) -> None:
         await self.manager.close_world(world)
@@ -131,11 +131,6 @@ class Script:
 
     async def state(self, world: str) -> str:
         return self.manager.worlds[world].state
-
-    async def seated(self, world: str) -> None:
-        """Return once this member, who is joining, waits in the seat that rank 0 gave it."""
-        while world not in self.manager.worlds or "rank 0 answered" not in self.manager.worlds[world]._refusal:
-            await asyncio.sleep(0.005)
 
     async def told(self, kind: str, world: str) -> list[Any]:
         """The event of that kind of that world, once it has come."""

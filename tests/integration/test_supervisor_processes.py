@@ -298,3 +298,30 @@ async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: R
             pid = await reports.next_pid()
         assert (open_fds(), threading.active_count()) == (fds, threads)
     assert supervisor.restarts == {0: 20}
+
+
+BECOME = "report('reserve'); import json; command = json.loads(sys.stdin.readline()); os.execvp(command[0], command)"
+
+
+async def test_reserve_becomes_the_next_worker_when_one_ends(reports: Reports) -> None:
+    async with reports.supervisor(FOREVER, reserve=reports.command(BECOME, 9)) as supervisor:
+        first = await reports.next_pid()
+        supervisor.proven("local-0")
+        slot, reserve, word = await reports.next()
+        assert (slot, word) == ("9", "reserve")
+        os.kill(first, signal.SIGKILL)
+        assert await reports.next() == ["0", reserve, "up"]
+        assert supervisor.pids == {0: int(reserve)}
+
+
+async def test_worker_is_started_anew_when_the_reserve_has_died(reports: Reports) -> None:
+    async with reports.supervisor(FOREVER, reserve=reports.command(BECOME, 9)) as supervisor:
+        first = await reports.next_pid()
+        supervisor.proven("local-0")
+        reserve = await reports.next_pid()
+        os.kill(reserve, signal.SIGKILL)
+        await end_of(reserve)
+        os.kill(first, signal.SIGKILL)
+        slot, pid, word = await reports.next()
+        assert (slot, word) == ("0", "up")
+        assert int(pid) not in (first, reserve)

@@ -16,6 +16,7 @@ from multiworld.frames import Frame, FrameReader, Kind
 from multiworld.handshake import NONCE_BYTES
 from multiworld.process_group import UnsupportedBackendError
 from multiworld.reception import bind
+from multiworld.rendezvous import Roster
 from tests.integration.members import Spawn, form, members
 
 
@@ -82,9 +83,7 @@ async def test_nothing_is_taken_from_a_host_that_has_not_proven_itself(manager: 
     """Left out, the welcome must not be skipped: the group would be built with whoever sits there."""
     fields = {Kind.START: (b"1",), Kind.PUT: (b"k", b"v"), Kind.GONE: (b"0", b"exit", b"")}.get(kind, ())
     with bind("127.0.0.1", 0) as listener:
-        joining = asyncio.create_task(
-            manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
-        )
+        joining = asyncio.create_task(manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600))
         heard = await impostor(listener, Frame(kind, fields))
         assert {frame.kind for frame in FrameReader().feed(heard)} <= {Kind.HELLO, Kind.HEARTBEAT}
         assert manager.worlds["w"].state is WorldState.JOINING
@@ -176,55 +175,51 @@ async def test_a_join_raises_closed_when_its_world_is_closed_meanwhile(rank: int
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("multiworld")] == []
 
 
-async def test_a_seat_is_free_again_when_its_member_dies_before_the_start(spawn: Spawn, manager: WorldManager) -> None:
-    port = manager.listen()
-    hosting = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
-    victim, heir, third = await spawn(), await spawn(), await spawn()
-    victim.start("join", world="w", rank=1, size=3, port=port)
-    await victim.do("seated", world="w")
-    victim.kill()
-    joining = [
-        member.start("join", world="w", rank=rank, size=3, port=port) for rank, member in ((1, heir), (2, third))
-    ]
-    await hosting
-    await asyncio.gather(*joining)
-    await exchange(manager, "w", heir.start("recv", world="w", src=0))
+async def until_missing(manager: WorldManager, world: str, ranks: list[int]) -> None:
+    """Return once exactly these ranks have no seat yet in the world that we host."""
+    while True:
+        watch = manager.worlds[world]._watch if world in manager.worlds else None
+        if isinstance(watch, Roster) and watch.missing() == ranks:
+            return
+        await asyncio.sleep(0.005)
 
 
-async def test_a_seat_is_free_again_when_its_member_freezes_before_the_start(
-    spawn: Spawn, manager: WorldManager
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "freezes"])
+async def test_a_seat_is_free_again_before_the_start_when_its_member(
+    spawn: Spawn, manager: WorldManager, signum: signal.Signals
 ) -> None:
     port = manager.listen()
     hosting = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
     victim, heir, third = await spawn(), await spawn(), await spawn()
     victim.start("join", world="w", rank=1, size=3, port=port)
-    await victim.do("seated", world="w")
-    victim.signal(signal.SIGSTOP)
-    taking = heir.start("join", world="w", rank=1, size=3, port=port)
-    joining = third.start("join", world="w", rank=2, size=3, port=port)
-    await hosting
-    await asyncio.gather(taking, joining)
+    await until_missing(manager, "w", [2])
+    victim.signal(signum)
+    await until_missing(manager, "w", [1, 2])
+    joining = heir.start("join", world="w", rank=1, size=3, port=port)
+    await third.do("join", world="w", rank=2, size=3, port=port)
+    await asyncio.gather(hosting, joining)
     await exchange(manager, "w", heir.start("recv", world="w", src=0))
 
 
 @pytest.mark.parametrize(("how", "cause"), [("killed", Cause.EXIT), ("frozen", Cause.HANG)])
 @pytest.mark.parametrize("victim_rank", [0, 1])
-async def test_join_raises_broken_when_a_member_fails_after_the_start(
-    spawn: Spawn, manager: WorldManager, how: str, cause: Cause, victim_rank: int
+@pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
+async def test_a_world_breaks_when_a_member_fails_while_it_forms(
+    spawn: Spawn, manager: WorldManager, how: str, cause: Cause, victim_rank: int, published: bool
 ) -> None:
     """A group's constructor cannot be interrupted once it waits for a connection; the caller must not have to wait for it."""
     victim = await spawn()
     port = await victim.do("listen") if victim_rank == 0 else manager.listen()
-    await victim.do("freeze_when_published")
-    joining = victim.start("join", world="w", rank=victim_rank, size=2, port=port)
-    task = asyncio.create_task(manager.initialize_world("w", 1 - victim_rank, 2, port=port, timeout=3600))
+    await victim.do("freeze_while_forming", published=published)
+    victim.start("join", world="w", rank=victim_rank, size=2, port=port)
+    joining = asyncio.create_task(manager.initialize_world("w", 1 - victim_rank, 2, port=port, timeout=3600))
     await victim.stopped()
     if how == "killed":
         victim.kill()
     with pytest.raises(BrokenWorldException) as raised:
-        await task
+        await joining  # it forms all the same where only the victim's side was not done
+        await manager.communicator.recv(torch.zeros(4), victim_rank, "w")
     assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
-    assert not joining.done() or how == "killed"
     # And it is no burden to what comes next.
     peer = await spawn()
     port = manager.listen()

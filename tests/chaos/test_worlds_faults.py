@@ -1,0 +1,271 @@
+"""Members are killed, frozen and cut off: their worlds break for everybody with cause and rank, and no other world notices."""
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import BrokenWorldException, Cause, WorldEvent, WorldManager, WorldState
+from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
+from tests.integration.proxy import Line, line_to
+
+UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before somebody receives
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[WorldManager]:
+    async with WorldManager() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def undisturbed(manager: WorldManager, port: int, neighbour: Member) -> AsyncIterator[None]:
+    """A world beside the one that fails: values go back and forth all the while, and for a while longer."""
+    await form("undisturbed", port, manager, neighbour)
+    neighbour.start("echo", world="undisturbed", peer=0)
+    rounds, done = 0, False
+
+    async def ping() -> None:
+        nonlocal rounds
+        while not done or rounds < target:
+            tensor = torch.full((4,), float(rounds))
+            await manager.communicator.send(tensor, 1, "undisturbed")
+            await manager.communicator.recv(tensor, 1, "undisturbed")
+            assert tensor.tolist() == [rounds + 1.0] * 4
+            rounds += 1
+
+    target = 0
+    pinging = asyncio.create_task(ping())
+    try:
+        yield
+    finally:
+        target, done = rounds + 50, True
+        async with asyncio.timeout(PATIENCE_S):
+            await pinging
+    assert manager.worlds["undisturbed"].state is WorldState.READY
+
+
+async def broken(stream: AsyncIterator[WorldEvent], world: str) -> tuple[Cause | None, int | None]:
+    async with asyncio.timeout(PATIENCE_S):
+        async for event in stream:
+            if (event.kind, event.world_name) == ("broken", world):
+                return event.cause, event.rank
+    raise AssertionError("the events ended")
+
+
+FAULTS = [
+    pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"),
+    pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen"),
+]
+
+
+@pytest.mark.parametrize(("signum", "cause"), FAULTS)
+@pytest.mark.parametrize("victim_rank", [0, 1])
+@pytest.mark.parametrize("state", ["idle", "in_recv", "in_send", "in_all"])
+async def test_the_survivor_learns_cause_and_rank_when_its_peer_is(
+    spawn: Spawn, manager: WorldManager, state: str, victim_rank: int, signum: signal.Signals, cause: Cause
+) -> None:
+    victim, neighbour = await spawn(), await spawn()
+    port = await victim.do("listen") if victim_rank == 0 else manager.listen()
+    everybody = [victim, manager] if victim_rank == 0 else [manager, victim]
+    async with undisturbed(manager, manager.listen(), neighbour):
+        await form("w", port, *everybody)
+        events = manager.events()
+        talk = manager.communicator
+        pending = []
+        if state in ("in_recv", "in_all"):
+            pending += [
+                talk.recv(torch.zeros(4), victim_rank, "w", tag=tag) for tag in range(1 if state == "in_recv" else 9)
+            ]
+        if state in ("in_send", "in_all"):
+            pending += [talk.send(torch.zeros(UNSENDABLE), victim_rank, "w", tag=100)]
+        tasks = [asyncio.create_task(operation) for operation in pending]
+        await asyncio.sleep(0)
+        victim.signal(signum)
+        assert await broken(events, "w") == (cause, victim_rank)
+        for task in tasks:
+            with pytest.raises(BrokenWorldException) as raised:
+                await task
+            assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
+        with pytest.raises(BrokenWorldException):
+            await talk.send(torch.zeros(4), victim_rank, "w")
+        assert talk.is_broken("w")
+
+
+@pytest.mark.parametrize(("signum", "cause"), FAULTS)
+@pytest.mark.parametrize("victim_rank", [0, 1, 2])
+async def test_all_survivors_of_a_world_of_three_learn_who_failed(
+    spawn: Spawn, victim_rank: int, signum: signal.Signals, cause: Cause
+) -> None:
+    everybody = [await spawn() for _ in range(3)]
+    port = await everybody[0].do("listen")
+    await form("w", port, *everybody)
+    survivors = [rank for rank in range(3) if rank != victim_rank]
+    # Each survivor waits for the other: nothing on their own connection tells them that the world is broken.
+    pending = [everybody[rank].start("recv", world="w", src=other) for rank, other in (survivors, reversed(survivors))]
+    everybody[victim_rank].signal(signum)
+    for task in pending:
+        with pytest.raises(BrokenWorldException) as raised:
+            await task
+        assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
+    for rank in survivors:
+        told = await everybody[rank].do("told", kind="broken", world="w")
+        assert told[3:] == [cause, victim_rank]
+
+
+async def test_both_sides_see_a_hang_when_they_are_cut_off(spawn: Spawn, manager: WorldManager) -> None:
+    victim, neighbour = await spawn(), await spawn()
+    port = manager.listen()
+    async with undisturbed(manager, port, neighbour), line_to(port) as line:
+        await form_over(line, manager, victim, port)
+        there = victim.start("recv", world="w", src=0)
+        here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
+        line.lifeline.freeze()
+        line.freeze_data()
+        for task, rank in ((here, 1), (there, 0)):
+            with pytest.raises(BrokenWorldException) as raised:
+                await task
+            assert (raised.value.cause, raised.value.rank) == (Cause.HANG, rank)
+
+
+async def test_the_world_breaks_when_only_the_lifeline_is_cut(spawn: Spawn, manager: WorldManager) -> None:
+    victim = await spawn()
+    port = manager.listen()
+    async with line_to(port) as line:
+        await form_over(line, manager, victim, port)
+        there = victim.start("recv", world="w", src=0)
+        line.lifeline.freeze()
+        with pytest.raises(BrokenWorldException) as raised:
+            await manager.communicator.recv(torch.zeros(4), 1, "w")
+        assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
+        with pytest.raises(BrokenWorldException):
+            await there
+
+
+async def test_only_an_operations_own_timeout_sees_it_when_only_the_data_is_cut(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    """The lifeline is well, so nobody hangs: who fears this gives the operation a time."""
+    victim = await spawn()
+    port = manager.listen()
+    async with line_to(port) as line:
+        await form_over(line, manager, victim, port)
+        line.freeze_data()
+        there = victim.start("recv", world="w", src=0)
+        victim.start("send", world="w", dst=0)
+        with pytest.raises(BrokenWorldException) as raised:
+            await manager.communicator.recv(torch.zeros(4), 1, "w", timeout_s=2.5)
+        assert raised.value.cause is Cause.TIMEOUT
+        with pytest.raises(BrokenWorldException) as raised:
+            await there
+        assert raised.value.cause is Cause.TIMEOUT
+
+
+async def form_over(line: Line, manager: WorldManager, victim: Member, port: int) -> None:
+    joining = victim.start("join", world="w", rank=1, size=2, port=line.lifeline.port)
+    await manager.initialize_world("w", 0, 2, port=port)
+    await joining
+    assert line.data_connections == 1, "the proxy stands between them"
+
+
+async def test_a_frozen_member_learns_why_it_was_given_up_when_it_wakes(spawn: Spawn, manager: WorldManager) -> None:
+    victim = await spawn()
+    await form("w", manager.listen(), manager, victim)
+    events = manager.events()
+    waiting = victim.start("recv", world="w", src=0)
+    victim.signal(signal.SIGSTOP)
+    assert await broken(events, "w") == (Cause.HANG, 1)
+    victim.signal(signal.SIGCONT)
+    with pytest.raises(BrokenWorldException) as raised:
+        await waiting
+    assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
+
+
+async def test_no_world_is_lost_when_an_event_loop_stands_still(spawn: Spawn, manager: WorldManager) -> None:
+    sleeper = await spawn()
+    await form("w", manager.listen(), manager, sleeper)
+    coming = sleeper.start("recv", world="w", src=0)
+    await sleeper.do("block", seconds=5.0)
+    await manager.communicator.send(torch.ones(4), 1, "w")
+    assert await coming == [1.0]
+
+
+async def test_a_cancelled_operation_breaks_its_own_world_alone(spawn: Spawn, manager: WorldManager) -> None:
+    peer, neighbour = await spawn(), await spawn()
+    port = manager.listen()
+    async with undisturbed(manager, port, neighbour):
+        for cancelled_rank in (0, 1):
+            await form("w", port, manager, peer)
+            here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
+            there = peer.start("recv", world="w", src=0)
+            await peer.do("threads")  # it has begun
+            cancelled, other = (here, there) if cancelled_rank == 0 else (there, here)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            with pytest.raises(BrokenWorldException) as raised:
+                await other
+            assert (raised.value.cause, raised.value.rank) == (Cause.ABORTED, cancelled_rank)
+
+
+async def test_a_program_that_ends_says_goodbye(spawn: Spawn, manager: WorldManager) -> None:
+    """Its worlds were never closed; the interpreter's exit does it, and nobody mistakes it for a crash."""
+    peer = await spawn()
+    await form("w", manager.listen(), manager, peer)
+    events = manager.events()
+    assert await peer.end() == 0
+    assert peer.complaints == ""
+    assert await broken(events, "w") == (Cause.LEFT, 1)
+
+
+async def test_the_others_learn_who_left_when_one_of_three_closes(spawn: Spawn, manager: WorldManager) -> None:
+    leaver, other = await spawn(), await spawn()
+    await form("w", manager.listen(), manager, leaver, other)
+    there = other.start("recv", world="w", src=0)
+    here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 2, "w"))
+    await leaver.do("close", world="w")
+    for task in (here, there):
+        with pytest.raises(BrokenWorldException) as raised:
+            await task
+        assert (raised.value.cause, raised.value.rank) == (Cause.LEFT, 1)
+
+
+async def test_only_worlds_of_the_dead_break_when_members_of_many_are_killed(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    """A web of worlds of two and three over eight processes, killed one by one in a random order."""
+    dice = random.Random(7)
+    port = manager.listen()
+    crowd = [await spawn() for _ in range(7)]
+    sides = {f"w{number}": dice.sample(range(7), dice.choice((1, 2))) for number in range(12)}
+    await asyncio.gather(*(form(name, port, manager, *(crowd[at] for at in who)) for name, who in sides.items()))
+    for name, who in sides.items():
+        crowd[who[0]].start("echo", world=name, peer=0)
+    events = manager.events()
+    alive = dict(sides)
+    for victim in dice.sample(range(7), 5):
+        crowd[victim].kill()
+        struck = {name for name, who in alive.items() if victim in who}
+        while struck:
+            async with asyncio.timeout(PATIENCE_S):
+                event = await anext(events)
+            assert event.world_name in struck
+            assert (event.cause, event.rank) == (Cause.EXIT, alive[event.world_name].index(victim) + 1)
+            struck.remove(event.world_name)
+            del alive[event.world_name]
+        for name in alive:
+            tensor = torch.full((4,), float(victim))
+            await manager.communicator.send(tensor, 1, name)
+            await manager.communicator.recv(tensor, 1, name)
+            assert tensor.tolist() == [victim + 1.0] * 4

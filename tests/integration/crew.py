@@ -1,0 +1,86 @@
+"""Eight managers in one process, members of the same worlds: for results, not for failures, which want processes of their own."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from multiworld import World, WorldManager
+
+MAX_SIZE = 8
+
+T = TypeVar("T")
+Part = Callable[[WorldManager, World], Awaitable[T]]
+"""What one rank does."""
+
+
+class Crew:
+    """Worlds of sizes 1 to 8, checked and unchecked, made when first asked for and shared by all tests of a session."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.managers = [WorldManager() for _ in range(MAX_SIZE)]
+        self._port = self.managers[0].listen()
+        self._made: set[str] = set()
+
+    def close(self) -> None:
+        for manager in self.managers:
+            for name in manager.worlds:
+                manager.remove_world(name)
+        for manager in self.managers:
+            manager.cleanup()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def await_(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        """Run it on the crew's event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def run(self, size: int, part: Part[T], *, checked: bool = False) -> list[T]:
+        """Let every rank of a world of `size` do its part at the same time. Gives what each returned."""
+        return self.await_(self._run(size, part, checked))
+
+    def run_each(self, size: int, part: Part[T], *, checked: bool = False) -> list[T | BaseException]:
+        """Like `run`, with errors as results. Leave no world broken behind: use `fresh`."""
+        return self.await_(self._run_each(size, part, checked))
+
+    def fresh(self, size: int, *, checked: bool = False) -> None:
+        """Have the next run use a new world of that kind."""
+        name = self._name(size, checked)
+        self._made.discard(name)
+        for manager in self.managers[:size]:
+            if name in manager.worlds:
+                manager.remove_world(name)
+
+    async def worlds(self, size: int, checked: bool) -> list[World]:
+        name = self._name(size, checked)
+        if name not in self._made:
+            await asyncio.gather(
+                *(
+                    manager.initialize_world(name, rank, size, port=self._port, checked=checked)
+                    for rank, manager in enumerate(self.managers[:size])
+                )
+            )
+            self._made.add(name)
+        return [manager.world(name) for manager in self.managers[:size]]
+
+    def _name(self, size: int, checked: bool) -> str:
+        return f"{'checked' if checked else 'plain'}-{size}"
+
+    async def _run(self, size: int, part: Part[T], checked: bool) -> list[T]:
+        worlds = await self.worlds(size, checked)
+        return list(
+            await asyncio.gather(
+                *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True))
+            )
+        )
+
+    async def _run_each(self, size: int, part: Part[T], checked: bool) -> list[T | BaseException]:
+        worlds = await self.worlds(size, checked)
+        return await asyncio.gather(
+            *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True)),
+            return_exceptions=True,
+        )

@@ -1,0 +1,291 @@
+"""Every operation gives what can be computed without communication: any size, dtype, shape, layout, root and reduction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld import World, WorldManager
+from tests.integration.crew import MAX_SIZE, Crew
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)
+MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+SHAPES = ((), (0,), (1,), (7,), (2, 3), (3, 0, 2), (4, 3, 2), (1500,))
+
+some = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One world, and what its tensors are like."""
+
+    size: int
+    root: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: str
+    checked: bool
+    seed: int
+
+    def values(self, *, powers: bool = False) -> list[Tensor]:
+        """One tensor a rank, contiguous, of numbers that every dtype can add, or multiply (`powers` of 2), exactly."""
+        generator = torch.Generator().manual_seed(self.seed)
+        low, high = (0, 4) if not self.dtype.is_signed or self.dtype is torch.bool else (-3, 4)
+        made = []
+        for _ in range(self.size):
+            numbers = torch.randint(low, high, self.shape, generator=generator)
+            made.append((2 ** numbers.clamp(0, 1) if powers else numbers).to(self.dtype))
+        return made
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """A copy with this case's layout, the same in content."""
+        if self.layout == "transposed" and tensor.dim() > 1:
+            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        if self.layout == "strided" and tensor.numel() and tensor.dim():
+            wide = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] * 2), dtype=tensor.dtype)
+            wide[..., ::2] = tensor
+            return wide[..., ::2]
+        return tensor.clone()
+
+    def blank(self) -> Tensor:
+        return self.laid_out(torch.ones(self.shape).to(self.dtype))
+
+
+def cases(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Case]:
+    return st.integers(1, MAX_SIZE).flatmap(
+        lambda size: st.builds(
+            Case,
+            size=st.just(size),
+            root=st.integers(0, size - 1),
+            dtype=st.sampled_from(dtypes),
+            shape=st.sampled_from(SHAPES),
+            layout=st.sampled_from(("contiguous", "transposed", "strided")),
+            checked=st.booleans(),
+            seed=st.integers(0, 1000),
+        )
+    )
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    return got.dtype == expected.dtype and got.shape == expected.shape and _bytes(got) == _bytes(expected)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).tolist())
+
+
+def reduced(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    if name == "AVG":
+        return reduced("SUM", tensors).div(len(tensors))
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = REDUCTIONS[name](result, tensor)
+    return result
+
+
+reductions = st.one_of(
+    st.tuples(st.sampled_from(("SUM", "PRODUCT", "MIN", "MAX", "AVG")), cases(FLOATS)),
+    st.tuples(st.sampled_from(("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")), cases(INTEGERS)),
+    st.tuples(st.sampled_from(("MIN", "MAX", "BAND", "BOR", "BXOR")), cases((torch.bool,))),
+    st.tuples(st.sampled_from(("SUM", "AVG")), cases((torch.complex64,))),
+)
+
+
+@some
+@given(reduction=reductions)
+def test_all_reduce_gives_everybody_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
+    name, case = reduction
+    values = case.values(powers=name == "PRODUCT")
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        tensor = case.laid_out(values[world.rank])
+        await manager.communicator.all_reduce(tensor, getattr(ReduceOp, name), world.name)
+        return tensor
+
+    expected = reduced(name, values)
+    assert all(same(got, expected) for got in crew.run(case.size, part, checked=case.checked))
+
+
+@some
+@given(reduction=reductions)
+def test_reduce_gives_the_root_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
+    name, case = reduction
+    values = case.values(powers=name == "PRODUCT")
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        tensor = case.laid_out(values[world.rank])
+        await manager.communicator.reduce(tensor, case.root, getattr(ReduceOp, name), world.name)
+        return tensor
+
+    assert same(crew.run(case.size, part, checked=case.checked)[case.root], reduced(name, values))
+
+
+@some
+@given(reduction=reductions, whole=st.booleans())
+def test_reduce_scatter_gives_each_its_part_of_the_reduced(
+    crew: Crew, reduction: tuple[str, Case], whole: bool
+) -> None:
+    name, case = reduction
+    values = [
+        Case(**{**case.__dict__, "seed": case.seed + rank}).values(powers=name == "PRODUCT")
+        for rank in range(case.size)
+    ]
+
+    async def part(manager: WorldManager, world: World) -> tuple[Tensor, bool]:
+        output, given_ = case.blank(), [case.laid_out(each) for each in values[world.rank]]
+        if whole:
+            joined = torch.cat([each.reshape(-1) for each in given_])
+            await manager.communicator.reduce_scatter_tensor(output, joined, getattr(ReduceOp, name), world.name)
+            given_ = (
+                [each.reshape(case.shape) for each in torch.split(joined, output.numel())] if output.numel() else given_
+            )
+        else:
+            await manager.communicator.reduce_scatter(output, given_, getattr(ReduceOp, name), world.name)
+        return output, all(same(now, was) for now, was in zip(given_, values[world.rank], strict=True))
+
+    results = crew.run(case.size, part, checked=case.checked)
+    for rank, (output, inputs_unchanged) in enumerate(results):
+        assert same(output, reduced(name, [values[sender][rank] for sender in range(case.size)]))
+        assert inputs_unchanged
+
+
+@some
+@given(case=cases(MOVED))
+def test_broadcast_gives_everybody_what_the_root_has(crew: Crew, case: Case) -> None:
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        tensor = case.laid_out(values[world.rank])
+        await manager.communicator.broadcast(tensor, case.root, world.name)
+        return tensor
+
+    assert all(same(got, values[case.root]) for got in crew.run(case.size, part, checked=case.checked))
+
+
+@some
+@given(case=cases(MOVED))
+def test_all_gather_gives_everybody_everything(crew: Crew, case: Case) -> None:
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> list[Tensor]:
+        tensors, tensor = [case.blank() for _ in range(case.size)], case.laid_out(values[world.rank])
+        await manager.communicator.all_gather(tensors, tensor, world.name)
+        assert same(tensor, values[world.rank])
+        return tensors
+
+    for tensors in crew.run(case.size, part, checked=case.checked):
+        assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
+
+
+@some
+@given(case=cases(MOVED))
+def test_all_gather_into_tensor_gives_everybody_everything_in_one(crew: Crew, case: Case) -> None:
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        output = torch.zeros((case.size, *case.shape)).to(case.dtype)
+        await manager.communicator.all_gather_into_tensor(output, case.laid_out(values[world.rank]), world.name)
+        return output
+
+    for output in crew.run(case.size, part, checked=case.checked):
+        assert all(same(got, expected) for got, expected in zip(output, values, strict=True))
+
+
+@some
+@given(case=cases(MOVED))
+def test_gather_gives_the_root_everything(crew: Crew, case: Case) -> None:
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> list[Tensor]:
+        tensors = [case.blank() for _ in range(case.size)] if world.rank == case.root else None
+        await manager.communicator.gather(case.laid_out(values[world.rank]), tensors, case.root, world.name)
+        return tensors or []
+
+    tensors = crew.run(case.size, part, checked=case.checked)[case.root]
+    assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
+
+
+@some
+@given(case=cases(MOVED))
+def test_scatter_gives_each_its_tensor(crew: Crew, case: Case) -> None:
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        tensor = case.blank()
+        tensors = [case.laid_out(each) for each in values] if world.rank == case.root else None
+        await manager.communicator.scatter(tensor, tensors, case.root, world.name)
+        return tensor
+
+    results = crew.run(case.size, part, checked=case.checked)
+    assert all(same(got, expected) for got, expected in zip(results, values, strict=True))
+
+
+@some
+@given(case=cases(MOVED), spread=st.integers(0, 5))
+def test_all_to_all_gives_each_what_each_sent_it(crew: Crew, case: Case, spread: int) -> None:
+    def message(src: int, dst: int) -> Tensor:
+        count = (src * spread + dst) % 4 if spread else 3
+        return torch.arange(src + dst, src + dst + count).remainder(4).to(case.dtype)
+
+    async def part(manager: WorldManager, world: World) -> list[Tensor]:
+        outputs = [torch.empty_like(message(src, world.rank)) for src in range(case.size)]
+        inputs = [message(world.rank, dst) for dst in range(case.size)]
+        await manager.communicator.all_to_all(outputs, inputs, world.name)
+        return outputs
+
+    for rank, outputs in enumerate(crew.run(case.size, part, checked=case.checked)):
+        assert all(same(got, message(src, rank)) for src, got in enumerate(outputs))
+
+
+@some
+@given(case=cases(MOVED), tag=st.integers(0, 2**29 - 1))
+def test_recv_gets_what_was_sent_around_the_ring(crew: Crew, case: Case, tag: int) -> None:
+    if case.size == 1:
+        return
+    values = case.values()
+
+    async def part(manager: WorldManager, world: World) -> Tensor:
+        tensor, name = case.blank(), world.name
+        sending = manager.communicator.isend(
+            case.laid_out(values[world.rank]), (world.rank + 1) % case.size, name, tag=tag
+        )
+        await manager.communicator.recv(tensor, (world.rank - 1) % case.size, name, tag=tag)
+        await sending
+        assert sending.done()
+        assert sending.status == "done"
+        return tensor
+
+    for rank, got in enumerate(crew.run(case.size, part, checked=case.checked)):
+        assert same(got, values[rank - 1])
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("size", range(1, MAX_SIZE + 1))
+def test_barrier_lets_nobody_pass_before_all_came(crew: Crew, size: int, checked: bool) -> None:
+    came: list[int] = []
+
+    async def part(manager: WorldManager, world: World) -> int:
+        came.append(world.rank)
+        await manager.communicator.barrier(world.name)
+        return len(came)
+
+    assert crew.run(size, part, checked=checked) == [size] * size
