@@ -364,7 +364,8 @@ class World:
             self.silent_s = self._watch.lost_after_s if self._watch is not None else None
             self._traffic.draining = cause is Cause.LEFT
         if formed:
-            logger.warning(
+            logger.log(
+                logging.INFO if cause is Cause.LEFT else logging.WARNING,
                 "world=%s epoch=%d rank=%d ready->broken cause=%s by=%d %s",
                 self.name,
                 self.epoch,

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,6 +115,8 @@ class Leader:
         self._links: dict[str, Link] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._flights: dict[tuple[int, str], _Flight] = {}
+        self._events: deque[tuple[Event, Tensor | None]] = deque()
+        self._feeding = False
         self._arrived: Tensor | None = None
         """The output that has just come in, while the scheduler decides what becomes of it."""
         self._next_request = 0
@@ -207,7 +210,6 @@ class Leader:
             return JoinOffer("", 0).to_json().encode()
         if former := self._slots.former_self(request.worker):
             former.give_up(Cause.EXIT, "its worker has joined again")
-            self._feed(LinkBroken(former.id, Cause.EXIT))
         slot = self._slots.choose()
         slot.epoch += 1
         link = Link(
@@ -287,11 +289,7 @@ class Leader:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self._arrived = message.payload
-        try:
-            self._feed(BatchDone(message.batch, link.id))
-        finally:
-            self._arrived = None
+        self._feed(BatchDone(message.batch, link.id), message.payload)
 
     def on_failed(self, link: Link, batch: int, error: str) -> None:
         logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
@@ -304,17 +302,35 @@ class Leader:
 
     # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
 
-    def _feed(self, event: Event) -> None:
-        """Tell the scheduler, do what it says, and wake up when it wants to be."""
-        for action in self._scheduler.handle(event, time.monotonic()):
-            self._perform(action)
+    def _feed(self, event: Event, output: Tensor | None = None) -> None:
+        """Tell the scheduler, do what it says, and wake up when it wants to be.
+
+        What is done may cause further events: they wait until everything that this one asks for has been done.
+
+        Args:
+            output: of a batch that is done.
+        """
+        self._events.append((event, output))
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                following, self._arrived = self._events.popleft()
+                for action in self._scheduler.handle(following, time.monotonic()):
+                    self._perform(action)
+        finally:
+            self._feeding = False
+            self._arrived = None
         self._metrics.queue_depth(self._scheduler.queue_depth)
         if self._draining and not self._scheduler.open_requests:
             self._drained.set()
+        self._wake_at(self._scheduler.next_wakeup_s())
+
+    def _wake_at(self, wakeup_s: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wakeup_s = self._scheduler.next_wakeup_s()
         if wakeup_s is not None:
             delay_s = max(0.0, wakeup_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)

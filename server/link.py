@@ -67,7 +67,7 @@ class Link:
         self._listener = listener
         self._world: World | None = None
         self._channel: Channel | None = None
-        self._gave_up: tuple[Cause, str] | None = None
+        self._forming: asyncio.Task[World] | None = None
         self._sends: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -91,6 +91,9 @@ class Link:
             self._end(Cause.TIMEOUT, f"not serving {join_timeout_s:g} s after it joined")
         except (CanaryError, WireError) as error:
             self._end("error", str(error))
+        except asyncio.CancelledError:
+            if self.state != "broken":  # else it was `give_up` that cancelled the forming
+                raise
         except Exception as error:
             if self._world is not None:
                 logger.exception("world=%s the link failed", self.id)
@@ -105,10 +108,12 @@ class Link:
         task.add_done_callback(self._sends.discard)
 
     def give_up(self, cause: Cause, detail: str) -> None:
-        """Break this link from our side: it hangs, or its worker has joined again."""
-        self._gave_up = self._gave_up or (cause, detail)
+        """Break this link from our side, at once: it hangs, or its worker has joined again."""
         if self._world is not None:
             self._world.break_(cause, _WORKER_RANK, detail)
+        self._end(cause, detail)
+        if self._forming is not None:
+            self._forming.cancel()
 
     def drain(self) -> None:
         """No new batches will be sent."""
@@ -123,11 +128,10 @@ class Link:
     # -- bringing up ---------------------------------------------------------------------------------------------------------
 
     async def _form(self, manager: WorldManager, host: str, port: int) -> None:
-        self._world = await manager.initialize_world(
-            self.world_name, 0, 2, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S
+        self._forming = asyncio.create_task(
+            manager.initialize_world(self.world_name, 0, 2, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S)
         )
-        if self._gave_up:
-            self._world.break_(self._gave_up[0], _WORKER_RANK, self._gave_up[1])
+        self._world = await self._forming
         self._channel = Channel(self._world, _WORKER_RANK, max_payload_bytes=1 << 30)
 
     async def _bring_up(self, max_batch_size: int, window: int) -> None:
@@ -196,8 +200,8 @@ class Link:
         self._listener.on_link_state(self)
 
     def _end(self, cause: str, detail: str) -> None:
-        if self._gave_up:
-            cause, detail = self._gave_up
+        if self.state == "broken":
+            return
         self.cause, self.detail = str(cause), detail
         if self._world is not None:
             self.silent_s = self._world.silent_s

@@ -121,7 +121,7 @@ class Scheduler:
     # What the shell calls.
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take in what has happened and say what to do, in order.
+        """Take in what has happened and say what to do, in order, before the next event is handled.
 
         Args:
             now_s: monotonic time of the event; an earlier time than that of the event before counts as the same.

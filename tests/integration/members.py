@@ -30,6 +30,7 @@ import torch
 
 import multiworld
 from multiworld import WorldManager
+from tests.integration.parts import Part
 from multiworld.store import LifelineStore
 
 PATIENCE_S = 60.0
@@ -91,7 +92,7 @@ class Script:
         """The distinct values of what came."""
         tensor = torch.full((count,), float("nan"))
         await self.manager.communicator.recv(tensor, src, world, tag=tag)
-        return list(tensor.unique().tolist())
+        return sorted(set(tensor.tolist()))
 
     async def echo(self, world: str, peer: int) -> int:
         """Send back what comes plus one, until the world ends. Gives how many."""
@@ -102,6 +103,10 @@ class Script:
                 await self.manager.communicator.send(tensor + 1, peer, world)
                 count += 1
         return count
+
+    async def operate(self, world: str, operation: str, root: int = 0, count: int = 4) -> list[float]:
+        """Do this rank's part in an operation of any kind (parts.py)."""
+        return await Part(self.manager, world, root, count).perform(operation)
 
     async def send_and_close(self, world: str, dst: int, value: float, count: int) -> None:
         """Close in the same step of the event loop in which the send completes."""
@@ -163,7 +168,21 @@ class Script:
         def start(_thread: threading.Thread) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
 
-        threading.Thread.start = start  # type: ignore[method-assign]
+        def forbid() -> None:
+            threading.Thread.start = start  # type: ignore[method-assign,assignment]
+
+        atexit.register(forbid)  # runs before what was registered earlier, as multiworld's own
+
+    async def fork_a_child_that_ends(self) -> int:
+        """The exit status of a child that ends as any program does."""
+        pid = os.fork()
+        if pid == 0:
+            sys.exit()
+        async with asyncio.timeout(PATIENCE_S):
+            fd = os.pidfd_open(pid)
+            await _readable(fd)
+            os.close(fd)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class ScriptError(Exception):
@@ -277,10 +296,9 @@ class Member:
 
     async def stopped(self) -> None:
         """Return once it has been stopped by SIGSTOP, all its threads."""
-        tasks = Path(f"/proc/{self.pid}/task")
         async with asyncio.timeout(PATIENCE_S):
-            while not all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()):
-                await asyncio.sleep(0.005)
+            while not _stopped(self.pid):
+                await asyncio.sleep(0.005)  # noqa: ASYNC110 - nothing tells of it
 
     async def end(self, how: str = "end") -> int:
         """Let the program come to its end, or `fail`, without any clean-up of its own. Gives the exit status."""
@@ -350,10 +368,15 @@ def _rebuild(kind: str, args: list[Any]) -> Exception:
     return known(*args)
 
 
+def _stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
-    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    loop.add_reader(fd, lambda: None if ready.done() else ready.set_result(None))
     try:
         await ready
     finally:

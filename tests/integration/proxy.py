@@ -8,21 +8,26 @@ from collections.abc import AsyncIterator, Callable
 
 Translate = Callable[[bytes], bytes]
 
-_LOOPBACK_ADDRESS = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)
-"""A sockaddr_in on 127.0.0.1, as Gloo publishes where it listens."""
+HOST = "127.0.0.5"
+"""Where rank 0 of a `Line` listens. Of two members the one with the lower address waits for the other to connect: with the other one on
+127.0.0.1 their order stays the same when the ports are those of proxies."""
+_ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00.)", re.DOTALL)
+"""A sockaddr_in of this machine, as Gloo publishes where it listens."""
 
 
 class Proxy:
-    """Forwards what comes to its port to `target_port`, as long as it `flows`."""
+    """Forwards what comes to its port to `target_port` of the same host, until it is frozen."""
 
-    def __init__(self, target_port: int, translate: Translate | None = None) -> None:
-        self.connections = 0
+    def __init__(self, host: str, target_port: int, translate: Translate | None = None) -> None:
+        self.host = host
+        self.used = asyncio.Event()
+        """Set by the first connection."""
         self._target_port = target_port
         self._translate = translate or (lambda data: data)
         self._flows = asyncio.Event()
         self._flows.set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sock = socket.create_server(("127.0.0.1", 0))
+        self._sock = socket.create_server((host, 0))
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self._spawn(self._accept())
@@ -47,12 +52,12 @@ class Proxy:
             there = socket.socket()
             there.setblocking(False)
             try:
-                await loop.sock_connect(there, ("127.0.0.1", self._target_port))
+                await loop.sock_connect(there, (self.host, self._target_port))
             except OSError:
                 here.close()
                 there.close()
                 continue
-            self.connections += 1
+            self.used.set()
             self._spawn(self._join(here, there))
 
     async def _join(self, here: socket.socket, there: socket.socket) -> None:
@@ -73,12 +78,10 @@ class Line:
     """All that goes between two members of a world: the lifeline, and the data of its group, each behind a proxy of its own."""
 
     def __init__(self, join_port: int) -> None:
-        self.lifeline = Proxy(join_port, self._divert)
+        self.lifeline = Proxy(HOST, join_port, self._divert)
+        self.carries_data = asyncio.Event()
+        """Set once the members' group is connected through here."""
         self._data: dict[int, Proxy] = {}
-
-    @property
-    def data_connections(self) -> int:
-        return sum(proxy.connections for proxy in self._data.values())
 
     def freeze_data(self) -> None:
         for proxy in self._data.values():
@@ -92,12 +95,13 @@ class Line:
         """Let every address that is published on the lifeline lead to a proxy."""
 
         def divert(address: re.Match[bytes]) -> bytes:
-            port = int.from_bytes(address[1], "big")
+            host, port = socket.inet_ntoa(address[2]), int.from_bytes(address[1], "big")
             if port not in self._data:
-                self._data[port] = Proxy(port)
-            return b"\x02\x00" + self._data[port].port.to_bytes(2, "big") + b"\x7f\x00\x00\x01"
+                self._data[port] = Proxy(host, port)
+                self._data[port].used = self.carries_data
+            return b"\x02\x00" + self._data[port].port.to_bytes(2, "big") + address[2]
 
-        return _LOOPBACK_ADDRESS.sub(divert, data)
+        return _ADDRESS.sub(divert, data)
 
 
 @contextlib.asynccontextmanager

@@ -186,3 +186,27 @@ async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]
         await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
     assert link.state == "broken"
     assert link.cause == Cause.TIMEOUT
+
+
+async def test_link_is_over_at_once_when_it_is_given_up_while_it_forms(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    former = pair.link(plan[0])
+    await asyncio.sleep(0)
+    former.give_up(Cause.EXIT, "its worker has joined again")
+    assert (former.state, former.cause) == ("broken", Cause.EXIT)
+    again = pair.link(plan[0])  # the same world, by name and epoch
+    await pair.session(again)
+    await pair.heard.until("ready")
+    assert former.cause == Cause.EXIT
+
+
+async def test_link_is_over_at_once_when_it_is_given_up_while_it_serves(
+    pair: Pair, plan: tuple[StagePlan, ...]
+) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    link.give_up(Cause.HANG, "no answer")
+    assert (link.state, link.cause) == ("broken", Cause.HANG)
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*pair.tasks)
+    assert link.cause == Cause.HANG

@@ -37,7 +37,7 @@ async def test_values_arrive_when_two_members_talk(spawn: Spawn, manager: WorldM
         tensor = torch.zeros(count)
         await manager.communicator.recv(tensor, 1, "w")
         await going
-        assert tensor.unique().tolist() == [7.0]
+        assert set(tensor.tolist()) == {7.0}
 
 
 @pytest.mark.parametrize("order", ["012", "210", "102"])
@@ -111,7 +111,7 @@ async def test_a_stale_epoch_is_refused_and_a_later_one_waits(spawn: Spawn, mana
     waiting = early.start("join", world="w", rank=1, size=2, port=port, epoch=8)
     refused = stale.start("join", world="w", rank=1, size=2, port=port, epoch=6)
     forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, epoch=7))
-    with pytest.raises(JoinError, match="epoch 6 .* the current one is 7"):
+    with pytest.raises(JoinError, match=r"epoch 6 .* the current one is 7"):
         await refused
     await early.do("threads")
     assert not waiting.done()
@@ -150,9 +150,9 @@ async def test_a_name_in_use_is_refused_without_harm_to_its_world(spawn: Spawn, 
 
 async def test_a_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
     world = await manager.initialize_world("alone", 0, 1, port=manager.listen())
-    assert world.state is WorldState.READY
+    assert str(world.state) == "ready"
     await manager.close_world("alone")
-    assert world.state is WorldState.CLOSED
+    assert str(world.state) == "closed"
 
 
 @pytest.mark.parametrize("count", [4, BIG], ids=["small", "12MB"])
@@ -166,7 +166,7 @@ async def test_a_message_arrives_when_its_sender_closes_the_moment_it_was_sent(
         sending = peer.start("send_and_close", world="w", dst=0, value=value, count=count)
         tensor = torch.zeros(count)
         await manager.communicator.recv(tensor, 1, "w")
-        assert tensor.unique().tolist() == [value]
+        assert set(tensor.tolist()) == {value}
         await sending
         await manager.close_world("w")
 

@@ -114,11 +114,14 @@ class Checker:
         for batch in link.in_flight.values():
             if link.id not in batch.copies:
                 continue
-            batch.lost = True
-            for request in self._open(batch) if blames and not link.draining else ():
+            batch.lost, batch.failed_on = True, None
+            requests = self._open(batch) if blames and not link.draining else []
+            for request in requests:
                 request.worlds_broken += 1
                 request.broke_alone = alone and len(batch.requests) == 1
-                request.suspect = True
+            if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
+                for request in requests:
+                    request.suspect = True
         self._ledger.remove_link(link, self._now_s)
 
     # Actions: what the scheduler says.
@@ -161,6 +164,7 @@ class Checker:
         assert not batch.isolated or not link.in_flight, "a suspect must travel alone on its link"
         self._check_kind(action, batch)
         self._check_least_loaded(batch, link, action)
+        self._check_reroutes_go_first(action, batch)
         if not link.in_flight:
             link.silent_since_s = self._now_s
         link.in_flight[batch.id] = batch
@@ -172,7 +176,7 @@ class Checker:
         assert action.kind == "first"
         assert action.stage == 0
         assert 1 <= len(action.requests) <= self._config.max_batch_size
-        assert action.version in self._ledger.complete_versions(), "a new batch for a version that is not complete"
+        assert action.version == self._ledger.current_version(), "a new batch for another than the current version"
         requests = tuple(self._ledger.requests[request] for request in action.requests)
         assert all(request.batch is None for request in requests), "a request in two batches"
         assert all(request.deadline_s > self._now_s for request in requests), "computed after the deadline"
@@ -219,6 +223,14 @@ class Checker:
             and (action.kind != "retry" or other.id != batch.failed_on)
         ]
         assert link.rows <= min(other.rows for other in rivals), "not the least loaded replica"
+
+    def _check_reroutes_go_first(self, action: SendBatch, batch: BatchEntry) -> None:
+        if action.kind != "first" or batch.isolated:
+            return
+        for other in self._ledger.batches.values():
+            rerouted = other.lost and not other.copies and not other.isolated
+            same_line = (other.stage, other.version) == (batch.stage, batch.version)
+            assert not (rerouted and same_line), f"batch {other.id} lost its link and has to wait"
 
     def _follow_keep(self, action: KeepOutput) -> None:
         batch = self._claim_output(action.batch, action.link)

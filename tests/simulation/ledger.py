@@ -17,7 +17,7 @@ class RequestEntry:
     travelled: bool = False
     """Has been in a batch: it no longer has its first place in the queue."""
     suspect: bool = False
-    """Has been in a batch that broke a world or failed."""
+    """Has been in a batch that failed or broke all but one of the worlds that it may."""
     worlds_broken: int = 0
     broke_alone: bool = False
     errors: int = 0
@@ -73,6 +73,8 @@ class Ledger:
         self.was_complete = False
         self.empty_since_s: dict[tuple[str, int], float] = {}
         self.most_links = 0
+        self._versions: list[str] = []
+        """As first seen."""
 
     def arrive(self, event: RequestArrived, now_s: float) -> RequestEntry:
         self.arrivals += 1
@@ -94,6 +96,9 @@ class Ledger:
         self.empty_since_s.pop((event.version, event.stage), None)
         self.was_complete = self.was_complete or self.complete_versions() != []
         self.most_links = max(self.most_links, len(self.links))
+        if event.version not in self._versions:
+            self._versions.append(event.version)
+        self._forget_versions()
 
     def stop_link(self, link: LinkEntry, now_s: float) -> None:
         """It takes no new batch."""
@@ -106,6 +111,16 @@ class Ledger:
         del self.links[link.id]
         for batch in link.in_flight.values():
             batch.copies.discard(link.id)
+        self._forget_versions()
+
+    def current_version(self) -> str | None:
+        complete = self.complete_versions()
+        return next((version for version in reversed(self._versions) if version in complete), None)
+
+    def _forget_versions(self) -> None:
+        if self.complete_versions():
+            alive = {link.version for link in self.links.values()}
+            self._versions = [version for version in self._versions if version in alive]
 
     def replicas(self, stage: int, version: str, besides: LinkEntry | None = None) -> list[LinkEntry]:
         return [

@@ -1,0 +1,124 @@
+"""Start all ranks of an example in one terminal: python -m examples.launch all_reduce
+
+Each line of a rank's output comes with its name in front. Ctrl-C ends them all. Torch is imported once; the ranks are forked from
+here, so that they start within milliseconds, and are otherwise what the lines in the example's README start by hand.
+"""
+
+import argparse
+import importlib
+import itertools
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from examples.rank_processes import Cast, Fault, Rank, Terminal
+from examples.two_worlds import WORLD_SIZE, add_network_options, place
+
+EXAMPLES = (
+    "send_recv",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "ring_all_reduce",
+    "single_world",
+    "resnet",
+)
+SINGLE_WORLD_SIZE = 5
+
+
+def ranks_of(example: str, num_workers: int) -> list[Rank]:
+    """Who takes part in an example, without the arguments that are the same for all."""
+    module = f"examples.{example}.m8d"
+    if example == "single_world":
+        return [_single(rank) for rank in range(SINGLE_WORLD_SIZE)]
+    if example == "resnet":
+        worlds = range(1, num_workers + 1)
+        leader = Rank("leader", tuple((index, 0) for index in worlds), module, ("--num_workers", str(num_workers)))
+        return [leader, *(_member(module, (index, 1)) for index in worlds)]
+    others = itertools.product((1, 2), range(1, WORLD_SIZE))
+    return [_member(module, (1, 0), (2, 0)), *(_member(module, place) for place in others)]
+
+
+def _single(rank: int) -> Rank:
+    arguments = ("--rank", str(rank), "--worldsize", str(SINGLE_WORLD_SIZE))
+    return Rank(f"rank {rank}", ((1, rank),), "examples.send_recv.single_world", arguments)
+
+
+def _member(module: str, *places: tuple[int, int]) -> Rank:
+    index, rank = places[0]
+    infos = [("--worldinfo", f"{index},{rank}") for index, rank in places]
+    label = "leader" if rank == 0 else f"world{index} rank {rank}"
+    return Rank(label, places, module, tuple(itertools.chain.from_iterable(infos)))
+
+
+def reserve_port(addr: str, port: int) -> socket.socket:
+    """A bound socket that does not listen: nobody else is given its port, and rank 0 can still take it. Port 0 is any free one."""
+    sock = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((addr, port))
+    return sock
+
+
+def launch(example: str, options: argparse.Namespace, extra: Sequence[str]) -> bool:
+    """Run an example. Gives whether everybody ended well whom the killed rank did not concern."""
+    ranks = ranks_of(example, options.num_workers)
+    importlib.import_module(ranks[0].module)
+    with reserve_port(options.addr, options.port) as reserved:
+        same = {
+            "backend": options.backend,
+            "addr": options.addr,
+            "port": reserved.getsockname()[1],
+            "steps": options.steps,
+            "step-pause-s": options.step_pause_s,
+        }
+        terminal = Terminal([*(rank.label for rank in ranks), "launcher"])
+        arguments = [word for key, value in same.items() for word in (f"--{key}", str(value))]
+        cast = Cast(terminal, [*arguments, *extra], _fault(example, ranks, options))
+        try:
+            cast.run(ranks)
+        except KeyboardInterrupt:
+            terminal.print("launcher", f"{example}: ended all ranks")
+            sys.exit(130)
+    terminal.print("launcher", f"{example}: {'a rank failed' if cast.failed else 'done'}")
+    return not cast.failed
+
+
+def _fault(example: str, ranks: Sequence[Rank], options: argparse.Namespace) -> Fault | None:
+    if options.kill_rank is None:
+        return None
+    for rank in ranks:
+        if options.kill_rank in rank.places:
+            return Fault(rank, options.after_step, options.restart_after_s)
+    index, number = options.kill_rank
+    sys.exit(f"--kill-rank: {example} has no rank {number} in world {index}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.launch",
+        description="Start all ranks of an example in one terminal.",
+        epilog="Flags that are not known here are passed on to the example.",
+    )
+    parser.add_argument("example", nargs="+", choices=EXAMPLES, help="which to run; several run one after another")
+    add_network_options(parser)
+    parser.set_defaults(port=0)  # a free one
+    parser.add_argument("--num_workers", type=int, default=2, help="of resnet (default: %(default)s)")
+    parser.add_argument("--kill-rank", type=place, metavar="WORLD,RANK", help="kill this rank, to see what happens")
+    parser.add_argument("--after-step", type=int, default=3, help="after which of its steps (default: %(default)s)")
+    parser.add_argument("--restart-after-s", type=float, help="start it again; only resnet takes it back")
+    options, extra = parser.parse_known_args()
+    if options.restart_after_s is not None and set(options.example) != {"resnet"}:
+        parser.error("--restart-after-s: a world that broke ends in this example; only resnet joins it again")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed = [example for example in options.example if not launch(example, options, extra)]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

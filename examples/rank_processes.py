@@ -1,0 +1,210 @@
+"""The ranks of one example as processes of one launcher, which prints what they say."""
+
+import io
+import itertools
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import TextIO
+
+COLOURS = (36, 33, 32, 35, 34, 31)
+
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process to be started.
+
+    Attributes:
+        places: the (world, rank) pairs that it is.
+    """
+
+    label: str
+    places: tuple[tuple[int, int], ...]
+    module: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is to go wrong.
+
+    Attributes:
+        victim: who is killed, right after this step of it.
+        restart_after_s: when it is started again, None for never.
+    """
+
+    victim: Rank
+    after_step: int
+    restart_after_s: float | None = None
+
+    def excuses(self, rank: Rank) -> bool:
+        """Whether all worlds of `rank` are those of the victim: then it cannot but fail."""
+        return {index for index, _ in rank.places} <= {index for index, _ in self.victim.places}
+
+
+class Terminal:
+    """Lines with a name in front, in colour on a terminal."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._width = max(map(len, labels))
+        coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self._colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False)) if coloured else {}
+
+    def print(self, label: str, text: str) -> None:
+        name = f"{label:<{self._width}} |"
+        colour = self._colours.get(label)
+        print(f"\033[{colour}m{name}\033[0m {text}" if colour else f"{name} {text}", flush=True)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A started rank, our end of the pipe that it writes to, and what has come of its current line."""
+
+    rank: Rank
+    process: BaseProcess
+    pipe: int
+    partial: bytes = b""
+    ended: bool = False
+
+    def read(self) -> list[str]:
+        """The lines that have come; blocks while there is nothing. `ended` is set at the end of them all."""
+        data = os.read(self.pipe, 1 << 16)
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        if not data:
+            self.ended = True
+            os.close(self.pipe)
+            lines += [self.partial] if self.partial else []
+        return [line.decode(errors="replace") for line in lines]
+
+
+class Cast:
+    """All ranks of an example. Single-threaded, because it forks.
+
+    Attributes:
+        failed: whether one has failed that the fault does not excuse.
+    """
+
+    def __init__(self, terminal: Terminal, arguments: Sequence[str], fault: Fault | None) -> None:
+        self.failed = False
+        self._terminal = terminal
+        self._arguments = tuple(arguments)
+        self._fault = fault
+        self._running: list[Running] = []
+        self._selector = selectors.DefaultSelector()
+        self._restart_at_s: float | None = None
+
+    def run(self, ranks: Sequence[Rank]) -> None:
+        """Start all ranks, and return when all have ended. Whatever ends it, they end with it."""
+        try:
+            for rank in ranks:
+                doomed = self._fault is not None and rank == self._fault.victim
+                self._start(
+                    rank, last_words=f"done with step: {self._fault.after_step} " if doomed and self._fault else ""
+                )
+            while self._running or self._restart_at_s is not None:
+                for key, _ in self._selector.select(self._restart_when_due()):
+                    self._hear(key.data)
+        finally:
+            self._end()
+
+    def _start(self, rank: Rank, last_words: str = "") -> None:
+        read_end, write_end = os.pipe()
+        arguments = (*rank.arguments, *self._arguments)
+        ours = [read_end, *(running.pipe for running in self._running)]
+        process = _fork.Process(target=_be, args=(rank.module, arguments, write_end, ours, last_words), daemon=True)
+        process.start()
+        os.close(write_end)
+        running = Running(rank, process, read_end)
+        self._running.append(running)
+        self._selector.register(read_end, selectors.EVENT_READ, running)
+        command = " ".join(("python -m", rank.module, *arguments))
+        self._terminal.print(rank.label, f"started as process {process.pid}: {command}")
+
+    def _hear(self, running: Running) -> None:
+        for line in running.read():
+            self._terminal.print(running.rank.label, line)
+        if running.ended:
+            self._selector.unregister(running.pipe)
+            self._running.remove(running)
+            running.process.join()
+            self._on_ended(running.rank, running.process.exitcode or 0)
+
+    def _on_ended(self, rank: Rank, status: int) -> None:
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self._terminal.print(rank.label, how)
+        fault = self._fault
+        if (
+            fault is not None
+            and rank == fault.victim
+            and status == -signal.SIGKILL
+            and fault.restart_after_s is not None
+        ):
+            self._restart_at_s = time.monotonic() + fault.restart_after_s
+        self.failed |= status != 0 and not (fault is not None and fault.excuses(rank))
+
+    def _restart_when_due(self) -> float | None:
+        """Seconds until it is, None for never."""
+        if self._restart_at_s is None or self._fault is None:
+            return None
+        left_s = self._restart_at_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._restart_at_s = None
+        self._start(self._fault.victim)
+        return None
+
+    def _end(self) -> None:
+        for running in self._running:
+            running.process.kill()
+        for running in self._running:
+            running.process.join()
+            os.close(running.pipe)
+        self._selector.close()
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------------
+
+
+class LastWords(io.TextIOBase):
+    """Standard output of a process that is killed the moment that it has said `words`: no step later, however slow we are."""
+
+    def __init__(self, stream: TextIO, words: str) -> None:
+        self._stream = stream
+        self._words = words
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        if self._words in f"{text} ":
+            self._stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _be(module: str, arguments: Sequence[str], write_end: int, inherited: Sequence[int], last_words: str) -> None:
+    """Do what `python -m module arguments` does, with the output into the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for fd in inherited:  # else we would not notice that nobody reads any more
+        os.close(fd)
+    for fd in (1, 2):
+        os.dup2(write_end, fd)
+    os.close(write_end)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    if last_words:
+        sys.stdout = LastWords(sys.stdout, last_words)
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # the launcher imported it, for the sake of what it imports
+    runpy.run_module(module, run_name="__main__")

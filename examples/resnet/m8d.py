@@ -1,0 +1,149 @@
+"""A ResNet on each worker, and a leader that sends pictures to them in turn. Each worker is in a world of its own with the leader.
+
+Run: python -m examples.launch resnet --num_workers 2
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+from examples.resnet.pictures import load_pictures
+from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options, device_of, place
+from models import MODEL_NAMES, LoadedModel, load_model, reference
+from multiworld import BrokenWorldException, Cause, WorldError, WorldManager
+
+RETRY_S = 0.2
+
+
+class Leader:
+    """Rank 0 of every world. A world is either in `free`, or busy with a picture, or being joined."""
+
+    def __init__(self, manager: WorldManager, model: LoadedModel, options: argparse.Namespace) -> None:
+        self._manager = manager
+        self._model = model
+        self._options = options
+        self._device = device_of(options.backend, 0)
+        self._free: asyncio.Queue[str] = asyncio.Queue()
+        self._tasks = asyncio.TaskGroup()
+        self._joining: set[asyncio.Task[None]] = set()
+
+    async def lead(self) -> None:
+        """Have every picture answered, by whoever is there."""
+        async with self._tasks:
+            for index in range(1, self._options.num_workers + 1):
+                self._start_to_join(f"world{index}")
+            await self._send_all()
+            for task in self._joining:  # for workers that never came
+                task.cancel()
+
+    async def _send_all(self) -> None:
+        options = self._options
+        pictures = itertools.cycle(load_pictures(options.image, self._model.preprocessing).items())
+        for number, (name, picture) in zip(range(1, options.steps + 1), pictures, strict=False):
+            print(f"Predicted class: {await self._answer(name, picture)}")
+            print(f"done with step: {number}")
+            await asyncio.sleep(options.step_pause_s)
+
+    async def _answer(self, name: str, picture: torch.Tensor) -> str:
+        while True:
+            world = await self._free.get()
+            try:
+                label = await self._ask(world, name, picture)
+            except BrokenWorldException as error:
+                print(f"skipped {world}, which is joined again when its worker comes back: {error}")
+                self._start_to_join(world)
+                continue
+            self._free.put_nowait(world)
+            return label
+
+    async def _ask(self, world: str, name: str, picture: torch.Tensor) -> str:
+        communicator = self._manager.communicator
+        probabilities = torch.empty(1, len(self._model.labels), device=self._device)
+        await communicator.send(picture.to(self._device), 1, world)
+        print(f"Sent {name} to {world} for processing")
+        await communicator.recv(probabilities, 1, world)
+        return described(self._model, probabilities)
+
+    def _start_to_join(self, world: str) -> None:
+        task = self._tasks.create_task(self._join(world))
+        self._joining.add(task)
+        task.add_done_callback(self._joining.discard)
+
+    async def _join(self, name: str) -> None:
+        """Wait for the worker, however long it takes: the other worlds do not wait for it."""
+        options = self._options
+        while True:
+            try:
+                world = await self._manager.initialize_world(
+                    name, 0, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, self._device
+                )
+                break
+            except WorldError as error:
+                print(f"{name} did not form, trying again: {error}")
+                await asyncio.sleep(RETRY_S)
+        print(f"{name} joined, epoch {world.epoch}")
+        self._free.put_nowait(name)
+
+
+async def work(manager: WorldManager, model: LoadedModel, options: argparse.Namespace, index: int) -> None:
+    """Answer pictures until the leader goes."""
+    name, device = f"world{index}", device_of(options.backend, index)
+    classify, communicator = reference(model), manager.communicator
+    crop_size = model.preprocessing.crop_size
+    picture = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
+    await manager.initialize_world(name, 1, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device)
+    for number in itertools.count(1):
+        await communicator.recv(picture, 0, name)
+        probabilities = classify(picture.cpu())
+        await communicator.send(probabilities.to(device), 0, name)
+        print(f"Predicted class: {described(model, probabilities)}")
+        print(f"done with step: {number} ({name})")
+
+
+def described(model: LoadedModel, probabilities: torch.Tensor) -> str:
+    """The likeliest class of float32 [1,num_classes]."""
+    probability, class_id = probabilities[0].max(dim=0)
+    return f"{model.labels[int(class_id)]} ({float(probability):.1%})"
+
+
+async def main(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)  # the workers of an example share one machine
+    model = load_model(options.model, options.weights)
+    async with WorldManager() as manager:
+        if options.worldinfo is None:
+            await Leader(manager, model, options).lead()
+            return 0
+        try:
+            await work(manager, model, options, options.worldinfo[0])
+        except BrokenWorldException as error:
+            if error.cause is not Cause.LEFT:
+                print(f"caught an exception: {error}")
+                return 1
+            print("the leader has left: there are no more pictures")
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--worldinfo", type=place, metavar="INDEX,1", help="be the worker of world INDEX; else the leader"
+    )
+    parser.add_argument("--num_workers", type=int, default=2, help="how many the leader has (default: %(default)s)")
+    parser.add_argument("--model", choices=MODEL_NAMES, default="resnet18", help="(default: %(default)s)")
+    parser.add_argument(
+        "--weights", default="auto", help="a file, random:SEED, or torchvision's (default: %(default)s)"
+    )
+    parser.add_argument("--image", type=Path, help="a picture of yours (default: two that come with scikit-learn)")
+    add_network_options(parser)
+    options = parser.parse_args()
+    if options.worldinfo is not None and options.worldinfo[1] != 1:
+        parser.error("--worldinfo: a worker is rank 1 of its world; the leader is started without")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(parsed())))

@@ -1,0 +1,119 @@
+"""What the examples of one operation share: up to two worlds of three, a hundred steps in each.
+
+The leader is rank 0 of both worlds; everybody else is a member of one. Each world has a task of its own, so that the end of one is
+nothing to the other.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import torch
+
+from multiworld import BrokenWorldException, WorldCommunicator, WorldError, WorldManager
+
+WORLD_SIZE = 3
+JOIN_TIMEOUT_S = 120.0
+"""Long enough to start five terminals by hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This process's place in one world.
+
+    Attributes:
+        device: where the tensors of this world live: the CPU for Gloo, a GPU for NCCL.
+    """
+
+    communicator: WorldCommunicator
+    world_name: str
+    rank: int
+    device: torch.device
+
+    def tensor(self, value: float) -> torch.Tensor:
+        """float32 [3], all `value`."""
+        return torch.full((3,), float(value), device=self.device)
+
+
+Step = Callable[[Member, int], Awaitable[None]]
+"""(member, number of the step, from 1)."""
+
+
+def run(step: Step) -> None:
+    """Be the member that the command line says. Exits with 0 when a world finished all steps, with 1 when none did."""
+    sys.exit(asyncio.run(_take_part(step, _parsed())))
+
+
+def add_network_options(parser: argparse.ArgumentParser) -> None:
+    """The flags that all examples have."""
+    parser.add_argument("--backend", default="gloo", help="gloo or nccl (default: %(default)s)")
+    parser.add_argument("--addr", default="127.0.0.1", help="address of rank 0 (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=29500, help="port of rank 0, for all its worlds (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="how many steps to take (default: %(default)s)")
+    parser.add_argument("--step-pause-s", type=float, default=0.1, help="rest after a step (default: %(default)s)")
+
+
+def place(text: str) -> tuple[int, int]:
+    """`INDEX,RANK` as numbers: index of the world from 1, rank within it. For argparse."""
+    try:
+        index, rank = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected INDEX,RANK, as in 1,0") from None
+    if index < 1 or rank < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: worlds count from 1 and ranks from 0")
+    return index, rank
+
+
+def device_of(backend: str, rank: int) -> torch.device:
+    """The GPU of a rank for NCCL, round-robin where there are fewer; else the CPU."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--worldinfo",
+        type=place,
+        action="append",
+        required=True,
+        metavar="INDEX,RANK",
+        help=f"be this rank, 0 to {WORLD_SIZE - 1}, of world INDEX; give it twice to be in two worlds",
+    )
+    add_network_options(parser)
+    options = parser.parse_args()
+    if any(rank >= WORLD_SIZE for _, rank in options.worldinfo):
+        parser.error(f"--worldinfo: the ranks of a world of {WORLD_SIZE} are 0 to {WORLD_SIZE - 1}")
+    return options
+
+
+async def _take_part(step: Step, options: argparse.Namespace) -> int:
+    async with WorldManager() as manager:
+        worlds = [_in_world(manager, step, options, index, rank) for index, rank in options.worldinfo]
+        finished = await asyncio.gather(*worlds)
+    return 0 if any(finished) else 1
+
+
+async def _in_world(manager: WorldManager, step: Step, options: argparse.Namespace, index: int, rank: int) -> bool:
+    """All steps of one world. Gives whether they were all taken."""
+    name, device = f"world{index}", device_of(options.backend, rank)
+    member = Member(manager.communicator, name, rank, device)
+    try:
+        await manager.initialize_world(
+            name, rank, WORLD_SIZE, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device
+        )
+        for number in range(1, options.steps + 1):
+            await step(member, number)
+            print(f"done with step: {number} ({name})")
+            await asyncio.sleep(options.step_pause_s)
+    except WorldError as error:
+        print(f"caught an exception: {error}")
+        return False
+    print(f"{name}: finished all {options.steps} steps")
+    with contextlib.suppress(BrokenWorldException):  # leave together; whoever is through first may be gone first
+        await manager.communicator.barrier(name)
+    return True

@@ -1,0 +1,139 @@
+"""Checked mode: members that disagree break their world, where Gloo alone would end the process or leave stale data."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldCommunicator, WorldManager
+from multiworld.agreement import INLINE_BYTES
+from tests.integration.crew import Crew
+
+t = torch.zeros
+Call = Callable[[WorldCommunicator, str], Awaitable[None]]
+
+DISAGREEMENTS: dict[str, tuple[str, Call, Call]] = {
+    "more elements than expected": (
+        "all_reduce(float32[5], SUM)",
+        lambda c, w: c.all_reduce(t(4), world_name=w),
+        lambda c, w: c.all_reduce(t(5), world_name=w),
+    ),
+    "fewer elements than expected": (
+        "broadcast(float32[3], src 0)",
+        lambda c, w: c.broadcast(t(4), 0, w),
+        lambda c, w: c.broadcast(t(3), 0, w),
+    ),
+    "another dtype of the same size": (
+        "all_gather(int32[4])",
+        lambda c, w: c.all_gather([t(4), t(4), t(4)], t(4), w),
+        lambda c, w: c.all_gather([t(4).int(), t(4).int(), t(4).int()], t(4).int(), w),
+    ),
+    "another root": (
+        "reduce(float32[4], SUM, dst 2)",
+        lambda c, w: c.reduce(t(4), 1, world_name=w),
+        lambda c, w: c.reduce(t(4), 2, world_name=w),
+    ),
+    "another reduction": (
+        "all_reduce(float32[4], MAX)",
+        lambda c, w: c.all_reduce(t(4), ReduceOp.SUM, w),
+        lambda c, w: c.all_reduce(t(4), ReduceOp.MAX, w),
+    ),
+    "another operation": (
+        "barrier()",
+        lambda c, w: c.all_reduce(t(4), world_name=w),
+        lambda c, w: c.barrier(w),
+    ),
+    "nothing against something": (
+        "scatter(float32[0], src 0)",
+        lambda c, w: c.scatter(t(4), [t(4), t(4), t(4)] if c is CREW_FIRST[0] else None, 0, w),
+        lambda c, w: c.scatter(t(0), None, 0, w),
+    ),
+}
+CREW_FIRST: list[WorldCommunicator] = []
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_disagreement_breaks_the_world_at_all_members(crew: Crew, what: str) -> None:
+    words, usual, other = DISAGREEMENTS[what]
+    CREW_FIRST[:] = [crew.managers[0].communicator]
+
+    async def part(manager: WorldManager, world: World) -> BrokenWorldException:
+        call = other if world.rank == 2 else usual
+        with pytest.raises(BrokenWorldException) as caught:
+            await call(manager.communicator, world.name)
+        return caught.value
+
+    try:
+        for error in crew.run(3, part, checked=True):
+            assert (error.cause, error.rank) == (Cause.ERROR, 2)
+            assert words in error.detail
+    finally:
+        crew.fresh(3, checked=True)
+
+
+def test_all_to_all_breaks_the_world_when_one_sends_more_than_expected(crew: Crew) -> None:
+    async def part(manager: WorldManager, world: World) -> Cause:
+        inputs = [t(2), t(2), t(2)]
+        if world.rank == 1:
+            inputs[2] = t(1000)
+        with pytest.raises(BrokenWorldException) as caught:
+            await manager.communicator.all_to_all([t(2), t(2), t(2)], inputs, world.name)
+        return caught.value.cause
+
+    try:
+        assert crew.run(3, part, checked=True) == [Cause.ERROR] * 3
+    finally:
+        crew.fresh(3, checked=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (t(8), t(4)),
+        (t(4), t(8)),
+        (t(INLINE_BYTES), t(1)),
+        (t(1), t(INLINE_BYTES)),
+        (t(INLINE_BYTES), t(2 * INLINE_BYTES)),
+        (t(4), t(4).int()),
+        (t(0), t(1)),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tensor.numel()}",
+)
+def test_message_of_another_size_or_dtype_breaks_the_world(
+    crew: Crew, sent: torch.Tensor, expected: torch.Tensor
+) -> None:
+    async def part(manager: WorldManager, world: World) -> Cause:
+        here = manager.communicator
+        with pytest.raises(BrokenWorldException) as caught:  # noqa: PT012 - a short message is sent before it is judged
+            if world.rank == 0:
+                await here.send(sent, 1, world.name)
+                await here.recv(t(1), 1, world.name)
+            else:
+                await here.recv(expected, 0, world.name)
+        assert caught.value.rank == 0
+        return caught.value.cause
+
+    try:
+        assert crew.run(2, part, checked=True) == [Cause.ERROR] * 2
+    finally:
+        crew.fresh(2, checked=True)
+
+
+async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not() -> None:
+    async with WorldManager(checked=True) as first, WorldManager(checked=False) as second:
+        port = first.listen()
+
+        async def join(manager: WorldManager, rank: int) -> Exception | None:
+            try:
+                world = await manager.initialize_world("w", rank, 2, port=port)
+                await world.recv(t(1), 1 - rank)
+            except (JoinError, BrokenWorldException) as error:
+                return error
+            return None
+
+        host, guest = await asyncio.gather(join(first, 0), join(second, 1))
+        assert isinstance(guest, JoinError)
+        assert "rank 0 is checked, we are unchecked" in str(guest)
+        assert isinstance(host, JoinError | BrokenWorldException)

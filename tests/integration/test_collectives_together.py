@@ -1,0 +1,224 @@
+"""Operations of several worlds and several operations of one world run side by side; ending one world leaves the others alone."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+import torch
+
+from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager, WorldNotFoundError
+from multiworld.collectives import all_reduce
+from tests.integration.crew import Crew
+
+BOTH = pytest.mark.parametrize("checked", [False, True])
+
+
+@BOTH
+def test_operations_of_one_world_complete_when_many_are_under_way(crew: Crew, checked: bool) -> None:
+    """Collectives in the order of the calls, messages in the order of their tag, both at once, small and large mixed."""
+    sizes = [3, 70_000, 0, 1, 5_000, 2, 300]
+
+    async def part(manager: WorldManager, world: World) -> None:
+        here, peer, name = manager.communicator, 1 - world.rank, world.name
+        reduced = [torch.full((size,), float(world.rank + index)) for index, size in enumerate(sizes)]
+        got = [torch.zeros(size) for size in sizes]
+        receives = [here.irecv(each, peer, name) for each in got]
+        operations = [world.start(all_reduce(world.ranks, each, torch.distributed.ReduceOp.SUM)) for each in reduced]
+        sends = [
+            here.isend(torch.full((size,), float(10 * world.rank + i)), peer, name) for i, size in enumerate(sizes)
+        ]
+        for operation in (*sends, *operations, *receives):
+            await operation
+            assert operation.done()
+        for index, size in enumerate(sizes):
+            assert reduced[index].tolist() == [2.0 * index + 1] * size
+            assert got[index].tolist() == [10.0 * peer + index] * size
+
+    crew.run(2, part, checked=checked)
+
+
+@BOTH
+def test_other_worlds_run_on_when_one_waits(crew: Crew, checked: bool) -> None:
+    """A collective that waits for a member holds up nobody in another world of the same processes."""
+
+    async def part(manager: WorldManager, world: World) -> None:
+        waiting = None
+        if world.rank != 2:
+            waiting = asyncio.create_task(manager.communicator.barrier(world.name))
+        pair = await crew.worlds(2, checked)
+        if world.rank < 2:
+            for step in range(20):
+                tensor = torch.full((2000,), float(step))
+                await manager.communicator.all_reduce(tensor, world_name=pair[0].name)
+                assert tensor[0] == 2 * step
+            assert waiting is not None
+            assert not waiting.done()
+        if world.rank < 2:
+            finished.append(world.rank)
+            if len(finished) == 2:
+                both.set()
+        else:
+            await both.wait()
+            await manager.communicator.barrier(world.name)
+        if waiting is not None:
+            await waiting
+
+    finished: list[int] = []
+    both = asyncio.Event()
+    crew.await_(crew.worlds(2, checked))
+    crew.run(3, part, checked=checked)
+
+
+@BOTH
+def test_cancelling_a_collective_breaks_its_own_world_only(crew: Crew, checked: bool) -> None:
+    async def part(manager: WorldManager, world: World) -> float:
+        if world.rank == 0:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(manager.communicator.barrier(world.name), 0.05)
+        elif world.rank == 1:
+            with pytest.raises(BrokenWorldException) as caught:
+                await manager.communicator.recv(torch.zeros(3), 0, world.name)
+            assert (caught.value.cause, caught.value.rank) == (Cause.ABORTED, 0)
+        else:
+            with pytest.raises(BrokenWorldException) as caught:
+                await manager.communicator.all_reduce(torch.zeros(3), world_name=world.name)
+            assert (caught.value.cause, caught.value.rank) == (Cause.ABORTED, 0)
+        assert manager.communicator.is_broken(world.name)
+        other = (await crew.worlds(3, not checked))[0].name
+        tensor = torch.ones(5)
+        await manager.communicator.all_reduce(tensor, world_name=other)
+        return tensor.sum().item()
+
+    crew.await_(crew.worlds(3, not checked))
+    try:
+        assert crew.run(3, part, checked=checked) == [15.0] * 3
+    finally:
+        crew.fresh(3, checked=checked)
+
+
+@BOTH
+@pytest.mark.parametrize("collective", [False, True])
+def test_world_breaks_with_timeout_when_an_operation_takes_too_long(
+    crew: Crew, checked: bool, collective: bool
+) -> None:
+    async def part(manager: WorldManager, world: World) -> Cause:
+        here, name = manager.communicator, world.name
+        if world.rank == 1:
+            operation = here.recv(torch.zeros(3), 0, name, tag=9)
+        elif collective:
+            operation = here.all_reduce(torch.zeros(3), world_name=name, timeout_s=0.05)
+        else:
+            operation = here.recv(torch.zeros(3), 1, name, timeout_s=0.05)
+        with pytest.raises(BrokenWorldException) as caught:
+            await operation
+        return caught.value.cause
+
+    try:
+        assert crew.run(2, part, checked=checked) == [Cause.TIMEOUT] * 2
+    finally:
+        crew.fresh(2, checked=checked)
+
+
+@BOTH
+def test_operation_within_its_timeout_leaves_no_timer(crew: Crew, checked: bool) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        operation = world.start(all_reduce(world.ranks, torch.zeros(3), torch.distributed.ReduceOp.SUM), timeout_s=30)
+        await operation
+        assert operation.timer is not None
+        assert operation.timer.cancelled()
+        assert operation.status == "done"
+
+    crew.run(2, part, checked=checked)
+
+
+async def test_groups_timeout_never_ends_an_operation() -> None:
+    """Forming had 5 s; a member that comes to a collective later than that is merely slow."""
+    async with WorldManager() as first, WorldManager() as second:
+        port = first.listen()
+
+        def operations(manager: WorldManager, rank: int, name: str) -> dict[str, object]:
+            here, pair = manager.communicator, [torch.zeros(2000), torch.zeros(2000)]
+            lists = (pair, None) if rank == 0 else (None, pair)
+            one = torch.zeros(2000)
+            return {
+                "broadcast": lambda: here.broadcast(one, 0, name),
+                "all_reduce": lambda: here.all_reduce(one, world_name=name),
+                "reduce": lambda: here.reduce(one, 0, world_name=name),
+                "all_gather": lambda: here.all_gather(pair, one, name),
+                "all_gather_into_tensor": lambda: here.all_gather_into_tensor(torch.zeros(4000), one, name),
+                "gather": lambda: here.gather(one, lists[0], 0, name),
+                "scatter": lambda: here.scatter(one, lists[0], 0, name),
+                "reduce_scatter": lambda: here.reduce_scatter(one, pair, world_name=name),
+                "reduce_scatter_tensor": lambda: here.reduce_scatter_tensor(one, torch.zeros(4000), world_name=name),
+                "all_to_all": lambda: here.all_to_all(pair, [one, one], name),
+                "barrier": lambda: here.barrier(name),
+                "recv": lambda: here.recv(one, 1, name) if rank == 0 else here.send(one, 0, name),
+            }
+
+        async def work(manager: WorldManager, rank: int, kind: str, checked: bool) -> None:
+            name = f"{kind}-{checked}"
+            await manager.initialize_world(name, rank, 2, port=port, timeout=5, checked=checked)
+            if rank == 1:
+                await asyncio.sleep(5.5)
+            await operations(manager, rank, name)[kind]()  # type: ignore[operator]
+
+        kinds = operations(first, 0, "")
+        await asyncio.gather(
+            *(
+                work(manager, rank, kind, checked)
+                for rank, manager in enumerate((first, second))
+                for kind in kinds
+                for checked in (False, True)
+            )
+        )
+
+
+@BOTH
+def test_pending_operations_end_when_the_world_is_removed(crew: Crew, checked: bool) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name = manager.communicator, world.name
+        if world.rank == 0:
+            pending = [here.irecv(torch.zeros(2), 1, name), here.irecv(torch.zeros(2), 1, name, tag=1)]
+            collective = asyncio.create_task(here.all_reduce(torch.zeros(2), world_name=name))
+            await asyncio.sleep(0.05)
+            manager.remove_world(name)
+            for operation in pending:
+                with pytest.raises(WorldClosedError):
+                    await operation
+                assert operation.status == "failed"
+            with pytest.raises(WorldClosedError):
+                await collective
+            with pytest.raises(WorldNotFoundError):
+                await here.barrier(name)
+        else:
+            with pytest.raises(BrokenWorldException) as caught:
+                await here.recv(torch.zeros(2), 0, name)
+            assert caught.value.cause == Cause.LEFT
+
+    try:
+        crew.run(2, part, checked=checked)
+    finally:
+        crew.fresh(2, checked=checked)
+
+
+@BOTH
+def test_tensors_are_let_go_when_their_operations_are_done(crew: Crew, checked: bool) -> None:
+    async def part(manager: WorldManager, world: World) -> list[weakref.ref[torch.Tensor]]:
+        tensor, message = torch.ones(2000), torch.ones(2000)
+        await manager.communicator.all_reduce(tensor, world_name=world.name)
+        if world.rank == 0:
+            await manager.communicator.send(message, 1, world.name)
+        else:
+            await manager.communicator.recv(message, 0, world.name)
+        return [weakref.ref(tensor), weakref.ref(message)]
+
+    references = crew.run(2, part, checked=checked)
+
+    async def let_go() -> None:
+        async with asyncio.timeout(10):
+            while any(reference() is not None for each in references for reference in each):
+                await asyncio.sleep(0.01)
+                gc.collect()
+
+    crew.await_(let_go())

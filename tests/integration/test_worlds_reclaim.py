@@ -1,0 +1,242 @@
+"""Nothing of an ended world is left, however often and however it ended; and a program may end in any state."""
+
+import asyncio
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import BrokenWorldException, WorldManager
+from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
+
+CYCLES = 60
+"""How often worlds are made and ended here. A leak of one thread or descriptor a cycle shows at once; `benchmarks` does thousands."""
+GROWTH_KIB = 16_384
+"""Memory that may come and go without being a leak of `CYCLES` worlds with their groups, threads and stacks."""
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path) as make:
+        yield make
+
+
+def assert_flat(before: dict[str, int], after: dict[str, int]) -> None:
+    assert after["threads"] <= before["threads"], (before, after)
+    assert after["fds"] <= before["fds"], (before, after)
+    assert after["rss_kib"] < before["rss_kib"] + GROWTH_KIB, (before, after)
+
+
+async def settled(manager: WorldManager) -> dict[str, int]:
+    """What this process holds once its ended worlds are reclaimed."""
+    for world in manager.worlds.values():
+        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+    gc.collect()
+    return resources()
+
+
+async def test_nothing_grows_when_worlds_are_closed_over_and_over() -> None:
+    async with WorldManager() as host, WorldManager() as guest:
+        port = host.listen()
+
+        async def cycle(number: int) -> None:
+            await form("w", port, host, guest)
+            tensor = torch.full((1000,), float(number))
+            receiving = asyncio.create_task(guest.communicator.recv(torch.zeros(1000), 0, "w"))
+            await host.communicator.send(tensor, 1, "w")
+            await receiving
+            await asyncio.gather(host.close_world("w"), guest.close_world("w"))
+
+        for number in range(10):
+            await cycle(number)
+        before = await settled(host)
+        for number in range(CYCLES):
+            await cycle(number)
+        assert_flat(before, await settled(host))
+
+
+async def test_nothing_grows_when_peers_are_killed_over_and_over(spawn: Spawn) -> None:
+    """The host's side: pending operations and all, the name is used again at once."""
+    async with WorldManager() as manager:
+        port = manager.listen()
+        peers = [await spawn() for _ in range(5 + CYCLES // 2)]
+        held: list[dict[str, int]] = []
+        for number, peer in enumerate(peers):
+            assert await form("w", port, manager, peer) == number + 1
+            receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(1000), 1, "w"))
+            await asyncio.sleep(0)
+            peer.kill()
+            with pytest.raises(BrokenWorldException):
+                await receiving
+            await peer.dispose()
+            held.append(await settled(manager))
+        assert_flat(held[4], held[-1])
+
+
+async def test_nothing_grows_when_operations_are_cancelled_over_and_over() -> None:
+    async with WorldManager() as host, WorldManager() as guest:
+        port = host.listen()
+
+        async def cycle() -> None:
+            await form("w", port, host, guest)
+            receiving = asyncio.create_task(guest.communicator.recv(torch.zeros(100_000), 0, "w"))
+            sending = asyncio.create_task(guest.communicator.send(torch.zeros(3_000_000), 0, "w"))
+            await asyncio.sleep(0)
+            receiving.cancel()
+            with pytest.raises(BrokenWorldException):
+                await sending
+            await settled(guest)
+            await settled(host)
+
+        for _ in range(10):
+            await cycle()
+        before = await settled(host)
+        for _ in range(CYCLES):
+            await cycle()
+        assert_flat(before, await settled(host))
+
+
+async def test_nothing_grows_when_joins_fail_over_and_over() -> None:
+    async with WorldManager(secret="right") as host, WorldManager(secret="wrong") as guest:
+        port = host.listen()
+
+        async def cycle() -> None:
+            hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port))
+            with pytest.raises(Exception, match="wrong secret"):
+                await guest.initialize_world("w", 1, 2, port=port)
+            hosting.cancel()
+            await asyncio.gather(hosting, return_exceptions=True)
+            await settled(guest)
+
+        for _ in range(10):
+            await cycle()
+        before = await settled(host)
+        for _ in range(CYCLES):
+            await cycle()
+        assert_flat(before, await settled(host))
+
+
+async def test_cleanup_frees_all_and_the_manager_can_be_used_again() -> None:
+    before = resources()
+    host, guest = WorldManager(), WorldManager()
+    for _ in range(3):
+        port = host.listen()
+        for name in ("a", "b"):
+            await form(name, port, host, guest)
+        receiving = asyncio.create_task(guest.communicator.recv(torch.zeros(4), 0, "a"))
+        await asyncio.sleep(0)
+        guest.cleanup()  # on the event loop's own thread, with an operation pending
+        host.cleanup()
+        await asyncio.gather(receiving, return_exceptions=True)
+        assert receiving.exception() is not None
+    after = await settled(host)
+    shared = 3  # of Gloo's device, which a process keeps: one thread, its listening socket, its epoll
+    assert after["threads"] <= before["threads"] + shared
+    assert after["fds"] <= before["fds"] + shared + 1
+
+
+# -- the end of a program ----------------------------------------------------------------------------------------------------
+
+STATES = ["unused", "listening", "ready", "pending", "host_waits", "guest_waits", "broken", "closed", "frozen_peer"]
+
+
+@pytest.mark.parametrize("threadless", [False, True], ids=["", "no_new_threads"])
+@pytest.mark.parametrize("state", STATES)
+async def test_a_program_ends_cleanly_when_its_world_is(spawn: Spawn, state: str, threadless: bool) -> None:
+    """Without any clean-up of its own: exit status 0, nothing on stderr. From Python 3.12 on, no thread can be started by then."""
+    member, peer = await spawn(), await spawn()
+    if state == "listening":
+        await member.do("listen")
+    elif state == "host_waits":
+        member.start("join", world="w", rank=0, size=2, port=await member.do("listen"))
+    elif state == "guest_waits":
+        member.start("join", world="w", rank=1, size=2, port=await peer.do("listen"))
+    elif state != "unused":
+        await form("w", await member.do("listen"), member, peer)
+    if state == "pending":
+        member.start("recv", world="w", src=1)
+        member.start("send", world="w", dst=1, count=3_000_000)
+    elif state == "broken":
+        peer.kill()
+        await member.do("told", kind="broken", world="w")
+    elif state == "closed":
+        await member.do("close", world="w")
+    elif state == "frozen_peer":
+        member.start("recv", world="w", src=1)
+        peer.signal(signal.SIGSTOP)
+        await peer.stopped()
+    await member.do("threads")
+    if threadless:
+        await member.do("no_new_threads")
+    assert await member.end() == 0
+    assert not [line for line in member.complaints.splitlines() if "ready->broken" not in line]
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
+async def test_a_program_ends_cleanly_when_its_world_is_still_built(spawn: Spawn, published: bool) -> None:
+    """A thread sits in the constructor of a group then, and may not come back for a while."""
+    member, victim = await spawn(), await spawn()
+    await victim.do("freeze_while_forming", published=published)
+    port = await member.do("listen")
+    member.start("join", world="w", rank=0, size=2, port=port)
+    victim.start("join", world="w", rank=1, size=2, port=port)
+    await victim.stopped()
+    assert await member.end() == 0
+
+
+async def test_a_program_that_fails_ends_with_its_own_error(spawn: Spawn) -> None:
+    member, peer = await spawn(), await spawn()
+    await form("w", await member.do("listen"), member, peer)
+    member.start("recv", world="w", src=1)
+    assert await member.end("fail") == 1
+    assert "ScriptError" in member.complaints
+
+
+async def test_a_forked_child_ends_cleanly_and_leaves_its_parents_worlds_alone(spawn: Spawn) -> None:
+    member, peer = await spawn(), await spawn()
+    await form("w", await member.do("listen"), member, peer)
+    assert await member.do("fork_a_child_that_ends") == 0
+    coming = peer.start("recv", world="w", src=0)
+    await member.do("send", world="w", dst=1, value=5.0)
+    assert await coming == [5.0]
+
+
+PROGRAM = """
+import asyncio, torch
+from multiworld import WorldManager
+
+async def main():
+    host, guest = WorldManager(), WorldManager()
+    port = host.listen()
+    await asyncio.gather(*(m.initialize_world("w", r, 2, port=port) for r, m in enumerate((host, guest))))
+    asyncio.ensure_future(guest.communicator.recv(torch.zeros(4), 0, "w"))
+    await asyncio.sleep(0)
+    {ending}
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("ending", ["return", "raise SystemExit(0)", "asyncio.get_running_loop().stop()"])
+def test_a_script_ends_whichever_way_it_ends(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(ending=ending))
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=root,
+        env={"PYTHONPATH": str(root)},
+    )
+    if "stop()" in ending:
+        assert done.returncode == 1  # asyncio.run's own complaint
+    else:
+        assert done.returncode == 0, done.stderr
+        assert not [line for line in done.stderr.splitlines() if "ready->broken" not in line]
