@@ -8,17 +8,23 @@ from multiworld.waiters import Waiters
 
 
 class Lane:
-    """Runs its jobs in order on the world's waiting threads. It holds a thread only while it has something to do."""
+    """Runs its jobs in order on the world's waiting threads. It holds a thread only while it has something to do.
+
+    Attributes:
+        unposted: how many of its jobs have still to hand their operation to c10d: who would post at once must queue behind them.
+            Kept by `Traffic`, under the world's lock.
+    """
 
     def __init__(self, waiters: Waiters) -> None:
         self._waiters = waiters
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._running = False
+        self.unposted = 0
 
     @property
     def busy(self) -> bool:
-        """Whether a job is waiting or running. What is done outside the lane while it is not busy keeps the order too."""
+        """Whether a job is waiting or running."""
         return self._running
 
     def run(self, job: Callable[[], None]) -> None:

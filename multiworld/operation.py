@@ -22,7 +22,7 @@ class Plan:
     Attributes:
         name: of the operation, for messages.
         signature: what the members must agree on, in words; checked mode compares it before anything else is sent.
-        post: hands it to c10d. None means that there is nothing to be done.
+        post: hands it to c10d.
         deliver: brings the results to the caller's tensors where c10d could not write into them directly.
         tensors: kept alive until c10d has let go of them, whatever the caller does.
         staged: whether `post` has to move data off a device first, which may take long and must not hold up an event loop.
@@ -34,7 +34,7 @@ class Plan:
 
     name: str
     signature: str
-    post: Callable[[ProcessGroup], Work | None]
+    post: Callable[[ProcessGroup], Work]
     tensors: tuple[Tensor, ...] = ()
     deliver: Callable[[], None] | None = None
     staged: bool = False

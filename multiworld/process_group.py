@@ -5,11 +5,15 @@ The facts this rests on (what aborts a Gloo group, what its constructor waits fo
 
 import contextlib
 import functools
+import logging
 import os
+import threading
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, ProcessGroupGloo, Store
+
+logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=3650)
 """The deadline of an operation that has none of its own: the watchdog decides, not the clock."""
@@ -18,6 +22,14 @@ _CONNECT_S = 5.0
 _POISON_TAG = 0x7FFF_FFF1
 """Reserved: nothing is ever sent with it."""
 _POISON_WAIT = timedelta(milliseconds=1)
+
+_NCCL_ABORT_S = 10.0
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error in one world ends the process with all its worlds
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor ends a process in which NCCL does not move
+    "TORCH_DIST_USE_NCCL2": "0",  # the class behind the registered name in torch 2.15 has other options
+}
+"""Must stand before NCCL's first use."""
 
 
 class UnsupportedBackendError(ValueError):
@@ -86,10 +98,9 @@ def _make_gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) 
 def _register_nccl(
     group: ProcessGroup, store: Store, rank: int, size: int, timeout_s: float, device: torch.device
 ) -> None:
-    # Both must stand before NCCL's first use: its own error handling would end the process with all its worlds, and the newer
-    # class behind the registered name has other options.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+    """Written from torch's source and documentation; never run by us on more than one GPU."""
+    for name, value in _NCCL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from torch.distributed import ProcessGroupNCCL  # noqa: PLC0415 - absent from builds without CUDA
 
     options = ProcessGroupNCCL.Options()
@@ -97,8 +108,12 @@ def _register_nccl(
     options.config.blocking = 0
     nccl = ProcessGroupNCCL(store, rank, size, options)
     group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-    if device.type == "cuda":
-        nccl.eager_connect_single_device(device)
+    if device.type != "cuda" or device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    nccl.eager_connect_single_device(device)
+    with torch.cuda.device(device):  # what connects lazily all the same connects now, not on somebody's event loop
+        group.allreduce([torch.zeros(1, device=device)], AllreduceOptions()).wait()
+        torch.cuda.current_stream(device).synchronize()
 
 
 def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dict[str, str]) -> None:
@@ -112,5 +127,13 @@ def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dic
         with contextlib.suppress(RuntimeError):  # that it fails is the point
             group.recv([torch.empty(1, dtype=torch.uint8)], peer, _POISON_TAG).wait(_POISON_WAIT)
     if "nccl" in backends.values():
-        with contextlib.suppress(RuntimeError):
-            group._get_backend(torch.device("cuda")).abort()
+        aborting = threading.Thread(target=_abort_nccl, args=(group,), name="multiworld-nccl-abort", daemon=True)
+        aborting.start()
+        aborting.join(_NCCL_ABORT_S)
+        if aborting.is_alive():
+            logger.error("NCCL did not abort within %.0f s; its thread is left behind", _NCCL_ABORT_S)
+
+
+def _abort_nccl(group: ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):
+        group._get_backend(torch.device("cuda")).abort()

@@ -1,8 +1,9 @@
 """The operations of one world on their way: handed to c10d in order, awaited without holding up anybody, completed or failed.
 
-A send or receive is waited for on a thread of the world's own, for c10d gives it no future; a collective on the CPU completes
-through its future; what ran on a CUDA stream is done when an event on that stream says so. Whatever has to do more than that
-before its data can move (checked mode, tensors that cross through host memory) does it on a lane, in order.
+A send or receive is waited for on a thread of the world's own, for c10d gives it no future: on a lane, as those of one direction,
+peer and tag complete in order. A collective completes through its future. Whatever may take its time before its data moves (checked
+collectives, tensors that cross through host memory, NCCL) does all of it on a lane; what ran on a CUDA stream is done when an
+event on that stream says so.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -23,6 +23,8 @@ from multiworld.operation import Operation, Plan
 from multiworld.process_group import FOREVER
 from multiworld.waiters import Waiters
 
+_LANES_KEPT = 64
+"""Tags may be many; lanes that nobody uses are forgotten beyond this."""
 _Posted = TypeVar("_Posted")
 
 
@@ -63,7 +65,7 @@ class Traffic:
         self._casualties: list[Operation] = []
         self._waiters = Waiters(f"multiworld-{world.name}")
         self._collectives = Lane(self._waiters)
-        self._messages: WeakValueDictionary[tuple[str, int, int], Lane] = WeakValueDictionary()
+        self._messages: dict[tuple[str, int, int], Lane] = {}
 
     @property
     def busy(self) -> bool:
@@ -97,46 +99,52 @@ class Traffic:
         return operation
 
     def _set_off(self, operation: Operation, group: ProcessGroup) -> None:
+        """Post it, unless that could take long or would overtake what has still to be posted: then queue it."""
         plan = operation.plan
-        if (lane := self._lane(plan)) is not None:
+        slow = plan.staged or _on_cuda(
+            plan
+        )  # copies from a device take their time, and NCCL connects lazily and blocks
+        lane = self._collectives if plan.peer < 0 else self._lane(plan, slow)
+        if self._checked and plan.name == "recv" and not slow:
+            receive = FramedReceive(plan.signature, plan.peer, plan.tag)
+            operation.works = [receive.post_frame(group)]
+            lane.run(partial(self._carry, operation, partial(self._post_rest, operation, receive)))
+        elif slow or lane.unposted or (self._checked and plan.peer < 0):
             if _on_cuda(plan):
                 operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
-            lane.run(partial(self._travel, operation))
-            return
-        operation.works = self._post(plan, group)
-        if not operation.works:
-            self._settle(operation)
-        elif plan.peer >= 0 or _on_cuda(plan):
-            self._waiters.run(partial(self._wait, operation))
+            lane.unposted += 1
+            lane.run(partial(self._carry, operation, partial(self._post_late, operation, lane)))
         else:
-            operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
+            operation.works = self._post(plan, group)
+            if plan.peer >= 0:
+                lane.run(partial(self._carry, operation, None))
+            else:
+                operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
     def _post(self, plan: Plan, group: ProcessGroup) -> list[Work]:
-        if self._checked and plan.name == "send" and plan.buffer is not None:
+        if self._checked and plan.name == "send":
+            assert plan.buffer is not None
             return send_framed(group, plan.buffer(), plan.signature, plan.peer, plan.tag)
-        work = plan.post(group)
-        return [] if work is None else [work]
+        return [plan.post(group)]
 
-    def _lane(self, plan: Plan) -> Lane | None:
-        """Where this operation has to queue; None when it may be posted at once without overtaking another."""
-        if plan.peer < 0:
-            return self._collectives if plan.staged or self._checked or self._collectives.busy else None
-        needed = plan.staged or (self._checked and plan.name == "recv")
-        if not needed and not self._messages:
-            return None
-        key = plan.name, plan.peer, plan.tag
+    def _lane(self, plan: Plan, slow: bool) -> Lane:
+        """Messages of one direction, peer and tag complete in order; NCCL has one order for all with a peer."""
+        key = ("nccl", plan.peer, 0) if slow and not plan.staged else (plan.name, plan.peer, plan.tag)
         lane = self._messages.get(key)
-        if lane is None and needed:
+        if lane is None:
+            if len(self._messages) >= _LANES_KEPT:
+                self._messages = {key: lane for key, lane in self._messages.items() if lane.busy}
             lane = self._messages[key] = Lane(self._waiters)
-        return lane if needed or (lane is not None and lane.busy) else None
+        return lane
 
     # -- under way (on threads of the world's own) ---------------------------------------------------------------------------
 
-    def _travel(self, operation: Operation) -> None:
-        """All of an operation that queues: agree, move the data, wait."""
+    def _carry(self, operation: Operation, post: Callable[[], None] | None) -> None:
+        """Post what has not been posted yet, wait, and bring the results to where they belong."""
         try:
             with _stream(operation.stream):
-                self._agree(operation)
+                if post is not None:
+                    post()
                 self._wait_for(operation)
                 if operation.plan.deliver is not None:
                     operation.plan.deliver()
@@ -146,50 +154,48 @@ class Traffic:
             self._world.break_(Cause.ERROR, error.rank, error.detail)
             self._fail(operation, RuntimeError(error.detail))
         except RuntimeError as error:
-            self._fail(operation, error.with_traceback(None))
+            self._fail(operation, error.with_traceback(None))  # a traceback holds tensors
         except WorldError as error:
             self._fail(operation, RuntimeError(str(error)))
         else:
             self._settle(operation)
 
-    def _agree(self, operation: Operation) -> None:
-        """Post the operation, in checked mode once everybody has agreed to it."""
+    def _post_late(self, operation: Operation, lane: Lane) -> None:
+        """Post an operation that queued; a collective of a checked world once everybody has agreed to it."""
         plan = operation.plan
-        if not self._checked or plan.name == "send":
-            operation.works = self._post_unless_ended(partial(self._post, plan), plan.staged)
-        elif plan.buffer is not None:
-            receive = FramedReceive(plan.signature, plan.peer, plan.tag)
-            self._post_unless_ended(receive.post_frame, False).wait(FOREVER)
-            rest = self._post_unless_ended(partial(receive.post_rest, data=plan.buffer()), False)
-            operation.works = [] if rest is None else [rest]
-        else:
-            group = self._post_unless_ended(lambda group: group, False)
-            agree(group, self._world.size, plan.signature)
-            if plan.splits_bytes is not None:
-                agree_on_splits(group, *plan.splits_bytes)
-            operation.works = self._post_unless_ended(partial(self._post, plan), plan.staged)
+        try:
+            if self._checked and plan.name == "recv":
+                receive = FramedReceive(plan.signature, plan.peer, plan.tag)
+                operation.works = [self._post_unless_ended(receive.post_frame)]
+                self._post_rest(operation, receive)
+                return
+            if self._checked and plan.peer < 0:
+                group = self._post_unless_ended(lambda group: group)
+                agree(group, self._world.size, plan.signature)
+                if plan.splits_bytes is not None:
+                    agree_on_splits(group, *plan.splits_bytes)
+            operation.works = self._post_unless_ended(partial(self._post, plan), _on_cuda(plan))
+        finally:
+            with self._lock:
+                lane.unposted -= 1
 
-    def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], staged: bool) -> _Posted:
-        """Under the world's lock, unless it has to move data off a device first."""
+    def _post_rest(self, operation: Operation, receive: FramedReceive) -> None:
+        """Wait for the frame of a message, and receive what did not fit into it."""
+        assert operation.plan.buffer is not None
+        self._wait_for(operation)
+        rest = self._post_unless_ended(partial(receive.post_rest, data=operation.plan.buffer()))
+        operation.works = [] if rest is None else [rest]
+
+    def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], slow: bool = False) -> _Posted:
+        """Under the world's lock, unless that could be held for long. What is under way when a member leaves may go on."""
         with self._lock:
-            if ending := self._world.ending():
+            ending, group = self._world.ending(), self._group
+            if ending is not None and (group is None or not self.draining):
                 raise ending
-            group = self._group
             assert group is not None
-            if not staged:
+            if not slow:
                 return post(group)
         return post(group)
-
-    def _wait(self, operation: Operation) -> None:
-        """Wait for what was posted at once."""
-        try:
-            self._wait_for(operation)
-            if operation.plan.deliver is not None:
-                operation.plan.deliver()
-        except RuntimeError as error:
-            self._fail(operation, error.with_traceback(None))  # a traceback holds tensors
-        else:
-            self._settle(operation)
 
     def _wait_for(self, operation: Operation) -> None:
         """Block until c10d is done. Raises RuntimeError."""

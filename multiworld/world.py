@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Store
 
-from multiworld import collectives
-from multiworld.collectives import Ranks
+from multiworld import messages
+from multiworld.arguments import Ranks
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.handshake import Hello
 from multiworld.operation import Operation, Plan
@@ -143,11 +143,12 @@ class World:
             self.break_(Cause.ABORTED, self.rank, "cancelled while joining")
             raise
         except TimeoutError:
+            obstacle = self._obstacle()
             self.break_(Cause.TIMEOUT, -1, "did not form in time")
             raise JoinError(
                 self.name,
                 f"did not form within {self._config.timeout_s:g} s as rank {self.rank} of {self.size} at "
-                f"{self._config.addr}:{self._config.port}: {self._obstacle()}",
+                f"{self._config.addr}:{self._config.port}: {obstacle}",
             ) from None
         except WorldError:
             raise
@@ -308,14 +309,14 @@ class World:
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Post the send and return at once; await what it gives."""
-        return self._traffic.start(collectives.send(self.ranks, tensor, dst, tag), timeout_s)
+        return self._traffic.start(messages.send(self.ranks, tensor, dst, tag), timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Post the receive and return at once; await what it gives."""
-        return self._traffic.start(collectives.recv(self.ranks, tensor, src, tag), timeout_s)
+        return self._traffic.start(messages.recv(self.ranks, tensor, src, tag), timeout_s)
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
-        """Post an operation, as the functions of `multiworld.collectives` plan them, and return at once."""
+        """Post an operation that `messages`, `collectives` or `reductions` planned, and return at once."""
         return self._traffic.start(plan, timeout_s)
 
     async def finish(self, operation: Operation) -> None:

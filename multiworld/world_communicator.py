@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld import collectives
-from multiworld.collectives import AnyReduceOp, Ranks
+from multiworld import collectives, messages, reductions
+from multiworld.arguments import Ranks
 from multiworld.errors import WorldError
 from multiworld.operation import Operation, Plan
+from multiworld.reductions import AnyReduceOp
 
 if TYPE_CHECKING:
     from multiworld.world_manager import WorldManager
@@ -51,7 +52,7 @@ class WorldCommunicator:
         Args:
             tag: matched by the receiver's, below 2**29; messages of one tag arrive in order.
         """
-        await self._run(world_name, lambda ranks: collectives.send(ranks, tensor, dst, tag), timeout_s)
+        await self._run(world_name, lambda ranks: messages.send(ranks, tensor, dst, tag), timeout_s)
 
     async def recv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
@@ -60,19 +61,19 @@ class WorldCommunicator:
 
         A longer message ends the process unless the world is checked (Gloo's doing).
         """
-        await self._run(world_name, lambda ranks: collectives.recv(ranks, tensor, src, tag), timeout_s)
+        await self._run(world_name, lambda ranks: messages.recv(ranks, tensor, src, tag), timeout_s)
 
     def isend(
         self, tensor: Tensor, dst: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start to send, and return at once; await what it returns, or ask its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: collectives.send(ranks, tensor, dst, tag), timeout_s)
+        return self._start(world_name, lambda ranks: messages.send(ranks, tensor, dst, tag), timeout_s)
 
     def irecv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start to receive, and return at once; await what it returns, or ask its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: collectives.recv(ranks, tensor, src, tag), timeout_s)
+        return self._start(world_name, lambda ranks: messages.recv(ranks, tensor, src, tag), timeout_s)
 
     # -- from one to all, and back ---------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Reduce everybody's `tensor` into that of rank `dst`. What it holds at the other ranks afterwards is undefined."""
-        await self._run(world_name, lambda ranks: collectives.reduce(ranks, tensor, dst, op), timeout_s)
+        await self._run(world_name, lambda ranks: reductions.reduce(ranks, tensor, dst, op), timeout_s)
 
     async def gather(
         self,
@@ -124,7 +125,7 @@ class WorldCommunicator:
         self, tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Reduce everybody's `tensor`; all get the result, in it."""
-        await self._run(world_name, lambda ranks: collectives.all_reduce(ranks, tensor, op), timeout_s)
+        await self._run(world_name, lambda ranks: reductions.all_reduce(ranks, tensor, op), timeout_s)
 
     async def all_gather(
         self, tensors: Sequence[Tensor], tensor: Tensor, world_name: str = "", *, timeout_s: float | None = None
@@ -148,7 +149,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Reduce everybody's `input_list`, one tensor of the size of `output` a rank; each rank gets the result of its place."""
-        await self._run(world_name, lambda ranks: collectives.reduce_scatter(ranks, output, input_list, op), timeout_s)
+        await self._run(world_name, lambda ranks: reductions.reduce_scatter(ranks, output, input_list, op), timeout_s)
 
     async def reduce_scatter_tensor(
         self,
@@ -161,7 +162,7 @@ class WorldCommunicator:
     ) -> None:
         """Like `reduce_scatter`, the inputs one after the other in `tensor`."""
         await self._run(
-            world_name, lambda ranks: collectives.reduce_scatter_tensor(ranks, output, tensor, op), timeout_s
+            world_name, lambda ranks: reductions.reduce_scatter_tensor(ranks, output, tensor, op), timeout_s
         )
 
     async def all_to_all(
@@ -177,7 +178,7 @@ class WorldCommunicator:
 
     async def barrier(self, world_name: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until every member has come here."""
-        await self._run(world_name, collectives.barrier, timeout_s)
+        await self._run(world_name, reductions.barrier, timeout_s)
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import platform
@@ -70,6 +71,7 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
     plan = make_plan(model, settings.stages)
+    gc.freeze()  # what is here now stays: the collector need not walk over torch again and again
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 

@@ -18,7 +18,7 @@ from models import LoadedModel
 from multiworld import Cause, WorldManager
 from server.errors import DrainingError, RequestRefused
 from server.link import Link
-from server.metrics import Metrics
+from server.metrics import HEDGE_OUTCOMES, Metrics
 from server.payloads import Payloads
 from server.plan import StagePlan
 from server.predictor import Answer as Prediction
@@ -103,6 +103,9 @@ class Leader:
                 recovery_grace_s=settings.recovery_grace_s,
                 max_attempts=settings.max_attempts,
                 hang_timeout_s=settings.hang_timeout_s,
+                hedge_factor=settings.hedge_factor or None,
+                hedge_floor_s=settings.hedge_floor_s,
+                hedge_budget=settings.hedge_budget,
             )
         )
         token = settings.token.get_secret_value() if settings.token else ""
@@ -117,6 +120,8 @@ class Leader:
         self._flights: dict[tuple[int, str], _Flight] = {}
         self._events: deque[tuple[Event, Tensor | None]] = deque()
         self._feeding = False
+        self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
+        """How many of each outcome the metrics know of."""
         self._arrived: Tensor | None = None
         """The output that has just come in, while the scheduler decides what becomes of it."""
         self._next_request = 0
@@ -323,9 +328,18 @@ class Leader:
             self._feeding = False
             self._arrived = None
         self._metrics.queue_depth(self._scheduler.queue_depth)
+        self._count_hedges()
         if self._draining and not self._scheduler.open_requests:
             self._drained.set()
         self._wake_at(self._scheduler.next_wakeup_s())
+
+    def _count_hedges(self) -> None:
+        hedges = self._scheduler.counters.hedges
+        if hedges.total() > sum(self._hedges.values()):
+            for outcome in HEDGE_OUTCOMES:
+                for _ in range(hedges[outcome] - self._hedges[outcome]):
+                    self._metrics.hedged(outcome)
+                self._hedges[outcome] = hedges[outcome]
 
     def _wake_at(self, wakeup_s: float | None) -> None:
         if self._timer is not None:

@@ -27,9 +27,10 @@ from server.predictor import ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
 """Which of the inference interfaces a request came through."""
-HedgeOutcome = Literal["won", "lost", "cancelled"]
-"""The second copy answered first, the first copy did, or neither was needed any more."""
+HedgeOutcome = Literal["won", "lost", "wasted"]
+"""The second copy answered first, the first copy did, or the second one failed or was not wanted any more."""
 
+HEDGE_OUTCOMES: tuple[HedgeOutcome, ...] = get_args(HedgeOutcome)
 _CAUSES = ("exit", "hang", "transport", "error", "left", "timeout", "aborted")
 _REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
 
@@ -112,6 +113,8 @@ class Metrics:
         self._reroutes = self._counter("reroutes", "Batches moved to another replica after a break.", ("stage",))
         self._retries = self._counter("retries", "Batches sent again, for whatever reason.", ("stage",))
         self._hedges = self._counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        for outcome in HEDGE_OUTCOMES:
+            self._hedges.labels(outcome)
         self._restarts = self._counter("worker_restarts", "Workers started again by the supervisor.", ("slot",))
 
     # Requests

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from config import DEVICE_PATTERN, Settings, SettingsError, setting
 from config.tokens import new_token
@@ -66,13 +66,25 @@ class ServeSettings(Settings):
     window: int = setting(2, "Batching", "Most batches in flight on one link.", ge=1, le=64)
 
     max_attempts: int = setting(
-        3, "Failure", "Worlds that one image may break before it is refused as poison.", ge=1, le=100
+        3, "Failure", "Worlds that one image may break before it is refused as poison.", ge=2, le=100
     )
     recovery_grace_s: float = setting(
         15.0, "Failure", "How long a stage without a replica keeps its batches before it refuses them.", ge=0, le=3600
     )
     hang_timeout_s: float = setting(
         10.0, "Failure", "Longest time that a worker may take for one batch before its link is broken.", gt=0, le=3600
+    )
+    hedge_factor: float = setting(
+        2.0,
+        "Failure",
+        "A batch that takes so many times what its stage usually takes is sent to a second replica; 0 never does.",
+        ge=0,
+        le=1000,
+        allowed="0, or a number from 1 to 1000",
+    )
+    hedge_floor_s: float = setting(0.05, "Failure", "No batch counts as late before this.", ge=0, le=3600)
+    hedge_budget: float = setting(
+        0.05, "Failure", "Extra work that second copies may cost, as a share of all images sent.", ge=0, le=1
     )
     drain_timeout_s: float = setting(
         10.0, "Failure", "Longest time for what is in flight to end when the service stops.", ge=0, le=3600
@@ -97,6 +109,13 @@ class ServeSettings(Settings):
     def num_workers(self) -> int:
         """How many workers the pipeline wants: one for each replica of each stage."""
         return self.stages * self.replicas
+
+    @field_validator("hedge_factor")
+    @classmethod
+    def _hedge_factor_is_off_or_more_than_usual(cls, factor: float) -> float:
+        if 0 < factor < 1:
+            raise ValueError("must be 0, or 1 and more")
+        return factor
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

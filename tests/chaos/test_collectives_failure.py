@@ -92,7 +92,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
 
 async def test_world_ends_at_all_survivors_and_their_other_world_goes_on(spawn: Spawn, fault: Fault) -> None:
     # A busy machine must not make anybody look frozen who is not.
-    settings = {"checked": fault.checked, "heartbeat_timeout_s": 30.0 if fault.how == "kill" else 3.0}
+    settings: dict[str, Any] = {"checked": fault.checked, "heartbeat_timeout_s": 30.0 if fault.how == "kill" else 3.0}
     async with WorldManager(**settings) as manager:
         everybody = [await spawn(**settings) for _ in range(fault.size)]
         survivors = {rank: member for rank, member in enumerate(everybody) if rank != fault.victim}

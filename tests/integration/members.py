@@ -30,8 +30,8 @@ import torch
 
 import multiworld
 from multiworld import WorldManager
-from tests.integration.parts import Part
 from multiworld.store import LifelineStore
+from tests.integration.parts import Part
 
 PATIENCE_S = 60.0
 """How long a test waits for what must happen. Generous: no test is about speed."""
@@ -39,11 +39,12 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 def resources() -> dict[str, int]:
-    """Threads, open descriptors and resident memory (KiB) of this process."""
+    """Threads (but asyncio's pool, which fills as it likes), open descriptors and resident memory (KiB) of this process."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
+    pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
     return {
-        "threads": int(fields["Threads"]),
+        "threads": int(fields["Threads"]) - pool,
         "fds": len(os.listdir("/proc/self/fd")),
         "rss_kib": int(fields["VmRSS"].split()[0]),
     }
@@ -177,12 +178,16 @@ class Script:
         """The exit status of a child that ends as any program does."""
         pid = os.fork()
         if pid == 0:
-            sys.exit()
+            try:
+                atexit._run_exitfuncs()
+                os._exit(0)
+            finally:
+                os._exit(1)
         async with asyncio.timeout(PATIENCE_S):
             fd = os.pidfd_open(pid)
             await _readable(fd)
             os.close(fd)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])  # noqa: ASYNC222 - it has ended
 
 
 class ScriptError(Exception):
@@ -267,6 +272,7 @@ class Member:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
         self._pidfd = os.pidfd_open(pid)
+        self._disposed = False
 
     async def connect(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
@@ -297,8 +303,8 @@ class Member:
     async def stopped(self) -> None:
         """Return once it has been stopped by SIGSTOP, all its threads."""
         async with asyncio.timeout(PATIENCE_S):
-            while not _stopped(self.pid):
-                await asyncio.sleep(0.005)  # noqa: ASYNC110 - nothing tells of it
+            while not _stopped(self.pid):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.005)
 
     async def end(self, how: str = "end") -> int:
         """Let the program come to its end, or `fail`, without any clean-up of its own. Gives the exit status."""
@@ -317,6 +323,10 @@ class Member:
         return self._stderr.read_text()
 
     async def dispose(self) -> None:
+        """Kill it, wherever it is, and free what it cost. Idempotent."""
+        if self._disposed:
+            return
+        self._disposed = True
         with contextlib.suppress(ProcessLookupError):
             self.kill()
         await _readable(self._pidfd)

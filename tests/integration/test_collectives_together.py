@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager, WorldNotFoundError
-from multiworld.collectives import all_reduce
+from multiworld.arguments import Ranks
+from multiworld.reductions import all_reduce
 from tests.integration.crew import Crew
 
 BOTH = pytest.mark.parametrize("checked", [False, True])
@@ -222,3 +223,38 @@ def test_tensors_are_let_go_when_their_operations_are_done(crew: Crew, checked: 
                 gc.collect()
 
     crew.await_(let_go())
+
+
+@BOTH
+def test_tensors_of_another_device_cross_through_copies(
+    crew: Crew, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's do on Gloo; here tensors of the CPU are treated so, between others that are not."""
+    here_and_there = iter([True, False] * 1000)
+    on_host = Ranks.on_host
+    monkeypatch.setattr(
+        Ranks, "on_host", lambda *arguments: bool(not on_host(*arguments) and next(here_and_there)) or checked
+    )
+
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name, rank = manager.communicator, world.name, world.rank
+        tensors = [torch.full((3, 2), float(rank + step)) for step in range(20)]
+        reduced = [world.start(all_reduce(world.ranks, each, torch.distributed.ReduceOp.SUM)) for each in tensors]
+        got = [torch.zeros(2) for _ in range(20)]
+        messages = [
+            here.irecv(each, 0, name) if rank else here.isend(torch.full((2,), float(step)), 1, name)
+            for step, each in enumerate(got)
+        ]
+        gathered = [torch.zeros(2), torch.zeros(2)]
+        await here.all_to_all(gathered, [torch.full((2,), 10.0 * rank), torch.full((2,), 10.0 * rank + 1)], name)
+        assert gathered[1].tolist() == [10.0 + rank] * 2
+        output = torch.zeros(1)
+        await here.reduce_scatter_tensor(output, torch.tensor([1.0, 2.0]), torch.distributed.ReduceOp.AVG, name)
+        assert output.item() == rank + 1
+        for operation in (*reduced, *messages):
+            await operation
+        for step, (tensor, message) in enumerate(zip(tensors, got, strict=True)):
+            assert tensor.tolist() == [[2.0 * step + 1] * 2] * 3
+            assert rank == 0 or message.tolist() == [step] * 2
+
+    crew.run(2, part, checked=checked)

@@ -22,14 +22,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("sim_seed", [1, 2] if seed is None else [seed])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A long run gets the time that it takes."""
+    for item in items:
+        if "sim_events" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(120 + _events(config) / 500))
+
+
 @pytest.fixture
-def sim_events(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> int:
-    """Scheduler events a run. A long run gets the time that it takes."""
-    events = _option(pytestconfig, "--sim-events", "MULTIWORLD_SIM_EVENTS")
-    if events is None:
-        return 6_000
-    request.node.add_marker(pytest.mark.timeout(60 + events / 500))
-    return events
+def sim_events(pytestconfig: pytest.Config) -> int:
+    """Scheduler events a run."""
+    return _events(pytestconfig)
+
+
+def _events(config: pytest.Config) -> int:
+    events = _option(config, "--sim-events", "MULTIWORLD_SIM_EVENTS")
+    return 6_000 if events is None else events
 
 
 def _option(config: pytest.Config, name: str, variable: str) -> int | None:

@@ -1,0 +1,143 @@
+"""Latency and throughput of send and recv through the library, next to blocking c10d on the same machine.
+
+    python -m benchmarks.send_recv
+    python -m benchmarks.send_recv --sizes 1024 65536 --rounds 3 --seconds 0.2
+
+The ways take turns within one run: `c10d` is `torch.distributed.send` and `recv` on its one global Gloo group; `plain` and `checked`
+are worlds of the two kinds. One-way time is half of a ping-pong. Throughput is a stream of messages with four under way, in one world,
+and in several at once.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import started, table
+from multiworld import WorldManager
+
+WAYS = ("c10d", "plain", "checked")
+_WINDOW = 4
+
+
+async def ping_pong(manager: WorldManager, way: str, rank: int, size: int, count: int) -> float:
+    """Median one-way time in seconds."""
+    tensor, peer, here = torch.zeros(size, dtype=torch.uint8), 1 - rank, manager.communicator
+    times = []
+    for _ in range(count):
+        began_s = time.perf_counter()
+        for receives in (rank == 1, rank == 0):
+            if way == "c10d":
+                dist.recv(tensor, peer) if receives else dist.send(tensor, peer)
+            elif receives:
+                await here.recv(tensor, peer, way)
+            else:
+                await here.send(tensor, peer, way)
+        times.append((time.perf_counter() - began_s) / 2)
+    return statistics.median(times)
+
+
+async def stream(manager: WorldManager, worlds: list[str], rank: int, size: int, count: int) -> float:
+    """Bytes a second over all these worlds together, from rank 0 to rank 1."""
+    here = manager.communicator
+
+    async def one(world: str) -> None:
+        tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(_WINDOW)]
+        for at in range(0, count, _WINDOW):
+            if world == "c10d":
+                post = dist.isend if rank == 0 else dist.irecv
+                for work in [post(tensor, 1 - rank) for tensor in tensors[: count - at]]:
+                    assert work is not None
+                    work.wait()
+            else:
+                start = here.isend if rank == 0 else here.irecv
+                for operation in [start(tensor, 1 - rank, world) for tensor in tensors[: count - at]]:
+                    await operation
+        # The sender is done when the last message was taken.
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(one(world) for world in worlds))
+    return len(worlds) * count * size / (time.perf_counter() - began_s)
+
+
+async def _in_turns(
+    rank: int, rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], sync: Callable[[], Awaitable[None]]
+) -> dict[str, float]:
+    """The median over the rounds of each way, which take turns."""
+    results: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            await sync()
+            results[way].append(await run())
+    return {way: statistics.median(values) for way, values in results.items()}
+
+
+async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
+    store = dist.TCPStore("127.0.0.1", c10d_port, 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    async with WorldManager() if rank else options.manager as manager:
+        names = [f"plain{index}" for index in range(options.worlds)]
+        for name in ("plain", *names):
+            await manager.initialize_world(name, rank, 2, port=port, checked=False)
+        await manager.initialize_world("checked", rank, 2, port=port, checked=True)
+
+        async def sync() -> None:
+            await manager.communicator.barrier("plain")
+
+        latencies, throughputs = [], []
+        for size in options.sizes:
+            count = max(10, min(5000, int(options.seconds / (60e-6 + size / 1e9))))
+            one_way = await _in_turns(
+                rank,
+                options.rounds,
+                {way: (lambda way=way: ping_pong(manager, way, rank, size, count)) for way in WAYS},  # type: ignore[misc]
+                sync,
+            )
+            sets = {**{way: [way] for way in WAYS}, f"{options.worlds} worlds": names}
+            rate = await _in_turns(
+                rank,
+                options.rounds,
+                {
+                    label: (lambda worlds=worlds: stream(manager, worlds, rank, size, max(8, count // len(worlds))))  # type: ignore[misc]
+                    for label, worlds in sets.items()
+                },
+                sync,
+            )
+            latencies.append([size, *(f"{one_way[way] * 1e6:.1f}" for way in WAYS)])
+            latencies[-1] += [f"{one_way[way] / one_way['c10d']:.2f}" for way in WAYS[1:]]
+            throughputs.append([size, *(f"{rate[label] / 1e6:.1f}" for label in sets)])
+            throughputs[-1] += [f"{100 * (1 - rate[label] / rate['c10d']):+.1f} %" for label in list(sets)[1:]]
+        if rank == 0:
+            table(
+                f"One-way time in microseconds, medians of {options.rounds} rounds",
+                ("bytes", *WAYS, "plain / c10d", "checked / c10d"),
+                latencies,
+            )
+            labels = (*WAYS, f"{options.worlds} worlds")
+            table(
+                f"Throughput in MB/s, medians of {options.rounds} rounds; loss against c10d",
+                ("bytes", *labels, *(f"{label}: loss" for label in labels[1:])),
+                throughputs,
+            )
+        await sync()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 1 << 13, 1 << 16, 1 << 20, 1 << 22, 1 << 26])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
+    parser.add_argument("--worlds", type=int, default=8, help="how many worlds stream at once")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    manager = WorldManager()
+    port = manager.listen()
+    c10d_port = 20000 + os.getpid() % 9000
+    with started(main, [1], port, c10d_port, chosen):
+        asyncio.run(main(0, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))

@@ -1,0 +1,218 @@
+"""Every example runs for real, through the launcher, with a rank killed in it."""
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.launch import EXAMPLES, _fault, ranks_of
+from examples.rank_processes import Terminal
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_S = 100.0
+STEPS = 100
+KILLED_AFTER = 3
+# What one member of the unharmed world prints in the last step: (who, what).
+LAST_RESULTS = {
+    "send_recv": ("leader", "rank: 0 received tensor([1002., 1002., 1002.]) from rank 2 in world2"),
+    "broadcast": ("world2 rank 2", "rank: 2 from world2 has broadcast tensor: tensor([1000., 1000., 1000.])"),
+    "reduce": ("leader", "rank: 0 from world2 has reduced tensor: tensor([3003., 3003., 3003.])"),
+    "all_reduce": ("world2 rank 1", "rank: 1 from world2 has reduced tensor: tensor([3003., 3003., 3003.])"),
+    "all_gather": (
+        "world2 rank 2",
+        "rank: 2 from world2 has gathered tensors: "
+        "[tensor([1000., 1000., 1000.]), tensor([1001., 1001., 1001.]), tensor([1002., 1002., 1002.])]",
+    ),
+    "gather": (
+        "leader",
+        "rank: 0 from world2 has gathered tensors: "
+        "[tensor([1000., 1000., 1000.]), tensor([1001., 1001., 1001.]), tensor([1002., 1002., 1002.])]",
+    ),
+    "scatter": ("world2 rank 2", "rank: 2 from world2 has tensor: tensor([1002., 1002., 1002.])"),
+    "reduce_scatter": ("world2 rank 2", "rank: 2 from world2 has reduced part: tensor([30036., 30036., 30036.])"),
+    "all_to_all": (
+        "world2 rank 1",
+        "rank: 1 from world2 has received tensors: "
+        "[tensor([10001., 10001., 10001.]), tensor([10011., 10011., 10011.]), tensor([10021., 10021., 10021.])]",
+    ),
+    "ring_all_reduce": (
+        "world2 rank 2",
+        "rank: 2 from world2 has reduced tensor: tensor([3003., 6006., 9009.]), as all_reduce has",
+    ),
+}
+
+
+class Launcher:
+    """`python -m examples.launch` with these arguments, and what it prints."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = (sys.executable, "-m", "examples.launch", *arguments)
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+
+    def read(self) -> Iterator[str]:
+        """The lines that come from now on. Ends with the launcher, which is not given longer than PATIENCE_S."""
+        assert self.process.stdout is not None
+        alarm = threading.Timer(PATIENCE_S, self.process.kill)
+        alarm.start()
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                yield self.lines[-1]
+        finally:
+            alarm.cancel()
+
+    def read_until(self, text: str) -> str:
+        """The first line from now on in which this regular expression is found."""
+        for line in self.read():
+            if re.search(text, line):
+                return line
+        return pytest.fail(f"the launcher ended without {text!r}:\n" + "\n".join(self.lines))
+
+    def close(self) -> None:
+        """End it, ranks and all, if it has not ended."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+class Sections:
+    """The output of several examples that one launcher runs one after another."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._done: dict[str, dict[str, list[str]]] = {}
+
+    def of(self, example: str) -> dict[str, list[str]]:
+        """What each rank said, and of the launcher the verdict."""
+        while example not in self._done:
+            start = len(self._launcher.lines)
+            verdict = self._launcher.read_until(r"^launcher +\| \w+: ")
+            said = defaultdict(list)
+            for line in self._launcher.lines[start:]:
+                label, _, text = line.partition("|")
+                said[label.strip()].append(text.removeprefix(" "))
+            self._done[verdict.partition("| ")[2].partition(":")[0]] = said
+        return self._done[example]
+
+
+@pytest.fixture(scope="module")
+def sections() -> Iterator[Sections]:
+    launcher = Launcher(
+        *LAST_RESULTS, "single_world",
+        *("--steps", str(STEPS), "--step-pause-s", "0", "--kill-rank", "1,2", "--after-step", str(KILLED_AFTER)),
+    )  # fmt: skip
+    yield Sections(launcher)
+    launcher.close()
+
+
+def steps_done(lines: list[str], world: str) -> list[int]:
+    return [
+        int(line.split()[3]) for line in lines if line.startswith("done with step: ") and line.endswith(f"({world})")
+    ]
+
+
+@pytest.mark.parametrize("example", LAST_RESULTS)
+def test_world1_ends_and_world2_takes_all_steps_when_a_rank_of_world1_is_killed(
+    example: str, sections: Sections
+) -> None:
+    said = sections.of(example)
+    assert said["world1 rank 2"][-1] == "killed by SIGKILL"
+    assert steps_done(said["world1 rank 2"], "world1") == list(range(1, KILLED_AFTER + 1))
+    for survivor in ("leader", "world1 rank 1"):
+        assert any(line.startswith("caught an exception: world1 broken: rank 2, cause exit") for line in said[survivor])
+        assert STEPS not in steps_done(said[survivor], "world1")
+    assert said["world1 rank 1"][-1] == "ended with status 1"
+    for member in ("leader", "world2 rank 1", "world2 rank 2"):
+        assert steps_done(said[member], "world2") == list(range(1, STEPS + 1))
+        assert f"world2: finished all {STEPS} steps" in said[member]
+        assert said[member][-1] == "ended with status 0"
+    who, result = LAST_RESULTS[example]
+    assert result in said[who]
+    assert said["launcher"] == [f"{example}: done"]
+
+
+def test_every_rank_ends_when_one_of_a_stock_process_group_is_killed(sections: Sections) -> None:
+    said = sections.of("single_world")
+    assert said["rank 2"][-1] == "killed by SIGKILL"
+    for rank in (0, 1, 3, 4):
+        assert f"the group is of no use any more: {KILLED_AFTER} of {STEPS} steps done" in said[f"rank {rank}"]
+        assert said[f"rank {rank}"][-1] == "ended with status 1"
+
+
+def answers_of(lines: list[str]) -> dict[str, set[str]]:
+    """What the workers said of each picture."""
+    answers, picture = defaultdict(set), ""
+    for line in lines:
+        if sent := re.search(r"^leader .*Sent (\S+) to", line):
+            picture = sent[1]
+        elif predicted := re.search(r"^leader .*Predicted class: (.*)", line):
+            answers[picture].add(predicted[1])
+    return dict(answers)
+
+
+def test_resnet_skips_a_killed_worker_and_takes_it_back_and_ctrl_c_ends_all() -> None:
+    launcher = Launcher(
+        *("resnet", "--num_workers", "2", "--weights", "random:0", "--steps", "1000000", "--step-pause-s", "0.01"),
+        *("--kill-rank", "1,1", "--after-step", "2", "--restart-after-s", "0.1"),
+    )  # fmt: skip
+    try:
+        launcher.read_until(r"^leader .*skipped world1, .*world1 broken: rank 1, cause exit")
+        launcher.read_until(r"^leader .*Sent \w+.jpg to world2")
+        launcher.read_until(r"^leader .*world1 joined, epoch 2")
+        launcher.read_until(r"^leader .*Sent \w+.jpg to world1")
+        launcher.read_until(r"^leader .*Predicted class: ")
+        launcher.process.send_signal(signal.SIGINT)
+        launcher.read_until(r"^launcher .*resnet: ended all ranks")
+        assert launcher.process.wait(PATIENCE_S) == 130
+        started = [int(pid) for line in launcher.lines for pid in re.findall(r"started as process (\d+)", line)]
+        assert len(started) == 4
+        assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+        answers = answers_of(launcher.lines)
+        assert set(answers) == {"china.jpg", "flower.jpg"}
+        assert [len(labels) for labels in answers.values()] == [1, 1], f"the workers do not agree: {answers}"
+    finally:
+        launcher.close()
+
+
+def test_every_example_has_a_readme_that_says_how_to_start_it() -> None:
+    for example in EXAMPLES:
+        folder = "send_recv" if example == "single_world" else example
+        assert f"python -m examples.launch {example}" in (REPOSITORY / "examples" / folder / "README.md").read_text()
+
+
+def test_launch_is_refused_when_there_is_no_such_rank_to_kill() -> None:
+    options = argparse.Namespace(kill_rank=(3, 1), after_step=1, restart_after_s=None)
+    with pytest.raises(SystemExit, match="--kill-rank: all_reduce has no rank 1 in world 3"):
+        _fault("all_reduce", ranks_of("all_reduce", 2), options)
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "no_color", "coloured"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_prefixes_are_coloured_on_terminals_alone(
+    on_terminal: bool,
+    no_color: bool,
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    Terminal(["leader", "world1 rank 1"]).print("leader", "hello")
+    name = "leader        |"
+    assert capsys.readouterr().out == (f"\033[36m{name}\033[0m hello\n" if coloured else f"{name} hello\n")

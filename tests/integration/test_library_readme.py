@@ -1,0 +1,37 @@
+"""The programs in the library's README run as they stand, and print what it says."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "multiworld" / "README.md").read_text()
+PROGRAMS = re.findall(
+    r"\*\*([^*]+?)\.?\*\*[^`]*?(?:`[^`]+`[^`]*?)*```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL
+)
+PATIENCE_S = 100.0
+DOCUMENTED_PORT = "29500"
+
+
+def test_every_block_of_code_is_a_program_with_its_output() -> None:
+    assert len(PROGRAMS) == README.count("```python\n") > 0
+
+
+@pytest.mark.parametrize(("code", "printed"), [pytest.param(*rest, id=title) for title, *rest in PROGRAMS])
+def test_program_of_the_readme_prints_what_stands_below_it(code: str, printed: str, tmp_path: Path) -> None:
+    with (
+        socket.socket() as reserved
+    ):  # bound, but not listening: nobody else is given this port, and the program may take it
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = str(reserved.getsockname()[1])
+        program = tmp_path / "program.py"
+        program.write_text(code.replace(DOCUMENTED_PORT, port))
+        command = (sys.executable, "-W", "error", str(program))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert result.stdout == printed.replace(DOCUMENTED_PORT, port), result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,111 @@
+"""What one GPU can show of NCCL worlds, and of Gloo worlds with tensors on the GPU. More has never been run by us."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from multiworld import BrokenWorldException, Cause, WorldManager, WorldState
+from multiworld.process_group import UnsupportedBackendError, parse_backend
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[WorldManager]:
+    async with WorldManager() as made:
+        yield made
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_nccl_is_refused_in_plain_words_when_there_is_no_gpu() -> None:
+    with pytest.raises(UnsupportedBackendError, match="needs a CUDA device"):
+        parse_backend("nccl")
+
+
+def test_gloo_takes_the_tensors_of_every_device() -> None:
+    assert parse_backend("cuda:gloo") == {"cuda": "gloo"}
+    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "gloo", "cuda": "gloo"}
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+async def test_every_collective_gives_its_result_in_a_world_of_one(manager: WorldManager, backend: str) -> None:
+    await manager.initialize_world("w", 0, 1, backend=backend, port=0, device=_device())
+    here, value = manager.communicator, torch.arange(5.0, device=_device())
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+        tensor = value.clone()
+        await here.all_reduce(tensor, op, "w")
+        assert torch.equal(tensor, value)
+    tensor = value.clone()
+    await here.broadcast(tensor, 0, "w")
+    await here.reduce(tensor, 0, world_name="w")
+    assert torch.equal(tensor, value)
+    for call in (here.all_gather, here.all_to_all):
+        outputs = [torch.zeros_like(value)]
+        await call(outputs, value if call == here.all_gather else [value], "w")  # type: ignore[arg-type]
+        assert torch.equal(outputs[0], value)
+    outputs = [torch.zeros_like(value) for _ in range(4)]
+    await here.all_gather_into_tensor(outputs[0], value, "w")
+    await here.reduce_scatter(outputs[1], [value], world_name="w")
+    await here.reduce_scatter_tensor(outputs[2], value, world_name="w")
+    await here.scatter(outputs[3], [value], 0, "w")
+    assert all(torch.equal(output, value) for output in outputs)
+    await here.barrier("w")
+
+
+@needs_gpu
+async def test_operation_waits_for_what_was_queued_on_the_stream_before(manager: WorldManager) -> None:
+    await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
+    tensor = torch.zeros(1 << 20, device=_device())
+    stream = torch.cuda.Stream(_device())  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        tensor += 1
+        await manager.communicator.all_reduce(tensor, world_name="w")
+    assert tensor.sum().item() == tensor.numel()
+
+
+@needs_gpu
+async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) -> None:
+    for epoch in range(1, 6):
+        world = await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
+        assert world.epoch == epoch
+        tensor = torch.ones(1024, device=_device())
+        await manager.communicator.all_reduce(tensor, world_name="w")
+        world.break_(Cause.ABORTED, 0, "test")
+        assert await asyncio.to_thread(world.reclaimed.wait, 60)
+        assert world.state is WorldState.BROKEN
+        with pytest.raises(BrokenWorldException):
+            await manager.communicator.all_reduce(tensor, world_name="w")
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("checked", [False, True])
+async def test_gloo_carries_tensors_of_the_gpu(backend: str, checked: bool) -> None:
+    async with WorldManager(checked=checked) as first, WorldManager(checked=checked) as second:
+        port = first.listen()
+
+        async def part(manager: WorldManager, rank: int) -> torch.Tensor:
+            await manager.initialize_world("w", rank, 2, backend=backend, port=port)
+            tensor = torch.full((3, 1000), float(rank + 1), device=_device())
+            await manager.communicator.all_reduce(tensor.t(), world_name="w")
+            got = torch.zeros(4, device=_device())
+            if rank == 0:
+                await manager.communicator.send(tensor[0, :4], 1, "w")
+            else:
+                await manager.communicator.recv(got, 0, "w")
+                assert got.tolist() == [3.0] * 4
+            on_host = torch.ones(2)
+            await manager.communicator.broadcast(on_host, 1, "w")
+            return tensor
+
+        for tensor in await asyncio.gather(part(first, 0), part(second, 1)):
+            assert bool((tensor == 3.0).all())
