@@ -8,15 +8,15 @@ worlds of the two kinds.
 """
 
 import argparse
-import asyncio
 import os
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import started, table
+from benchmarks.ranks import LOOPS, run, started, table
 from multiworld import WorldManager
 
 WAYS = ("c10d", "plain", "checked")
@@ -36,7 +36,7 @@ async def reduce_often(manager: WorldManager, way: str, size: int, count: int) -
 
 
 async def main(rank: int, ranks: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
-    store = dist.TCPStore("127.0.0.1", c10d_port, ranks, rank == 0)
+    store = TCPStore("127.0.0.1", c10d_port, ranks, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     async with WorldManager() if rank else options.manager as manager:
         for way in WAYS[1:]:
@@ -67,11 +67,11 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
+    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
     for index, ranks in enumerate(chosen.ranks):
         manager = WorldManager()
         port = manager.listen()
         c10d_port = 20000 + (os.getpid() + index) % 9000
-        with started(main, range(1, ranks), ranks, port, c10d_port, chosen):
-            asyncio.run(main(0, ranks, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))
+        with started(chosen.loop, main, range(1, ranks), ranks, port, c10d_port, chosen):
+            run(chosen.loop, main(0, ranks, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))

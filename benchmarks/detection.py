@@ -10,6 +10,7 @@ and in a second in which nothing happens.
 
 import argparse
 import asyncio
+import itertools
 import os
 import signal
 import statistics
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator
 
 import torch
 
-from benchmarks.ranks import quantile, start, table
+from benchmarks.ranks import LOOPS, quantile, run, start, table
 from multiworld import BrokenWorldException, WorldEvent, WorldManager
 
 STATES = ("idle", "in recv", "in all_reduce")
@@ -65,7 +66,7 @@ class Pauses:
         await asyncio.sleep(max(0.0, since_s + length_s - time.monotonic()) + 0.01)
         ends_s = [at_s for at_s in self._ends_s if since_s - 0.1 <= at_s <= since_s + length_s]
         self._ends_s = ends_s[-10:]
-        return max((b - a for a, b in zip(ends_s, ends_s[1:], strict=False)), default=0.0) * 1e3
+        return max((b - a for a, b in itertools.pairwise(ends_s)), default=0.0) * 1e3
 
 
 async def broken_event(events: AsyncIterator[WorldEvent], name: str) -> WorldEvent:
@@ -76,11 +77,11 @@ async def broken_event(events: AsyncIterator[WorldEvent], name: str) -> WorldEve
 
 
 async def one_fault(
-    manager: WorldManager, port: int, pauses: Pauses, number: int, state: str, signum: signal.Signals
+    loop: str, manager: WorldManager, port: int, pauses: Pauses, number: int, state: str, signum: signal.Signals
 ) -> tuple[float, float, float, str]:
     """Milliseconds to the event and to the error, the neighbour's longest pause, and the cause."""
     name, here = f"world{number}", manager.communicator
-    process = start(victim, port, name)
+    process = start(loop, victim, port, name)
     await manager.initialize_world(name, 0, 2, port=port, timeout=_FORMING_S)
     events = manager.events()
     pending: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ async def main(options: argparse.Namespace) -> None:
     rows, number = [], 0
     async with WorldManager() as manager:
         port = manager.listen()
-        beside = start(neighbour, port)
+        beside = start(options.loop, neighbour, port)
         await manager.initialize_world("neighbour", 0, 2, port=port, timeout=_FORMING_S)
         pauses = Pauses(manager)
         playing = asyncio.create_task(pauses.play())
@@ -121,7 +122,7 @@ async def main(options: argparse.Namespace) -> None:
                 known, raised, felt, causes = [], [], [], set()
                 for _ in range(options.repeats):
                     number += 1
-                    outcome = await one_fault(manager, port, pauses, number, state, FAULTS[fault])
+                    outcome = await one_fault(options.loop, manager, port, pauses, number, state, FAULTS[fault])
                     known.append(outcome[0])
                     raised.append(outcome[1])
                     felt.append(outcome[2])
@@ -152,5 +153,6 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    torch.set_num_threads(1)
-    asyncio.run(main(parser.parse_args()))
+    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
+    chosen = parser.parse_args()
+    run(chosen.loop, main(chosen))

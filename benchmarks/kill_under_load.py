@@ -16,6 +16,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +105,7 @@ def run(service: LocalService, *, rounds: int, clients: int, signum: signal.Sign
     return faults, loads[0]
 
 
-def report(faults: list[Fault], load: Load, doubles: float) -> None:
+def report(faults: list[Fault], load: Load, doubles: float, ends: list[LogLine]) -> None:
     print(f"{'stage':>5} {'slot':>4} {'cause':>9} {'detect ms':>10} {'reroute ms':>10} {'batches':>7} {'back s':>7}")
     for fault in faults:
         print(
@@ -121,6 +122,8 @@ def report(faults: list[Fault], load: Load, doubles: float) -> None:
         f"   latency: median {load.quantile_s(0.5) * 1e3:8.1f} ms, p99 {load.quantile_s(0.99) * 1e3:8.1f} ms, "
         f"max {load.quantile_s(1.0) * 1e3:8.1f} ms"
     )
+    causes = Counter(str(line["cause"]) for line in ends)
+    print(f"links that broke: {len(ends)}, of which made here {len(faults)}: {dict(causes)}")
     for sample in load.failed[:5]:
         print("failed:", sample)
 
@@ -140,7 +143,8 @@ def main() -> int:
         signum = signal.Signals[f"SIG{options.signal}"]
         faults, load = run(service, rounds=options.rounds, clients=options.clients, signum=signum)
         doubles = service.metric("multiworld_duplicate_answers_total")
-    report(faults, load, doubles)
+        ends = [line for line in service.lines if line["logger"] == "server.link" and "->broken" in line.message]
+    report(faults, load, doubles, ends)
     return 1 if load.failed or doubles else 0
 
 

@@ -8,15 +8,27 @@ import statistics
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
+import torch
+import uvloop
+
 Main = Callable[..., Coroutine[Any, Any, None]]
 """What a rank does: called with its rank, a port, and what else was given. A module-level function."""
 
 
-def _run(main: Main, *arguments: Any) -> None:
-    import torch  # noqa: PLC0415
+LOOPS = ("uvloop", "asyncio")
 
+
+def run(loop: str, coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run it on an event loop of that kind, with one thread for torch."""
     torch.set_num_threads(1)
-    asyncio.run(main(*arguments))
+    if loop == "uvloop":
+        uvloop.run(coroutine)
+    else:
+        asyncio.run(coroutine)
+
+
+def _run(loop: str, main: Main, *arguments: Any) -> None:
+    run(loop, main(*arguments))
 
 
 def context() -> multiprocessing.context.ForkServerContext:
@@ -25,17 +37,19 @@ def context() -> multiprocessing.context.ForkServerContext:
     return server
 
 
-def start(main: Main, *arguments: Any) -> multiprocessing.process.BaseProcess:
+def start(loop: str, main: Main, *arguments: Any) -> multiprocessing.process.BaseProcess:
     """Run `main(*arguments)` in a process of its own."""
-    process = context().Process(target=_run, args=(main, *arguments), daemon=True)
+    process = context().Process(target=_run, args=(loop, main, *arguments), daemon=True)
     process.start()
     return process
 
 
 @contextlib.contextmanager
-def started(main: Main, ranks: Sequence[int], *arguments: Any) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+def started(
+    loop: str, main: Main, ranks: Sequence[int], *arguments: Any
+) -> Iterator[list[multiprocessing.process.BaseProcess]]:
     """Run `main(rank, *arguments)` for each rank; all of them are gone afterwards."""
-    processes = [start(main, rank, *arguments) for rank in ranks]
+    processes = [start(loop, main, rank, *arguments) for rank in ranks]
     try:
         yield processes
         for process in processes:

@@ -13,13 +13,17 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import started, table
-from multiworld import WorldManager
+from benchmarks.ranks import LOOPS, run, started, table
+from multiworld import Operation, WorldManager
 
 WAYS = ("c10d", "plain", "checked")
 _WINDOW = 4
@@ -48,17 +52,22 @@ async def stream(manager: WorldManager, worlds: list[str], rank: int, size: int,
 
     async def one(world: str) -> None:
         tensors = [torch.zeros(size, dtype=torch.uint8) for _ in range(_WINDOW)]
-        for at in range(0, count, _WINDOW):
-            if world == "c10d":
-                post = dist.isend if rank == 0 else dist.irecv
-                for work in [post(tensor, 1 - rank) for tensor in tensors[: count - at]]:
-                    assert work is not None
-                    work.wait()
-            else:
-                start = here.isend if rank == 0 else here.irecv
-                for operation in [start(tensor, 1 - rank, world) for tensor in tensors[: count - at]]:
-                    await operation
-        # The sender is done when the last message was taken.
+        if world == "c10d":
+            post, works = dist.isend if rank == 0 else dist.irecv, deque[Any]()
+            for number in range(count):
+                if number >= _WINDOW:
+                    works.popleft().wait()
+                works.append(post(tensors[number % _WINDOW], 1 - rank))
+            for work in works:
+                work.wait()
+            return
+        start, operations = here.isend if rank == 0 else here.irecv, deque[Operation]()
+        for number in range(count):
+            if number >= _WINDOW:
+                await operations.popleft()
+            operations.append(start(tensors[number % _WINDOW], 1 - rank, world))
+        for operation in operations:
+            await operation
 
     began_s = time.perf_counter()
     await asyncio.gather(*(one(world) for world in worlds))
@@ -66,19 +75,19 @@ async def stream(manager: WorldManager, worlds: list[str], rank: int, size: int,
 
 
 async def _in_turns(
-    rank: int, rounds: int, ways: dict[str, Callable[[], Awaitable[float]]], sync: Callable[[], Awaitable[None]]
+    rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]], sync: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
     """The median over the rounds of each way, which take turns."""
     results: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way, run in ways.items():
+        for way, turn in ways.items():
             await sync()
-            results[way].append(await run())
+            results[way].append(await turn())
     return {way: statistics.median(values) for way, values in results.items()}
 
 
 async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
-    store = dist.TCPStore("127.0.0.1", c10d_port, 2, rank == 0)
+    store = TCPStore("127.0.0.1", c10d_port, 2, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     async with WorldManager() if rank else options.manager as manager:
         names = [f"plain{index}" for index in range(options.worlds)]
@@ -92,22 +101,14 @@ async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace
         latencies, throughputs = [], []
         for size in options.sizes:
             count = max(10, min(5000, int(options.seconds / (60e-6 + size / 1e9))))
-            one_way = await _in_turns(
-                rank,
-                options.rounds,
-                {way: (lambda way=way: ping_pong(manager, way, rank, size, count)) for way in WAYS},  # type: ignore[misc]
-                sync,
-            )
+            talks = {way: partial(ping_pong, manager, way, rank, size, count) for way in WAYS}
+            one_way = await _in_turns(options.rounds, talks, sync)
             sets = {**{way: [way] for way in WAYS}, f"{options.worlds} worlds": names}
-            rate = await _in_turns(
-                rank,
-                options.rounds,
-                {
-                    label: (lambda worlds=worlds: stream(manager, worlds, rank, size, max(8, count // len(worlds))))  # type: ignore[misc]
-                    for label, worlds in sets.items()
-                },
-                sync,
-            )
+            streams = {
+                label: partial(stream, manager, worlds, rank, size, max(8, count // len(worlds)))
+                for label, worlds in sets.items()
+            }
+            rate = await _in_turns(options.rounds, streams, sync)
             latencies.append([size, *(f"{one_way[way] * 1e6:.1f}" for way in WAYS)])
             latencies[-1] += [f"{one_way[way] / one_way['c10d']:.2f}" for way in WAYS[1:]]
             throughputs.append([size, *(f"{rate[label] / 1e6:.1f}" for label in sets)])
@@ -134,10 +135,10 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
     parser.add_argument("--worlds", type=int, default=8, help="how many worlds stream at once")
+    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
     manager = WorldManager()
     port = manager.listen()
     c10d_port = 20000 + os.getpid() % 9000
-    with started(main, [1], port, c10d_port, chosen):
-        asyncio.run(main(0, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))
+    with started(chosen.loop, main, [1], port, c10d_port, chosen):
+        run(chosen.loop, main(0, port, c10d_port, argparse.Namespace(**vars(chosen), manager=manager)))

@@ -6,6 +6,7 @@ fixed length that says what it carries; a short message travels in its frame. Wh
 It guards against mistakes, not against a malicious member: who holds the world's secret can still send what it likes.
 """
 
+import functools
 from collections import Counter
 
 import torch
@@ -62,11 +63,11 @@ def agree_on_splits(group: ProcessGroup, sent_bytes: list[int], expected_bytes: 
 
 def send_framed(group: ProcessGroup, data: Tensor, signature: str, dst: int, tag: int) -> list[Work]:
     """Post a message with its frame. `data` is uint8 [nbytes]."""
-    frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-    frame[:_LINE_BYTES] = _tensor(bytearray(_line(signature)))
-    if data.numel() > INLINE_BYTES:
+    frame = _tensor(bytearray(_line(signature).ljust(_FRAME_BYTES, b"\0")))
+    size = data.numel()
+    if size > INLINE_BYTES:
         return [group.send([frame], dst, TAG_LIMIT | tag), group.send([data], dst, tag)]
-    frame[_LINE_BYTES : _LINE_BYTES + data.numel()] = data
+    frame.narrow(0, _LINE_BYTES, size).copy_(data)
     return [group.send([frame], dst, TAG_LIMIT | tag)]
 
 
@@ -84,15 +85,18 @@ class FramedReceive:
 
     def post_rest(self, group: ProcessGroup, data: Tensor) -> Work | None:
         """Once the frame is here. Fills `data`, uint8 [nbytes]; None when that was all. Raises DisagreementError."""
-        line = self._frame[:_LINE_BYTES]
-        if line != self._line:
-            raise DisagreementError(self._src, f"it sent {_words(line)} where {_words(self._line)} was expected")
-        if data.numel() > INLINE_BYTES:
+        if not self._frame.startswith(self._line):
+            sent, expected = _words(self._frame[:_LINE_BYTES]), _words(self._line)
+            raise DisagreementError(self._src, f"it sent {sent} where {expected} was expected")
+        size = data.numel()
+        if size > INLINE_BYTES:
             return group.recv([data], self._src, self._tag)
-        data.copy_(_tensor(self._frame)[_LINE_BYTES : _LINE_BYTES + data.numel()])
+        if size:
+            data.copy_(torch.frombuffer(self._frame, dtype=torch.uint8, count=size, offset=_LINE_BYTES))
         return None
 
 
+@functools.lru_cache(256)
 def _line(signature: str) -> bytes:
     assert len(signature) <= _LINE_BYTES
     return signature.encode().ljust(_LINE_BYTES, b"\0")

@@ -227,12 +227,11 @@ class Traffic:
     # -- the outcome (from any thread) -------------------------------------------------------------------------------------------
 
     def _settle(self, operation: Operation) -> None:
-        with self._lock:
-            self._pending.discard(operation)
-            drained = self.draining and not self._pending
+        # Without the lock, which another thread holds while it posts. In this order: whoever sets `draining` looks at `busy` after it.
+        self._pending.discard(operation)
         operation.works = []
         operation.resolve(None)
-        if drained:
+        if self.draining and not self._pending:
             self._world.on_drained()
 
     def _fail(self, operation: Operation, error: RuntimeError) -> None:

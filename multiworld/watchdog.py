@@ -114,9 +114,11 @@ class WatchDog:
             self._free()
 
     def _round(self) -> None:
-        timeout_s = min(_IDLE_S, self._timers[0][0] - time.monotonic()) if self._timers else _IDLE_S
-        ready = self._selector.select(0 if self._calls else max(0.0, timeout_s))
-        self._forgive_own_stall(max(0.0, timeout_s))
+        began_s = time.monotonic()
+        timeout_s = min(_IDLE_S, self._timers[0][0] - began_s) if self._timers else _IDLE_S
+        timeout_s = 0.0 if self._calls else max(0.0, timeout_s)
+        ready = self._selector.select(timeout_s)
+        self._forgive_own_stall(began_s, timeout_s)
         for key, mask in ready:
             if key.fd in self._selector.get_map():  # an earlier callback of this round may have closed it
                 self._guarded(key.data, mask)
@@ -128,10 +130,10 @@ class WatchDog:
             if not timer.cancelled:
                 self._guarded(timer.call, *timer.args)
 
-    def _forgive_own_stall(self, planned_s: float) -> None:
+    def _forgive_own_stall(self, began_s: float, planned_s: float) -> None:
         """Move `last_heard_s` of all by as long as we were away: stopped (SIGSTOP), starved, or without the GIL."""
         now_s = time.monotonic()
-        away_s = now_s - self.now_s - planned_s
+        away_s = began_s - self.now_s + max(0.0, now_s - began_s - planned_s)
         self.now_s = now_s
         if away_s > _STALL_S:
             for lifeline in self.lifelines:

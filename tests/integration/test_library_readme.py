@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parents[2] / "multiworld" / "README.md").read_text()
-PROGRAMS = re.findall(
-    r"\*\*([^*]+?)\.?\*\*[^`]*?(?:`[^`]+`[^`]*?)*```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL
-)
+BLOCKS = list(re.finditer(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL))
+TITLES = [re.findall(r"^\*\*(.*?)\.\*\*", README[: block.start()], re.MULTILINE)[-1] for block in BLOCKS]
 PATIENCE_S = 100.0
 DOCUMENTED_PORT = "29500"
 
 
 def test_every_block_of_code_is_a_program_with_its_output() -> None:
-    assert len(PROGRAMS) == README.count("```python\n") > 0
+    assert len(BLOCKS) == README.count("```python\n") > 0
 
 
-@pytest.mark.parametrize(("code", "printed"), [pytest.param(*rest, id=title) for title, *rest in PROGRAMS])
+@pytest.mark.parametrize(("code", "printed"), [block.groups() for block in BLOCKS], ids=TITLES)
 def test_program_of_the_readme_prints_what_stands_below_it(code: str, printed: str, tmp_path: Path) -> None:
-    with (
-        socket.socket() as reserved
-    ):  # bound, but not listening: nobody else is given this port, and the program may take it
+    with socket.socket() as reserved:  # not listening: nobody else is given its port, and the program may take it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = str(reserved.getsockname()[1])

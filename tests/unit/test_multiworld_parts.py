@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -82,13 +83,18 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
     waiters = Waiters("test")
     gates = [threading.Event() for _ in range(3)]
     done: SimpleQueue[int] = SimpleQueue()
-    for number, gate in enumerate(gates):
-        waiters.run(lambda number=number, gate=gate: (gate.wait(PATIENCE_S), done.put(number))[0])  # type: ignore[misc]
+
+    def wait(number: int) -> None:
+        gates[number].wait(PATIENCE_S)
+        done.put(number)
+
+    for number in range(3):
+        waiters.run(partial(wait, number))
     for number in (2, 0, 1):  # one that waits holds up no other
         gates[number].set()
         assert done.get(timeout=PATIENCE_S) == number
     for number in range(50):
-        waiters.run(lambda number=number: done.put(number))  # type: ignore[misc]
+        waiters.run(partial(done.put, number))
         done.get(timeout=PATIENCE_S)
     assert sum(thread.name == "test" for thread in threading.enumerate()) <= 3
     assert waiters.close(PATIENCE_S)
@@ -99,7 +105,11 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
 
 def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
     waiters, gate = Waiters("test"), threading.Event()
-    waiters.run(lambda: gate.wait(PATIENCE_S) and None)
+
+    def wait() -> None:
+        gate.wait(PATIENCE_S)
+
+    waiters.run(wait)
     assert not waiters.close(0.05)
     gate.set()
     assert waiters.close(PATIENCE_S)
@@ -107,7 +117,12 @@ def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
 
 def test_a_waiter_can_close_its_own_world() -> None:
     waiters, done = Waiters("test"), threading.Event()
-    waiters.run(lambda: (waiters.close(PATIENCE_S), done.set())[1])
+
+    def close() -> None:
+        waiters.close(PATIENCE_S)
+        done.set()
+
+    waiters.run(close)
     assert done.wait(PATIENCE_S)
 
 
@@ -132,7 +147,12 @@ async def test_every_reader_gets_every_event_from_its_subscription_on() -> None:
     first = stream.subscribe()
     stream.publish(WorldEvent("joined", "w", 1))
     second = stream.subscribe()
-    threading.Thread(target=lambda: [stream.publish(WorldEvent("closed", "w", n)) for n in range(100)]).start()
+
+    def publish() -> None:
+        for number in range(100):
+            stream.publish(WorldEvent("closed", "w", number))
+
+    threading.Thread(target=publish).start()
     assert (await anext(first)).kind == "joined"
     for reader in (first, second):
         assert [(await anext(reader)).epoch for _ in range(100)] == list(range(100))

@@ -122,6 +122,5 @@ async def test_asking_something_else_says_so(greeting: bytes) -> None:
 
 
 async def test_asking_who_accepts_and_says_nothing_ends_after_its_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(AskError, match="did not answer within"):
-            await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AskError, match="did not answer within"):
+        await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)

@@ -75,7 +75,12 @@ def test_calls_run_in_the_order_of_asking(watchdog: WatchDog) -> None:
 
 def test_calls_of_many_threads_all_run(watchdog: WatchDog) -> None:
     done: SimpleQueue[int] = SimpleQueue()
-    threads = [threading.Thread(target=lambda: [watchdog.call_soon(done.put, 1) for _ in range(500)]) for _ in range(8)]
+
+    def ask() -> None:
+        for _ in range(500):
+            watchdog.call_soon(done.put, 1)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     assert sum(done.get(timeout=PATIENCE_S) for _ in range(4000)) == 4000
@@ -108,7 +113,7 @@ def test_a_callback_that_fails_is_logged_and_stops_no_other(
     watchdog.call_soon(watchdog.call_later, 0.01, done.put, "timer")
     watchdog.call_soon(done.put, "call")
     assert [done.get(timeout=PATIENCE_S) for _ in range(2)] == ["call", "timer"]
-    assert caplog.text.count("on purpose") == 2
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
 def test_what_was_asked_before_the_stop_is_still_done() -> None:
@@ -137,7 +142,7 @@ def test_a_stall_of_our_own_is_not_held_against_the_peers(watchdog: WatchDog, en
     silences.get(timeout=PATIENCE_S)
     watchdog.call_soon(time.sleep, 1.0)  # as SIGSTOP, or somebody who holds the GIL
     watchdog.call_soon(watchdog.call_later, 0.05, measure)
-    # Heard nothing for over a second, of which we were away for one.
+    # Nothing was heard for over a second, but we were away for one of it.
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
 
@@ -190,15 +195,15 @@ def test_a_socket_closed_in_the_same_round_is_not_served_any_more(watchdog: Watc
     served: SimpleQueue[int] = SimpleQueue()
     pairs = [socket.socketpair() for _ in range(2)]
 
-    def serve(index: int) -> None:
-        served.put(index)
+    def serve(_mask: int) -> None:
+        served.put(0)
         for ours, _ in pairs:
             watchdog.unregister(ours)
 
     def watch() -> None:
-        for index, (ours, theirs) in enumerate(pairs):
+        for ours, theirs in pairs:
             theirs.send(b"x")
-            watchdog.register(ours, selectors.EVENT_READ, lambda _mask, index=index: serve(index))
+            watchdog.register(ours, selectors.EVENT_READ, serve)
 
     watchdog.call_soon(watch)
     served.get(timeout=PATIENCE_S)
