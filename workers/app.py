@@ -60,6 +60,7 @@ class Worker:
             _watch_parent(lambda: loop.call_soon_threadsafe(self._stop.set))
         async with WorldManager(
             secret=token,
+            checked=False,  # as the leader's
             heartbeat_interval_s=self._settings.heartbeat_interval_s,
             heartbeat_timeout_s=self._settings.heartbeat_timeout_s,
         ) as manager:

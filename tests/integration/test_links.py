@@ -82,7 +82,7 @@ class Pair:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with WorldManager(secret="s") as leader, WorldManager(secret="s") as worker:
+    async with WorldManager(secret="s", checked=False) as leader, WorldManager(secret="s", checked=False) as worker:
         made = Pair(leader, worker, leader.listen("127.0.0.1", 0), Engine(torch.device("cpu")))
         yield made
         for task in made.tasks:
