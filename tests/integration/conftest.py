@@ -7,8 +7,9 @@ import pytest
 from tests.integration.crew import Crew
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
+    """Gone with the module: other tests count threads and ports."""
     crew = Crew()
     yield crew
     crew.close()

@@ -15,7 +15,7 @@ Part = Callable[[WorldManager, World], Awaitable[T]]
 
 
 class Crew:
-    """Worlds of sizes 1 to 8, checked and unchecked, made when first asked for and shared by all tests of a session."""
+    """Worlds of sizes 1 to 8, checked and unchecked, made when first asked for and shared by all tests of a module."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
