@@ -6,6 +6,7 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 ARGS     ?=
 PIP_ARGS ?=
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost kill_under_load rejoin_cycles
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test check fmt bench chaos clean
@@ -33,10 +34,9 @@ fmt: $(STAMP) ## Format the code and mend what the linter can.
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## Run the benchmarks, one script a claim; or one: make bench ARGS=benchmarks/NAME.py.
-	set -e; for script in $(or $(ARGS),$(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))); do \
-		echo "== $$script"; $(BIN)/python "$$script"; \
-	done
+bench: $(STAMP) ## Run the benchmarks, one script a claim; or one: make bench ARGS="send_recv --rounds 3".
+	set -e; if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m benchmarks.$(ARGS); fi; \
+	for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python -m benchmarks.$$script; done
 
 chaos: $(STAMP) ## Kill, freeze and cut off workers under load, and see that nothing is lost.
 	exec $(BIN)/python -m pytest tests/chaos $(ARGS)

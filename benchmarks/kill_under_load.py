@@ -26,7 +26,6 @@ from benchmarks.load import Load, closed_loop
 from deploy.service import LocalService, LogLine
 
 _WAIT_S = 120.0
-_SETTLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,14 @@ def _became_ready(line: LogLine, stage: int) -> bool:
     return "checking->ready" in line.message and line["stage"] == str(stage)
 
 
-def run(service: LocalService, *, rounds: int, clients: int, signum: signal.Signals) -> tuple[list[Fault], Load]:
-    """Faults in every stage in turn, and in every replica in turn, while the clients go on."""
+def run(
+    service: LocalService, *, rounds: int, clients: int, signum: signal.Signals, settle_s: float
+) -> tuple[list[Fault], Load]:
+    """Faults in every stage in turn, and in every replica in turn, while the clients go on.
+
+    Args:
+        settle_s: pause after each fault has healed. Within some seconds the supervisor has no process in reserve again.
+    """
     over = threading.Event()
     loads: list[Load] = []
     client = threading.Thread(
@@ -94,11 +99,11 @@ def run(service: LocalService, *, rounds: int, clients: int, signum: signal.Sign
     client.start()
     faults = []
     try:
-        time.sleep(_SETTLE_S)
+        time.sleep(settle_s)
         for number in range(rounds):
             for stage, found in enumerate(service.status()["stages"]):
                 faults.append(make_fault(service, stage, number % len(found["replicas"]), signum))
-                time.sleep(_SETTLE_S)
+                time.sleep(settle_s)
     finally:
         over.set()
         client.join()
@@ -135,13 +140,16 @@ def main() -> int:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--settle-s", type=float, default=1.0)
     parser.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     options = parser.parse_args()
     with LocalService(
         model=options.model, weights="random:0", stages=options.stages, replicas=options.replicas
     ) as service:
         signum = signal.Signals[f"SIG{options.signal}"]
-        faults, load = run(service, rounds=options.rounds, clients=options.clients, signum=signum)
+        faults, load = run(
+            service, rounds=options.rounds, clients=options.clients, signum=signum, settle_s=options.settle_s
+        )
         doubles = service.metric("multiworld_duplicate_answers_total")
         ends = [line for line in service.lines if line["logger"] == "server.link" and "->broken" in line.message]
     report(faults, load, doubles, ends)

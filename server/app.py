@@ -61,6 +61,8 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
     with contextlib.ExitStack() as stack:
         sockets = {name: stack.enter_context(_bind(settings, name)) for name in ("http_port", "metrics_port")}
         model, plan = _prepare(settings)
+        stack.callback(gc.unfreeze)
+        gc.freeze()  # what is here now stays: the collector need not walk over all of torch again and again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, model, plan, sockets, start_workers))
 
@@ -71,7 +73,6 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
     plan = make_plan(model, settings.stages)
-    gc.freeze()  # what is here now stays: the collector need not walk over torch again and again
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 

@@ -16,16 +16,19 @@ from tests.integration.proxy import HOST, Line, line_to
 
 UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before somebody receives
 
+PULSE_S = 2.0
+"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+
 
 @pytest.fixture
 async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
+    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
         yield make
 
 
 @pytest.fixture
 async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager() as made:
+    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
         yield made
 
 
@@ -165,7 +168,7 @@ async def test_only_an_operations_own_timeout_sees_it_when_only_the_data_is_cut(
         there = victim.start("recv", world="w", src=0)
         victim.start("send", world="w", dst=0)
         with pytest.raises(BrokenWorldException) as raised:
-            await manager.communicator.recv(torch.zeros(4), 1, "w", timeout_s=2.5)
+            await manager.communicator.recv(torch.zeros(4), 1, "w", timeout_s=3.5)
         assert raised.value.cause is Cause.TIMEOUT
         with pytest.raises(BrokenWorldException) as raised:
             await there
@@ -190,6 +193,21 @@ async def test_a_frozen_member_learns_why_it_was_given_up_when_it_wakes(spawn: S
     with pytest.raises(BrokenWorldException) as raised:
         await waiting
     assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
+
+
+async def test_only_death_breaks_a_world_when_nobody_judges_silence(spawn: Spawn) -> None:
+    peer = await spawn(enable_monitor=False)
+    async with WorldManager(enable_monitor=False) as manager:
+        await form("w", manager.listen(), manager, peer)
+        events = manager.events()
+        peer.signal(signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        peer.signal(signal.SIGCONT)
+        coming = peer.start("recv", world="w", src=0)
+        await manager.communicator.send(torch.ones(4), 1, "w")
+        assert await coming == [1.0]
+        peer.kill()
+        assert await broken(events, "w") == (Cause.EXIT, 1)
 
 
 async def test_no_world_is_lost_when_an_event_loop_stands_still(spawn: Spawn, manager: WorldManager) -> None:

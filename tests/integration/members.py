@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -59,6 +60,7 @@ class Script:
     def __init__(self) -> None:
         self.manager = WorldManager()
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.strangers: list[socket.socket] = []
         self.events: list[list[Any]] = []
         self._listen_to_events()
 
@@ -156,6 +158,15 @@ class Script:
     async def resources(self) -> dict[str, int]:
         gc.collect()
         return resources()
+
+    async def flood(self, port: int, greetings: list[str], count: int) -> None:
+        """Open connections to that port, say one of `greetings` (in hex) on each, and leave them open until this process ends."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        for number in range(count):
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.sendall(bytes.fromhex(greetings[number % len(greetings)]))
+            self.strangers.append(sock)
 
     async def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())
@@ -441,8 +452,8 @@ Spawn = Callable[..., Awaitable[Member]]
 
 
 @contextlib.asynccontextmanager
-async def members(folder: Path) -> AsyncIterator[Spawn]:
-    """Gives a function that makes members; all of them are gone afterwards."""
+async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
+    """Gives a function that makes members; all of them are gone afterwards. `defaults` are their WorldManagers'."""
     made: list[Member] = []
 
     async def make(**settings: Any) -> Member:
@@ -451,8 +462,8 @@ async def members(folder: Path) -> AsyncIterator[Spawn]:
         member = Member(pid, sock, stderr)
         made.append(member)
         await member.connect()
-        if settings:
-            await member.do("configure", **settings)
+        if settings or defaults:
+            await member.do("configure", **defaults | settings)
         return member
 
     try:

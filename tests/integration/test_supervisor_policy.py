@@ -57,7 +57,7 @@ def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> No
     assert sorted(supervisor.restarts) == list(range(6))
     command = supervisor._command(4)
     assert command[0] == sys.executable
-    assert command[-2:] == ["--name", "local-4"]
+    assert command[-4:] == ["--name", "local-4", "--device", "cpu"]
     assert "--exit-with-parent" in command
     assert not any("of-the-leader" in part for part in command)
     said = dict(itertools.pairwise(command))

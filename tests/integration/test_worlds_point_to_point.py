@@ -12,16 +12,19 @@ from tests.integration.members import Spawn, form, members
 
 BIG = 3_000_000  # float32: 12 MB, more than any socket buffer takes
 
+PATIENT_S = 10.0
+"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+
 
 @pytest.fixture
 async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
+    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
         yield make
 
 
 @pytest.fixture
 async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager() as made:
+    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as made:
         yield made
 
 
@@ -130,7 +133,7 @@ async def test_a_member_with_any_epoch_joins_when_the_host_has_restarted(spawn: 
     await peer.do("told", kind="broken", world="w")
     assert await form("w", port, manager, peer) == 2
     await manager.aclose()
-    async with WorldManager() as restarted:
+    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as restarted:
         assert restarted.listen(port=port) == port
         assert await form("w", port, restarted, peer) == 1
 

@@ -20,10 +20,13 @@ CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
 GROWTH_KIB = 16_384
 """Memory that may come and go without being a leak of `CYCLES` worlds with their groups, threads and stacks."""
 
+PATIENT_S = 10.0
+"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+
 
 @pytest.fixture
 async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
+    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
         yield make
 
 
@@ -47,7 +50,10 @@ def held() -> dict[str, int]:
 
 
 async def test_nothing_grows_when_worlds_are_closed_over_and_over() -> None:
-    async with WorldManager() as host, WorldManager() as guest:
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
+    ):
         port = host.listen()
 
         async def cycle(number: int) -> None:
@@ -68,7 +74,7 @@ async def test_nothing_grows_when_worlds_are_closed_over_and_over() -> None:
 
 async def test_nothing_grows_when_peers_are_killed_over_and_over(spawn: Spawn) -> None:
     """The host's side: pending operations and all, the name is used again at once."""
-    async with WorldManager() as manager:
+    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
         port = manager.listen()
         peers = [await spawn() for _ in range(5 + CYCLES // 2)]
         history: list[dict[str, int]] = []
@@ -87,7 +93,10 @@ async def test_nothing_grows_when_peers_are_killed_over_and_over(spawn: Spawn) -
 
 
 async def test_nothing_grows_when_operations_are_cancelled_over_and_over() -> None:
-    async with WorldManager() as host, WorldManager() as guest:
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
+    ):
         port = host.listen()
 
         async def cycle() -> None:
@@ -130,7 +139,7 @@ async def test_nothing_grows_when_joins_fail_over_and_over() -> None:
 
 async def test_cleanup_frees_all_and_the_manager_can_be_used_again() -> None:
     before = resources()
-    host, guest = WorldManager(), WorldManager()
+    host, guest = WorldManager(heartbeat_timeout_s=PATIENT_S), WorldManager(heartbeat_timeout_s=PATIENT_S)
     for _ in range(3):
         port = host.listen()
         for name in ("a", "b"):
