@@ -1,6 +1,7 @@
 """What every program shares: settings, the errors that are a person's to mend, and log lines."""
 
 from config.errors import SettingsError, UserError
+from config.limits import raise_descriptor_limit
 from config.logs import configure_logging
 from config.settings import DEVICE_PATTERN, Row, Settings, describe, effective, setting
 from config.sources import load
@@ -15,5 +16,6 @@ __all__ = [
     "describe",
     "effective",
     "load",
+    "raise_descriptor_limit",
     "setting",
 ]

@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from config import UserError
+from config import UserError, raise_descriptor_limit
 from models import LoadedModel, load_model
 from server.frontend import FrontendLimits, create_app, create_metrics_app
 from server.leader import Leader
@@ -58,6 +58,7 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
     Raises:
         UserError, models.ModelError: a port is busy, the weights are missing, there are more stages than blocks, …
     """
+    raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         sockets = {name: stack.enter_context(_bind(settings, name)) for name in ("http_port", "metrics_port")}
         model, plan = _prepare(settings)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import uvloop
 
-from config import UserError
+from config import UserError, raise_descriptor_limit
 from multiworld import AskError, WorldError, WorldManager, ask
 from wire import JoinOffer, JoinRequest, WireError
 from workers.device import check_device
@@ -34,6 +34,7 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         UserError: the device is not there, or the token is wrong.
     """
+    raise_descriptor_limit()
     device = check_device(settings.device)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # may be set once a process
