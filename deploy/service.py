@@ -48,14 +48,16 @@ class LocalService:
     """`multiworld serve` with local workers on free ports of 127.0.0.1, as `with LocalService(stages=2) as service`.
 
     Args:
+        wait_until_ready: whether entering waits for all replicas, or only until it listens.
         settings: of `multiworld serve`, by name: `model="resnet18"`, `weights="random:0"`, …
     """
 
-    def __init__(self, *, start_timeout_s: float = 180.0, **settings: object) -> None:
+    def __init__(self, *, start_timeout_s: float = 180.0, wait_until_ready: bool = True, **settings: object) -> None:
         defaults = {"http_port": 0, "join_port": 0, "metrics_port": 0, "log_format": "json"}
         chosen = defaults | settings
         self._arguments = [part for name, value in chosen.items() for part in _option(name, value)]
         self._start_timeout_s = start_timeout_s
+        self._wait_until_ready = wait_until_ready
         self._process: subprocess.Popen[str] | None = None
         self._lines: list[LogLine] = []
         self._news = threading.Condition()
@@ -89,7 +91,8 @@ class LocalService:
         try:
             listening = self.wait_for(lambda line: line.message.startswith("listening "), self._start_timeout_s)
             self.url, self.metrics_url, self.join_address = listening["http"], listening["metrics"], listening["join"]
-            self.wait_until_complete(self._start_timeout_s)
+            if self._wait_until_ready:
+                self.wait_until_complete(self._start_timeout_s)
         except BaseException:
             self.stop()
             raise
