@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -46,6 +47,10 @@ _RECLAIM_S = 5.0
 _BUILDER_S = 1.0
 """How long to wait for the group's constructor: woken in milliseconds, unless it waits for a frozen member's connection."""
 _RESOLVE_RETRY_S = 0.5
+
+
+builders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""The threads that build, or built, the groups of this process's worlds."""
 
 
 class WorldState(StrEnum):
@@ -220,6 +225,7 @@ class World:
                 self.break_(Cause.ABORTED, self.rank, "the event loop ended while joining")
 
         self._builder = threading.Thread(target=build, name=f"multiworld-{self.name}-join", daemon=True)
+        builders.add(self._builder)
         self._builder.start()
         await built
 

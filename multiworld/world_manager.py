@@ -22,7 +22,7 @@ from multiworld.process_group import parse_backend
 from multiworld.reception import Reception, bind
 from multiworld.rendezvous import Pulse
 from multiworld.watchdog import WatchDog
-from multiworld.world import World, WorldConfig, WorldState
+from multiworld.world import World, WorldConfig, WorldState, builders
 from multiworld.world_communicator import WorldCommunicator
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29500
 """Where rank 0 listens when no port is given; many worlds share it."""
 _CLEANUP_S = 10.0
+_EXIT_S = 30.0
+"""How long the end of the process may wait for a group that is still being built; Gloo gives up within 25 s."""
 
 Answerer = Callable[[str, str], Awaitable[bytes]]
 """(question, host of who asks) → answer."""
@@ -348,6 +350,7 @@ _open_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()
 
 # A forked child has the sockets, but not the threads that serve them: nothing there is its to close.
 os.register_at_fork(after_in_child=_open_managers.clear)
+os.register_at_fork(after_in_child=builders.clear)
 
 
 @atexit.register
@@ -355,3 +358,6 @@ def _cleanup_all() -> None:
     """A process that just ends must not leave threads inside c10d: the interpreter would abort on them."""
     for manager in list(_open_managers):
         manager.cleanup()
+    deadline_s = time.monotonic() + _EXIT_S
+    for builder in list(builders):  # Gloo's constructor cannot be woken when a peer froze while it connected
+        builder.join(max(0.0, deadline_s - time.monotonic()))

@@ -273,4 +273,6 @@ def _listening_ports() -> set[int]:
         if os.path.exists(f"/proc/self/fd/{fd}")
     }
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+    loopback = "0100007F"  # as /proc writes it
+    ours = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    return {int(port, 16) for host, port in ours if host == loopback}
