@@ -2,7 +2,8 @@
 
     python -m benchmarks.rejoin_cycles --cycles 200
 
-A cycle is one `kill -9` and the return of the slot to service. One worker of every stage is killed at a time. Prints the leader's threads,
+A cycle is one `kill -9` and the return of the slot to service. One worker of every stage is killed at a time; with `--all`, every worker.
+Prints the leader's threads,
 descriptors and resident memory along the way; exits 1 when threads or descriptors at the end are more than at the start.
 """
 
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kill_under_load import photo
@@ -28,29 +30,33 @@ def resources(pid: int) -> tuple[int, int, float]:
     return int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1024
 
 
-def kill_one_of_each_stage(service: LocalService, slot: int) -> int:
-    """Gives how many were killed, once all are back."""
+def kill_in_each_stage(service: LocalService, slots: Sequence[int]) -> int:
+    """Kill the workers in these slots of every stage at once. Gives how many that were, once all are back."""
     seen, pids, stages = len(service.lines), service.worker_pids(), service.status()["stages"]
-    for stage in stages:
+    places = [(stage, slot) for stage in stages for slot in slots]
+    for stage, slot in places:
         os.kill(pids[stage["replicas"][slot]["worker"]], signal.SIGKILL)
-    for stage in stages:
+    for stage, slot in places:
         world = f"s{stage['index']}.r{slot}"
         service.wait_for(lambda x, w=world: x["world"] == w and "->broken" in x.message, _WAIT_S, after=seen)  # type: ignore[misc]
     service.wait_until_complete(_WAIT_S)
-    return len(stages)
+    return len(places)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=200)
     parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--all", action="store_true", help="kill both replicas of every stage at once, without clients")
     options = parser.parse_args()
     over = threading.Event()
     with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=64) as service:
         loads = []
         client = threading.Thread(
             target=lambda: loads.append(
-                asyncio.run(closed_loop(service.url, photo(), clients=options.clients, until=over.is_set))
+                asyncio.run(
+                    closed_loop(service.url, photo(), clients=0 if options.all else options.clients, until=over.is_set)
+                )
             )
         )
         client.start()
@@ -58,7 +64,7 @@ def main() -> int:
         print(f"{'cycles':>6} {'threads':>7} {'fds':>5} {'RSS MiB':>8} {'s':>6}")
         try:
             while done < options.cycles:
-                done += kill_one_of_each_stage(service, slot=done // 2 % 2)
+                done += kill_in_each_stage(service, (0, 1) if options.all else (done // 2 % 2,))
                 now = resources(service.pid)
                 first = first or now
                 if done % 20 < 2 or done >= options.cycles:

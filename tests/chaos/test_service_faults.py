@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kill_under_load import make_fault, photo
 from benchmarks.load import Load, closed_loop
-from benchmarks.rejoin_cycles import kill_one_of_each_stage, resources
+from benchmarks.rejoin_cycles import kill_in_each_stage, resources
 from deploy.service import LocalService
 
 pytestmark = pytest.mark.timeout(600)
@@ -57,7 +57,7 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, si
 
 def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
     with load_on(service) as load:
-        kill_one_of_each_stage(service, slot=1)
+        kill_in_each_stage(service, [1])
     assert_nothing_lost(service, load)
 
 
@@ -98,10 +98,10 @@ def _times(count: int):  # type: ignore[no-untyped-def]
 
 
 def test_leader_does_not_grow_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
-    kill_one_of_each_stage(service, slot=0)
+    kill_in_each_stage(service, [0])
     before = resources(service.pid)
     for cycle in range(3):
-        kill_one_of_each_stage(service, slot=cycle % 2)
+        kill_in_each_stage(service, [cycle % 2])
     after = resources(service.pid)
     assert after[0] <= before[0] + 2, f"threads {before[0]} -> {after[0]}"
     assert after[1] <= before[1] + 2, f"descriptors {before[1]} -> {after[1]}"
