@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from server.plan import StagePlan
 from server.predictor import ReplicaState
 from server.slots import Slot
@@ -116,6 +116,8 @@ class Link:
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
+        except JoinError as error:  # it was offered this world, and did not come
+            self._end(Cause.TIMEOUT, str(error))
         except TimeoutError:
             self._end(Cause.TIMEOUT, f"not serving {join_timeout_s:g} s after it joined")
         except (CanaryError, WireError) as error:
