@@ -38,6 +38,8 @@ class Strike:
     worker: str
     salt: int = 0
     """Seeds what else about it is left to chance: how long, how slow, what garbage."""
+    down_s: float | None = None
+    """Of a kill: until the worker serves again, if that is not left to chance."""
 
 
 Injection: TypeAlias = Arrival | Start | Strike

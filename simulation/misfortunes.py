@@ -19,6 +19,9 @@ _SINGLE = ("kill", "freeze", "stop", "slow", "flap", "sour", "cut_to", "cut_from
 def strike(simulator: Simulator, injection: Strike) -> bool:
     """Let it happen. False if it had no effect: the worker is not there, or cannot be spared."""
     worker, random = simulator.workers.get(injection.worker), Random(injection.salt)
+    if worker is not None and injection.down_s is not None:
+        worker.kill(injection.down_s)
+        return True
     return worker is not None and _strike(simulator, worker, injection.fault, random)
 
 

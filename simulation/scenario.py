@@ -63,6 +63,8 @@ class Scenario:
     tail: Tail = "usual"
     network_s: float = 0.0005
     """Mean delay of a message, one way, and of the leader's timers."""
+    detection_s: float = 0.0
+    """From a worker's death until the leader knows at the earliest."""
     recovery_s: float = 1.0
     """From a worker's death until it serves again, on the mean."""
     recovery_varies: bool = True

@@ -104,6 +104,7 @@ class Simulator:
         self._source.begin()
         while self.agenda.next_s <= recording.ended_s:
             self.agenda.step()
+        self.agenda.now_s = recording.ended_s
         self._settle()
 
     @property

@@ -70,8 +70,8 @@ class Worker:
 
     # Misfortunes.
 
-    def die(self, cause: str, detected_after_s: float) -> None:
-        """This incarnation ends; a new one comes some time later."""
+    def die(self, cause: str, detected_after_s: float, down_s: float | None = None) -> None:
+        """This incarnation ends; a new one comes some time later, as chance will have it unless `down_s` is given."""
         if not self.serving:
             return
         self.serving = False
@@ -79,10 +79,11 @@ class Worker:
         self._agenda.after(detected_after_s, tell)
         if self._random.random() < 0.1:
             self._agenda.after(2 * detected_after_s, tell)
-        self._recover_later()
+        self._recover_later(down_s)
 
-    def kill(self) -> None:
-        self.die("exit", self._random.uniform(0.0, 10 * self._scenario.network_s))
+    def kill(self, down_s: float | None = None) -> None:
+        noticed_s = self._scenario.detection_s + self._random.uniform(0.0, 10 * self._scenario.network_s)
+        self.die("exit", noticed_s, down_s)
 
     def stop(self) -> None:
         """The process stands still and its heartbeats stop."""
@@ -138,10 +139,11 @@ class Worker:
         if self._lives(link):
             self.die("transport", 0.0)
 
-    def _recover_later(self) -> None:
+    def _recover_later(self, down_s: float | None = None) -> None:
         mean_s = self._scenario.recovery_s
-        varies = self._scenario.recovery_varies
-        self._agenda.after(self._random.expovariate(1 / mean_s) if varies else mean_s, self.start)
+        if down_s is None:
+            down_s = self._random.expovariate(1 / mean_s) if self._scenario.recovery_varies else mean_s
+        self._agenda.after(down_s, self.start)
 
     def _get_well(self) -> None:
         self._slowness, self._flapping, self._sour = 1.0, False, False
