@@ -1,7 +1,28 @@
 """The scheduler's promises, asserted after every event.
 
+Those of DESIGN.md, with what makes them certain:
+
+1. Every accepted request gets exactly one answer or refusal, or is cancelled: nothing that is closed is closed again,
+   the rows of an answer are those of its own requests, and the scheduler's count of open requests is ours.
+2. No later than its deadline plus one tick: after an event at `now_s` no open request's deadline has passed, and a tick is
+   asked for before the next deadline, hang, end of a grace or batch falls due.
+3. A batch goes only to a link that is ready and not draining, of the right stage and version; new ones are of the newest
+   version that is complete; an output is used once, of the copy that has just come back, in the order of stages.
+4. At most `window` in flight a link, and the scheduler's count is ours; at most `queue_limit` newcomers wait; so many
+   batches are kept at most as back pressure allows; nothing is kept that nobody waits for, and at the end nothing at all.
+5. Poison: refused as such after `max_attempts` broken worlds, the last one broken alone; suspects travel alone in their
+   batch and on their link; nobody is blamed for a draining link or for one that left.
+6. A stage without replicas holds its work for `recovery_grace_s`, not shorter and not longer.
+7. The least loaded replica first; first come first served, reroutes before the rest; a batch is sent again only for a
+   loss, a failure (once, elsewhere) or as a hedge (a second copy, elsewhere, never of a suspect, within `hedge_budget`).
+8. A link that is silent for `hang_timeout_s` with something in flight is broken, and none earlier; a link broken for
+   errors has raised; a drained link is closed, when it is empty.
+9. Nothing idles: no batch and no due request waits while a replica that could take it has room.
+10. Refusals are true: each reason's condition holds by our own account.
+
 The checker keeps accounts of its own (`Ledger`) from what goes in and comes out. Of the scheduler it reads only the
-public figures, to compare them with its own.
+public figures, to compare them with its own. Causes of broken links and reasons of refusals that it does not know pass:
+what is permitted then is the scenario's business (verdict.py).
 """
 
 from __future__ import annotations
@@ -43,9 +64,15 @@ class Checker:
         self._versions_seen: set[str] = set()
         self._waiting_before = self._open_before = 0
 
-    def check(self, event: Event, actions: list[Action], now_s: float) -> None:
-        """Assert all promises after this event."""
+    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
+        """Assert all promises after this event.
+
+        Args:
+            actions: what the scheduler made of it.
+            wakeup_s: its `next_wakeup_s()` afterwards.
+        """
         self._now_s = now_s
+        self._wakeup_s = wakeup_s
         self._event = event
         self._landed: BatchEntry | None = None
         self._claimed = False
@@ -327,8 +354,7 @@ class Checker:
 
     def _check_wakeup(self, due_s: float) -> None:
         """A tick is wanted in the future, and before anything falls due."""
-        ledger = self._ledger
-        wakeup_s = self._scheduler.next_wakeup_s()
+        ledger, wakeup_s = self._ledger, self._wakeup_s
         assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
         if ledger.waiting and not ledger.held_back and self._entry_has_room():
             due_s = min(due_s, self._oldest_arrival_s() + self._config.batch_timeout_s)

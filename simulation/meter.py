@@ -20,7 +20,7 @@ class Meter:
         self._until_s = until_s
         self._arrived_s: dict[int, float] = {}
 
-    def check(self, event: Event, actions: list[Action], now_s: float) -> None:
+    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
         """Take note of an event and its actions."""
         if isinstance(event, RequestArrived) and self._since_s <= now_s < self._until_s:
             self._arrived_s[event.request] = now_s

@@ -37,8 +37,8 @@ _SETTLING_S = 300.0
 class Observer(Protocol):
     """Sees all that goes into the scheduler and comes out."""
 
-    def check(self, event: Event, actions: list[Action], now_s: float) -> None:
-        """One event, and what the scheduler made of it."""
+    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
+        """One event, what the scheduler made of it, and when it wants to be woken."""
 
     def check_finished(self) -> None:
         """The run is over and no request is open."""
@@ -140,10 +140,12 @@ class Simulator:
         self.events += 1
         if self.trace is not None:
             self.trace.append((now_s, event, actions))
-        self.observer.check(event, actions, now_s)
+        wakeup_s = self.scheduler.next_wakeup_s()
+        self.observer.check(event, actions, now_s, wakeup_s)
         for action in actions:
             self._perform(action)
-        self._plan_tick()
+        if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s):
+            self._plan_tick(wakeup_s)
 
     def cancel(self, request: int) -> None:
         """The client goes away, if it is still there."""
@@ -195,11 +197,8 @@ class Simulator:
 
     # Time.
 
-    def _plan_tick(self) -> None:
+    def _plan_tick(self, wakeup_s: float) -> None:
         """The shell's timer fires a little late."""
-        wakeup_s = self.scheduler.next_wakeup_s()
-        if wakeup_s is None or (self._wakeup_s is not None and self._wakeup_s <= wakeup_s):
-            return
         self._wakeup_s = wakeup_s
         self.agenda.at(max(wakeup_s, self.agenda.now_s) + self.lag_s(self._random), partial(self._tick, wakeup_s))
 
