@@ -9,7 +9,7 @@ PIP_ARGS ?=
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost kill_under_load rejoin_cycles
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check fmt bench chaos clean
+.PHONY: help install serve test check fmt bench chaos soak clean
 .SILENT:
 
 help: ## Show this list.
@@ -40,6 +40,9 @@ bench: $(STAMP) ## Run the benchmarks, one script a claim; or one: make bench AR
 
 chaos: $(STAMP) ## Kill, freeze and cut off workers under load, and see that nothing is lost.
 	exec $(BIN)/python -m pytest tests/chaos $(ARGS)
+
+soak: $(STAMP) ## Simulate the scheduler with fresh seeds for hours: make soak ARGS="--hours 2".
+	exec $(BIN)/python -m simulation soak $(ARGS)
 
 clean: ## Remove everything that make and the tools made, the virtual environment included.
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
