@@ -11,7 +11,8 @@ Those of DESIGN.md, with what makes them certain:
 4. At most `window` in flight a link, and the scheduler's count is ours; at most `queue_limit` newcomers wait; so many
    batches are kept at most as back pressure allows; nothing is kept that nobody waits for, and at the end nothing at all.
 5. Poison: refused as such after `max_attempts` broken worlds, the last one broken alone; suspects travel alone in their
-   batch and on their link; nobody is blamed for a draining link or for one that left.
+   batch and on their link; nobody is blamed for a draining link or for one that left. No request breaks more than one
+   world beyond `max_attempts`.
 6. A stage without replicas holds its work for `recovery_grace_s`, not shorter and not longer.
 7. The least loaded replica first; first come first served, reroutes before the rest; a batch is sent again only for a
    loss, a failure (once, elsewhere) or as a hedge (a second copy, elsewhere, never of a suspect, within `hedge_budget`).
@@ -140,6 +141,8 @@ class Checker:
             for request in requests:
                 request.worlds_broken += 1
                 request.broke_alone = alone and len(batch.requests) == 1
+                # One more than the limit where two copies were in flight when it was reached.
+                assert request.worlds_broken <= self._config.max_attempts + 1, "one request eats all replicas"
             if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
                 for request in requests:
                     self._ledger.suspect(request)

@@ -69,7 +69,7 @@ class GivesUpEarly(Scheduler):
 def test_lost_request_is_found_and_shrunk_though_every_rule_was_kept() -> None:
     case, failure = _found(Bug(GivesUpEarly, "stage-lost-for-less-than-the-grace", 0, 0))
     assert failure.of_outcome
-    shrunk = Shrinker(case, failure, max_runs=300).shrink()
+    shrunk = Shrinker(case, failure, max_runs=60).shrink()
     kinds = [type(each) for each in shrunk.recording.injections]
     assert "no_replica" in str(shrunk)
     assert (kinds.count(Start), kinds.count(Strike), kinds.count(Arrival)) == (6, 1, 1)
