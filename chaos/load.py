@@ -76,6 +76,18 @@ class Question:
     content_type: str = "image/jpeg"
     expected: dict[int, float] = field(default_factory=dict)
 
+    def complaint(self, answer: httpx.Response, request_id: str) -> str:
+        """Why this is not the answer to this question, asked under this id; empty when it is."""
+        if answer.status_code != 200:
+            return answer.text[:200]
+        try:
+            said = answer.json()
+            if said["id"] != request_id:
+                return f"the answer of another request: {said['id']}"
+            return self.wrong(said)
+        except (ValueError, KeyError, TypeError) as error:
+            return f"not an answer: {error!r}"
+
     def wrong(self, answer: dict[str, Any]) -> str:
         """Why this answer is not the one for this image; empty when it is."""
         found = {int(p["class_id"]): float(p["probability"]) for p in answer["predictions"]}
@@ -117,21 +129,9 @@ async def ask(client: httpx.AsyncClient, url: str, question: Question, request_i
     try:
         answer = await client.post(f"{url}/predict", content=question.body, headers=headers)
         took_s = time.perf_counter() - started_s
-        return Sample(sent_s, took_s, answer.status_code, _complaint(answer, question, request_id))
+        return Sample(sent_s, took_s, answer.status_code, question.complaint(answer, request_id))
     except httpx.HTTPError as error:
         return Sample(sent_s, time.perf_counter() - started_s, 0, repr(error))
-
-
-def _complaint(answer: httpx.Response, question: Question, request_id: str) -> str:
-    if answer.status_code != 200:
-        return answer.text[:200]
-    try:
-        said = answer.json()
-        if said["id"] != request_id:
-            return f"the answer of another request: {said['id']}"
-        return question.wrong(said)
-    except (ValueError, KeyError, TypeError) as error:
-        return f"not an answer: {error!r}"
 
 
 async def closed_loop(
