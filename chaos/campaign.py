@@ -56,6 +56,7 @@ class Injection:
         detected_s: until the leader had noticed the first victim's break; None when no world broke.
         rerouted_s: until the batches that it stranded were on their way elsewhere, on average; None when there were none.
         recovered_s: until every slot served again.
+        recovered: whether they did, within the time that is waited for it.
         surprises: what was not as the fault expects.
     """
 
@@ -68,6 +69,7 @@ class Injection:
     rerouted_s: float | None = None
     reroutes: int = 0
     recovered_s: float = 0.0
+    recovered: bool = True
     doubles: int = 0
     surprises: tuple[str, ...] = ()
 
@@ -162,6 +164,8 @@ def _inject_all(
         injection = inject(fault, scene)
         found.injections.append(injection)
         tell(f"{injection.at_s - found.started_s:7.1f} s  {_told(injection)}")
+        if not injection.recovered:
+            raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
         time.sleep(max(plan.settle_s, injection.at_s + plan.every_s - time.time()))
 
 
@@ -172,18 +176,12 @@ def _enough(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:
 
 
 def inject(fault: Fault, scene: Scene) -> Injection:
-    """Make one fault and wait until the service has recovered from it. Raises NotRecoveredError when it does not."""
+    """Make one fault and wait until the service has recovered from it, or until it is clear that it does not."""
     observer = scene.observer
     doubles, reroutes = observer.metric(_DOUBLES), observer.metric(f"{_REROUTES}_count")
     waited_s = observer.metric(f"{_REROUTES}_sum")
     at_s = time.time()
-    try:
-        fault.inject(scene)
-    except (ProcessLookupError, KeyError) as error:
-        scene.surprises.append(f"a victim had ended before it was hurt: {error!r}")
-    if fault.causes:
-        scene.wait_broken()
-    recovered = scene.wait_complete()
+    recovered = _inject_and_wait(fault, scene)
     ended_s = time.time()
     broken = _broken(scene.victims, observer.moments, at_s)
     causes = tuple(sorted(cause for cause, _ in broken))
@@ -200,10 +198,28 @@ def inject(fault: Fault, scene: Scene) -> Injection:
         detected_s=detected_s,
         rerouted_s=None if mean_s is None or detected_s is None else detected_s + mean_s,
         reroutes=count,
-        recovered_s=max(0.0, recovered.at_s - at_s) if broken else ended_s - at_s,
+        recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
+        recovered=recovered is not None,
         doubles=round(observer.metric(_DOUBLES) - doubles),
         surprises=tuple(scene.surprises),
     )
+
+
+def _inject_and_wait(fault: Fault, scene: Scene) -> Moment | None:
+    """The moment at which all was well again; None when it never was."""
+    try:
+        fault.inject(scene)
+        if fault.causes:
+            scene.wait_broken()
+    except (ProcessLookupError, KeyError) as error:
+        scene.surprises.append(f"a victim had ended before it was hurt: {error!r}")
+    except NotRecoveredError as error:
+        scene.surprises.append(str(error))
+    try:
+        return scene.wait_complete()
+    except NotRecoveredError as error:
+        scene.surprises.append(str(error))
+        return None
 
 
 def _broken(victims: Sequence[Replica], moments: Sequence[Moment], at_s: float) -> list[tuple[str, float]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
@@ -110,8 +110,3 @@ def _median(values: Sequence[tuple[float, float]], first_s: float, last_s: float
     step_s = (last_s - first_s) / 4
     inside = [v for at_s, v in values if first_s + quarter * step_s <= at_s <= first_s + (quarter + 1) * step_s]
     return median(inside or [value for _, value in values])
-
-
-def as_json(found: Sequence[Series]) -> list[dict[str, Any]]:
-    """For programs."""
-    return [asdict(each) for each in found]

@@ -312,21 +312,29 @@ def _latency(spread: "Spread") -> str:
 
 
 def _lines(found: "Findings", report: "Report") -> list[str]:
-    from chaos.soak import RULE
-
-    verdicts = {True: "flat", False: "GROWS", None: "too short to tell"}
     total = report.total
     return [
         f"{total.times} faults in {found.ended_s - found.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
         f"{total.excused} excused, {report.refused} refused with 429, {total.doubles} answered twice",
-        *(
-            f"{s.process} {s.figure}: first {s.first:.0f}, last {s.last:.0f}, "
-            f"median of the last quarter {s.last_quarter:.0f}: {verdicts[s.flat]}"
-            for s in found.resources
-        ),
-        RULE,
+        *_resource_lines(found),
         *(f"LEFT OUT: {name}: {why}" for name, why in found.left_out.items()),
         *(f"warning: {warning}" for warning in found.warnings),
         *(f"NOT AS IT SHOULD BE: {complaint}" for complaint in report.verdict),
-        *([] if report.verdict else ["ok: nothing lost, nothing doubled, nothing unexpected"]),
+        *([] if report.verdict else ["ok: nothing lost, nothing answered twice, nothing unexpected"]),
     ]
+
+
+def _resource_lines(found: "Findings") -> list[str]:
+    from chaos.soak import RULE, SHORTEST_S
+
+    judged = [series for series in found.resources if series.flat is not None]
+    if not judged:
+        return [
+            f"threads, descriptors and memory: too short to tell, which takes {SHORTEST_S:.0f} s; --json has the figures"
+        ]
+    lines = (
+        f"{s.process} {s.figure}: first {s.first:.0f}, last {s.last:.0f}, "
+        f"median of the last quarter {s.last_quarter:.0f}: {'flat' if s.flat else 'GROWS'}"
+        for s in judged
+    )
+    return [*lines, RULE]

@@ -220,4 +220,6 @@ def test_injection_is_a_surprise_when_its_victim_was_gone() -> None:
     victim = replica("ready")
     scene = Scene(NoWorkers(), QuietObserver(victim), [victim], 1.0, QUESTION)  # type: ignore[arg-type]
     harmless: Fault = fault("pause")
-    assert inject(harmless, scene).surprises[0].startswith("a victim had ended")
+    injection = inject(harmless, scene)
+    assert injection.surprises[0].startswith("a victim had ended")
+    assert injection.recovered
