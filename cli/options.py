@@ -37,7 +37,8 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
     def decorate(run: Callable[[S], int]) -> Callable[..., int]:
         @functools.wraps(run)
         def command(*, config: Path | None, **options: object) -> int:
-            settings = load(cls, options, config_file=config, programs=PROGRAMS).with_token()
+            said = {name: ",".join(value) if isinstance(value, list) else value for name, value in options.items()}
+            settings = load(cls, said, config_file=config, programs=PROGRAMS).with_token()
             configure_logging(settings.log_level, settings.log_format, process=process(settings))
             logger.info("settings %s", describe(settings))
             return run(settings)
@@ -72,7 +73,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         rich_help_panel=facts(field)["panel"],
         autocompletion=_completion(_choices(field)),
     )
-    annotation = Annotated[bool | None if is_flag else str | None, info]  # type: ignore[valid-type]
+    kind = bool if is_flag else list[str] if facts(field)["repeatable"] else str
+    annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

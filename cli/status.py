@@ -39,8 +39,8 @@ def _show(snapshot: dict[str, Any]) -> None:
     out = console()
     out.print(_headline(snapshot), markup=False)
     out.print(_table(snapshot["stages"]))
-    if spares := snapshot.get("spares"):
-        out.print(f"spares: {', '.join(spares)}", markup=False)
+    if spares := snapshot["spares"]:
+        out.print("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares), markup=False)
 
 
 def _headline(snapshot: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ def setting(
     default_factory: Callable[[], Any] | None = None,
     in_argv: bool = True,
     hidden: bool = False,
+    repeatable: bool = False,
 ) -> Any:
     """Declare one setting.
 
@@ -41,8 +42,15 @@ def setting(
         allowed: what a value may be, in words; worked out from the type and the bounds if not given.
         in_argv: False for what must not be seen in a process list: then there is no command line option.
         hidden: True for an option that `--help` does not list, because only our own programs give it.
+        repeatable: True for an option that may be given several times; the value is all of them with commas between.
     """
-    extra: JsonDict = {"panel": panel, "allowed": allowed, "in_argv": in_argv, "hidden": hidden}
+    extra: JsonDict = {
+        "panel": panel,
+        "allowed": allowed,
+        "in_argv": in_argv,
+        "hidden": hidden,
+        "repeatable": repeatable,
+    }
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "pattern": pattern}
     given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
     given |= {"default_factory": default_factory} if default_factory else {"default": default}
@@ -109,6 +117,11 @@ class Settings(BaseSettings):
             )
         return self
 
+    @property
+    def secret(self) -> bytes:
+        """The token as it is proven; empty while there is none."""
+        return self.token.get_secret_value().encode() if self.token else b""
+
     def with_token(self) -> Self:
         """A copy whose `token` is set, from `token_file` if need be. Raises SettingsError if there is none."""
         if self.token is not None:
@@ -163,7 +176,7 @@ def fields_of(cls: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def facts(field: FieldInfo) -> dict[str, Any]:
-    """`panel`, `allowed`, `in_argv` and `hidden` as given to `setting`."""
+    """`panel`, `allowed`, `in_argv`, `hidden` and `repeatable` as given to `setting`."""
     assert isinstance(field.json_schema_extra, dict)
     return field.json_schema_extra
 

@@ -25,8 +25,8 @@ from pydantic_settings import EnvSettingsSource
 from config.errors import SettingsError
 from config.settings import ENV_PREFIX, Settings, allowed
 
-OTHER_VARIABLES = ("CONFIG", "URL")
-"""MULTIWORLD_… variables that are no setting: the TOML file, and the address that `predict` and `status` speak to."""
+OTHER_VARIABLES = ("CONFIG", "URL", "OPERATIONS_URL")
+"""MULTIWORLD_… variables that are no setting: the TOML file, and the addresses that the verbs for a running service speak to."""
 
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment"

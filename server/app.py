@@ -21,7 +21,8 @@ from starlette.types import ASGIApp
 
 from config import UserError, raise_descriptor_limit
 from models import LoadedModel, load_model
-from server.frontend import FrontendLimits, create_app, create_metrics_app
+from server.admin_routes import AdminRoutes
+from server.frontend import FrontendLimits, create_app, create_operations_app
 from server.leader import Leader
 from server.metrics import Metrics
 from server.plan import StagePlan, make_plan
@@ -99,9 +100,8 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
         api = await stack.enter_async_context(_serving(app, sockets["http_port"], access_log=settings.access_log))
-        await stack.enter_async_context(
-            _serving(create_metrics_app(metrics), sockets["metrics_port"], access_log=False)
-        )
+        operations = create_operations_app(metrics, AdminRoutes(leader.restart_workers, _admin_token(settings)))
+        await stack.enter_async_context(_serving(operations, sockets["metrics_port"], access_log=False))
         progress.listening(leader.join_port)
         if start_workers is not None:
             workers = start_workers(
@@ -201,6 +201,11 @@ def _reachable(host: str) -> str:
 def _served(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
     return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
+
+
+def _admin_token(settings: ServeSettings) -> bytes:
+    """What an admin verb must know. Nothing where the token was made up by us, for nobody can know it: then it is this machine only."""
+    return b"" if settings.token_is_ours else settings.secret
 
 
 def _limits(settings: ServeSettings) -> FrontendLimits:

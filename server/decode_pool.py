@@ -31,6 +31,11 @@ class DecodePool:
         self._max_waiting = max_waiting
         self._waiting = 0
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for a thread now."""
+        return self._waiting
+
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises.
 

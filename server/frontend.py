@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from server.admin_routes import AdminRoutes
 from server.body import BodyReader
 from server.decode_pool import DecodePool
 from server.http_errors import install_error_handlers
@@ -83,10 +84,10 @@ def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits,
     return app
 
 
-def create_metrics_app(metrics: Metrics) -> ASGIApp:
-    """The application for the metrics port: GET /metrics, from the same registry."""
+def create_operations_app(metrics: Metrics, admin: AdminRoutes) -> ASGIApp:
+    """The application for the operators' port: GET /metrics, from the same registry, and the admin verbs."""
 
     def scrape(request: Request) -> Response:
         return metrics_response(metrics, request)
 
-    return Starlette(routes=[Route("/metrics", scrape)])
+    return Starlette(routes=[Route("/metrics", scrape), *admin.routes()])

@@ -1,4 +1,4 @@
-"""The leader: it takes workers in, hands the scheduler what happens, and does what the scheduler says.
+"""The leader: it hands the scheduler what happens, and does what the scheduler says.
 
 All decisions are the scheduler's; here are the tensors, the links, the clock and the futures. Everything runs on one event loop.
 """
@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -22,7 +22,9 @@ from server.metrics import HEDGE_OUTCOMES, Metrics
 from server.payloads import Payloads
 from server.plan import StagePlan
 from server.predictor import Answer as Prediction
-from server.predictor import FailureSnapshot, PipelineSnapshot, ReplicaSnapshot, StageSnapshot
+from server.predictor import PipelineSnapshot
+from server.recruiter import Recruiter
+from server.rolling_restart import RestartStep, RollingRestart
 from server.scheduler import Scheduler
 from server.scheduling.actions import (
     Action,
@@ -48,10 +50,15 @@ from server.scheduling.events import (
     Tick,
 )
 from server.settings import ServeSettings
-from server.slots import Slot, Slots
-from wire import JoinOffer, JoinRequest, Message, WireError
+from wire import Message
 
 logger = logging.getLogger(__name__)
+
+_WHY_BROKEN = {
+    "hang": "no answer within hang_timeout_s",
+    "error": "batches that fail there succeed elsewhere",
+}
+"""In words, by the cause with which the scheduler has a link broken."""
 
 
 @dataclass(slots=True)
@@ -92,7 +99,6 @@ class Leader:
         self._settings = settings
         self._metrics = metrics
         self._on_change = on_change
-        self._slots = Slots(len(plan), settings.replicas)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_stages=len(plan),
@@ -108,15 +114,15 @@ class Leader:
                 hedge_budget=settings.hedge_budget,
             )
         )
-        token = settings.token.get_secret_value() if settings.token else ""
         self._manager = WorldManager(
-            secret=token,
+            secret=settings.secret,
             checked=False,  # links agree on sizes by headers of their own
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
+        self._recruiter = Recruiter(plan, settings, metrics, self._manager, self, self._states_changed)
+        self._rolling_restart = RollingRestart(self._recruiter.slots, settings.join_timeout_s)
         self._payloads = Payloads()
-        self._links: dict[str, Link] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._flights: dict[tuple[int, str], _Flight] = {}
         self._events: deque[tuple[Event, Tensor | None]] = deque()
@@ -127,16 +133,17 @@ class Leader:
         """The output that has just come in, while the scheduler decides what becomes of it."""
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._drained = asyncio.Event()
         self._draining = False
         self._started_s = time.monotonic()
-        self.join_port = settings.join_port
+
+    @property
+    def join_port(self) -> int:
+        """Where workers join; known once it listens."""
+        return self._recruiter.port
 
     async def __aenter__(self) -> "Leader":
-        host = self._settings.join_host
-        self.join_port = self._manager.listen(host, self._settings.join_port)
-        self._manager.answer(host, self.join_port, self._offer)
+        self._recruiter.listen()
         self._states_changed()
         return self
 
@@ -149,13 +156,7 @@ class Leader:
         for waiting in self._waiting.values():
             if not waiting.future.done():
                 waiting.future.set_exception(DrainingError("the server has stopped; send the request again"))
-        for link in list(self._links.values()):
-            link.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._recruiter.close()
         await self._manager.aclose()
 
     # -- Predictor -----------------------------------------------------------------------------------------------------------
@@ -190,12 +191,23 @@ class Leader:
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=self._scheduler.queue_depth,
             requests_in_flight=self._scheduler.open_requests,
-            stages=self._stages(),
+            stages=self._recruiter.stages(self._scheduler.in_flight),
+            spares=self._recruiter.spares(),
         )
+
+    def check(self, *, deadline_s: float, ahead: int) -> None:
+        """See `Predictor.check`."""
+        if refusal := self._scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead):
+            raise RequestRefused.for_reason(refusal.reason, refusal.detail, retry_after_s=refusal.retry_after_s)
+
+    def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        """Restart every worker in turn while the others serve; yields each step. Raises RestartRefusedError, RestartFailedError."""
+        return self._rolling_restart.run()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
         self._draining = True
+        self._recruiter.stop()
         self._feed(Drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -203,82 +215,19 @@ class Leader:
         if self._scheduler.open_requests:
             logger.warning("stopping with %d requests unanswered", self._scheduler.open_requests)
 
-    # -- workers come ----------------------------------------------------------------------------------------------------------
+    # -- what links do (see `Employer`) ------------------------------------------------------------------------------------------
 
-    async def _offer(self, question: str, host: str) -> bytes:
-        """A worker asks for work: give it a world, and wait there for it."""
-        try:
-            request = JoinRequest.from_json(question)
-        except WireError as error:
-            logger.warning("a question from %s makes no sense: %s", host, error)
-            raise
-        if self._draining:
-            return JoinOffer("", 0).to_json().encode()
-        if former := self._slots.former_self(request.worker):
-            former.give_up(Cause.EXIT, "its worker has joined again")
-        slot = self._slots.choose()
-        slot.epoch += 1
-        link = Link(
-            plan=self._plan[slot.stage],
-            slot=slot.index,
-            epoch=slot.epoch,
-            worker=request.worker,
-            device=request.device,
-            listener=self,
-        )
-        slot.link = link
-        self._links[link.id] = link
-        logger.info(
-            "world=%s epoch=%d stage=%d replica=%d worker=%s device=%s host=%s joining",
-            *(link.world_name, link.epoch, link.stage, link.slot, link.worker, link.device, host),
-        )
-        task = asyncio.create_task(self._run(link))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._states_changed()
-        return JoinOffer(link.world_name, link.epoch).to_json().encode()
+    def on_serving(self, link: Link) -> None:
+        """See `Employer`."""
+        self._feed(LinkReady(link.id, link.stage, self._model.version))
 
-    async def _run(self, link: Link) -> None:
-        settings = self._settings
-        try:
-            await link.run(
-                self._manager,
-                settings.join_host,
-                self.join_port,
-                join_timeout_s=settings.join_timeout_s,
-                max_batch_size=settings.max_batch_size,
-                window=settings.window,
-            )
-        finally:
-            self._links.pop(link.id, None)
+    def on_leaving(self, link: Link) -> None:
+        """See `Employer`."""
+        self._feed(LinkDraining(link.id))
 
-    # -- what links say --------------------------------------------------------------------------------------------------------
-
-    def on_link_state(self, link: Link) -> None:
-        slot = self._slot(link)
-        if link.state == "ready":
-            self._metrics.world_ready(link.world_name, link.stage, link.slot)
-            if slot.broken_at_s is not None and slot.last_failure is not None:
-                self._metrics.world_recovered(
-                    cause=slot.last_failure.cause, seconds=time.monotonic() - slot.broken_at_s
-                )
-                slot.broken_at_s = None
-            self._feed(LinkReady(link.id, link.stage, link.plan.spec.version))
-        elif link.state == "broken":
-            self._link_ended(link, slot)
-        self._states_changed()
-
-    def _link_ended(self, link: Link, slot: Slot) -> None:
-        assert link.cause is not None
-        if link.cause == Cause.LEFT:
-            self._metrics.world_closed(link.world_name, link.stage, link.slot)
-        else:
-            self._metrics.world_broken(
-                link.world_name, link.stage, link.slot, cause=link.cause, detected_after_s=link.silent_s
-            )
-            slot.last_failure = FailureSnapshot(link.cause, link.detail, time.time())
-            slot.broken_at_s = slot.broken_at_s or time.monotonic()
-        self._feed(LinkBroken(link.id, link.cause))
+    def on_ended(self, link: Link) -> None:
+        """See `Employer`."""
+        self._feed(LinkBroken(link.id, link.cause or ""))
         for key in [key for key in self._flights if key[1] == link.id]:
             del self._flights[key]
 
@@ -290,7 +239,7 @@ class Leader:
             return
         compute_s = message.compute_ns / 1e9
         transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
-        self._metrics.batch_answered(flight.stage, link.slot, compute_s=compute_s, transfer_s=transfer_s)
+        self._metrics.batch_answered(flight.stage, link.slot.index, compute_s=compute_s, transfer_s=transfer_s)
         times = self._payloads.times.get(message.batch)
         if times is not None:
             times.compute_s += compute_s
@@ -301,10 +250,6 @@ class Leader:
         logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
         self._flights.pop((batch, link.id), None)
         self._feed(BatchFailed(batch, link.id, error))
-
-    def on_leaving(self, link: Link) -> None:
-        self._feed(LinkDraining(link.id))
-        self._states_changed()
 
     # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
 
@@ -367,10 +312,10 @@ class Leader:
             case ForgetBatch():
                 self._payloads.forget(action.batch)
             case BreakLink():
-                if link := self._links.get(action.link):
-                    link.give_up(Cause(action.cause), "no answer within hang_timeout_s")
+                if link := self._recruiter.link(action.link):
+                    link.give_up(Cause(action.cause), _WHY_BROKEN[action.cause])
             case CloseLink():
-                if link := self._links.get(action.link):
+                if link := self._recruiter.link(action.link):
                     link.close()
 
     def _send(self, action: SendBatch) -> None:
@@ -389,7 +334,10 @@ class Leader:
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)
         self._flights[action.batch, action.link] = _Flight(time.monotonic(), action.stage)
-        self._links[action.link].send(action.batch, payload)
+        if link := self._recruiter.link(
+            action.link
+        ):  # else it has just ended, and the scheduler is about to learn of it
+            link.send(action.batch, payload)
 
     def _answer(self, action: Answer) -> None:
         probabilities = self._arrived_output()
@@ -428,37 +376,8 @@ class Leader:
         assert self._arrived is not None, "only a batch that was just answered has an output"
         return self._arrived
 
-    # -- how it stands ---------------------------------------------------------------------------------------------------------
-
-    def _slot(self, link: Link) -> Slot:
-        return next(slot for slot in self._slots.of_stage(link.stage) if slot.index == link.slot)
-
     def _states_changed(self) -> None:
-        self._metrics.replica_states(self._stages())
-        self._on_change(self.snapshot())
-
-    def _stages(self) -> tuple[StageSnapshot, ...]:
-        return tuple(
-            StageSnapshot(
-                plan.spec.index,
-                plan.spec.blocks,
-                tuple(self._replica(slot) for slot in self._slots.of_stage(plan.spec.index)),
-            )
-            for plan in self._plan
-        )
-
-    def _replica(self, slot: Slot) -> ReplicaSnapshot:
-        link = slot.link
-        if link is None:
-            return ReplicaSnapshot(slot.index, "absent")
-        return ReplicaSnapshot(
-            slot=slot.index,
-            state=link.state,
-            world=link.world_name,
-            epoch=link.epoch,
-            worker=link.worker,
-            device=link.device,
-            in_flight=self._scheduler.in_flight(link.id),
-            batches_done=link.batches_done,
-            last_failure=slot.last_failure,
-        )
+        snapshot = self.snapshot()
+        self._metrics.replica_states(snapshot.stages)
+        self._metrics.spares(len(snapshot.spares), self._recruiter.kept_away())
+        self._on_change(snapshot)

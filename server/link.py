@@ -11,7 +11,8 @@ from torch import Tensor
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager
 from server.plan import StagePlan
 from server.predictor import ReplicaState
-from wire import Channel, Kind, Message, WireError
+from server.slots import Slot
+from wire import Channel, JoinRequest, Kind, Message, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -26,49 +27,76 @@ class CanaryError(Exception):
 
 
 class LinkListener(Protocol):
-    """Who is told what happens on a link, on the event loop."""
+    """Who is told how a link fares, on the event loop."""
 
     def on_link_state(self, link: "Link") -> None: ...
+
+    def on_leaving(self, link: "Link") -> None: ...
+
+
+class BatchListener(Protocol):
+    """Who is told what comes of the batches, on the event loop."""
 
     def on_result(self, link: "Link", message: Message) -> None: ...
 
     def on_failed(self, link: "Link", batch: int, error: str) -> None: ...
 
-    def on_leaving(self, link: "Link") -> None: ...
-
 
 class Link:
     """One link, one incarnation.
 
+    Args:
+        plans: the stages that the worker is to hold: its slot's, or all for a spare.
+        slot: where it serves. Whoever moves it to another sets it.
+        request: what the worker said of itself when it asked for work.
+
     Attributes:
         id: the world's name and epoch, "s0.r1#3": it never comes back.
-        state: as `ReplicaState`; every change is told to the listener.
+        state: as `ReplicaState`; every change is told to the listener. A spare is "ready" too.
         cause, detail: why it ended, once `state` is "broken".
         since_s: when `state` changed last, as `time.monotonic()`.
     """
 
     def __init__(
-        self, *, plan: StagePlan, slot: int, epoch: int, worker: str, device: str, listener: LinkListener
+        self,
+        *,
+        plans: tuple[StagePlan, ...],
+        slot: Slot,
+        epoch: int,
+        request: JoinRequest,
+        listener: LinkListener,
+        batches: BatchListener,
     ) -> None:
-        self.plan = plan
-        self.stage = plan.spec.index
+        self.plans = plans
         self.slot = slot
         self.epoch = epoch
-        self.world_name = f"s{self.stage}.r{slot}"
+        self.world_name = slot.name
         self.id = f"{self.world_name}#{epoch}"
-        self.worker = worker
-        self.device = device
+        self.request = request
         self.state: ReplicaState = "joining"
         self.since_s = time.monotonic()
         self.cause: str | None = None
         self.detail = ""
         self.silent_s: float | None = None
+        self.ready_at_s: float | None = None
         self.batches_done = 0
         self._listener = listener
+        self._batches = batches
         self._world: World | None = None
         self._channel: Channel | None = None
         self._forming: asyncio.Task[World] | None = None
         self._sends: set[asyncio.Task[None]] = set()
+
+    @property
+    def worker(self) -> str:
+        """The name by which it joined."""
+        return self.request.worker
+
+    @property
+    def stage(self) -> int:
+        """The stage that it serves. To be asked of no spare."""
+        assert self.slot.stage is not None, "a spare serves no stage"
+        return self.slot.stage
 
     def __repr__(self) -> str:
         return f"<Link {self.id} {self.state}>"
@@ -81,6 +109,7 @@ class Link:
             async with asyncio.timeout(join_timeout_s):
                 await self._form(manager, host, port)
                 await self._bring_up(max_batch_size, window)
+            self.ready_at_s = time.monotonic()
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
@@ -103,9 +132,11 @@ class Link:
 
     def send(self, batch: int, payload: Tensor) -> None:
         """Send a batch. A failure shows as the link's end, not here."""
-        task = asyncio.get_running_loop().create_task(self._send(Message(Kind.BATCH, batch, payload)))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
+        self._post(Message(Kind.BATCH, batch, payload, stage=self.stage))
+
+    def ask_restart(self) -> None:
+        """Ask the worker to leave, and its process to end and come back."""
+        self._post(Message(Kind.RESTART))
 
     def give_up(self, cause: Cause, detail: str) -> None:
         """Break this link from our side, at once: it hangs, or its worker has joined again."""
@@ -135,20 +166,25 @@ class Link:
         self._channel = Channel(self._world, _WORKER_RANK, max_payload_bytes=1 << 30)
 
     async def _bring_up(self, max_batch_size: int, window: int) -> None:
+        for plan in self.plans:
+            await self._order(plan, max_batch_size, window)
+
+    async def _order(self, plan: StagePlan, max_batch_size: int, window: int) -> None:
+        """Have the worker load one stage, and see that it computes what we do."""
         channel = self._channel
         assert channel is not None
         self._enter("loading")
-        await channel.send(Message.of_text(Kind.ORDER, self.plan.order(max_batch_size, window).to_json()))
-        weights = torch.frombuffer(bytearray(self.plan.weights), dtype=torch.uint8)
+        await channel.send(Message.of_text(Kind.ORDER, plan.order(max_batch_size, window).to_json()))
+        weights = torch.frombuffer(bytearray(plan.weights), dtype=torch.uint8)
         for piece in torch.split(weights, _PIECE_BYTES):
             await channel.send(Message(Kind.WEIGHTS, payload=piece))
         self._enter("warming")
         await self._expect(Kind.READY)
         self._enter("checking")
-        await channel.send(Message(Kind.BATCH, 0, self.plan.canary_input))
+        await channel.send(Message(Kind.BATCH, 0, plan.canary_input, stage=plan.spec.index))
         answer = await self._expect(Kind.RESULT)
-        if wrong := self.plan.accepts(answer.payload):
-            raise CanaryError(f"wrong answer to the canary: {wrong}")
+        if wrong := plan.accepts(answer.payload):
+            raise CanaryError(f"stage {plan.spec.index}: wrong answer to the canary: {wrong}")
 
     async def _expect(self, kind: Kind) -> Message:
         assert self._channel is not None
@@ -170,21 +206,26 @@ class Link:
             match message.kind:
                 case Kind.RESULT if message.payload is not None:
                     self.batches_done += 1
-                    self._listener.on_result(self, message)
+                    self._batches.on_result(self, message)
                 case Kind.FAILED:
-                    self._listener.on_failed(self, message.batch, message.text())
+                    self._batches.on_failed(self, message.batch, message.text())
                 case Kind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)
                 case _:
                     raise WireError(f"unexpected {message.kind.name}")
 
+    def _post(self, message: Message) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(message))
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
     async def _send(self, message: Message) -> None:
         assert self._channel is not None
         try:
             await self._channel.send(message)
         except (BrokenWorldException, WorldClosedError):
-            logger.debug("world=%s batch=%d was not taken", self.id, message.batch)
+            logger.debug("world=%s %s %d was not taken", self.id, message.kind.name, message.batch)
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
@@ -194,8 +235,9 @@ class Link:
         log = logger.info if state != "broken" or self.cause == Cause.LEFT else logger.warning
         why = f" cause={self.cause} {self.detail}" if self.cause else ""
         log(
-            "world=%s epoch=%d stage=%d replica=%d worker=%s %s->%s after_s=%.3f%s",
-            *(self.world_name, self.epoch, self.stage, self.slot, self.worker, was, state, took_s, why),
+            "world=%s epoch=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
+            *(self.world_name, self.epoch, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
+            *(self.worker, was, state, took_s, why),
         )
         self._listener.on_link_state(self)
 

@@ -95,6 +95,8 @@ class Metrics:
         self._redundancy = self._gauge(
             "redundancy", "Fewest ready replicas of any stage, minus one; -1 means that it does not serve."
         )
+        self._spares = self._gauge("spares", "Workers that hold all stages ready and serve none.")
+        self._kept_away = self._gauge("workers_kept_away", "Workers that fail again and again and may not join now.")
         self._world_up = self._gauge("world_up", "1 while the link's world is ready.", ("world", "stage", "replica"))
 
     def _define_failures(self) -> None:
@@ -190,6 +192,11 @@ class Metrics:
             self._reroutes.labels(stage.index)
             self._retries.labels(stage.index)
         self._redundancy.set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+
+    def spares(self, spares: int, kept_away: int) -> None:
+        """So many spares there are, and so many workers the circuit breaker keeps away."""
+        self._spares.set(spares)
+        self._kept_away.set(kept_away)
 
     # Failures survived
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from server.body import BodyReader
 from server.connection import while_connected
 from server.decode_pool import DecodePool
-from server.errors import MediaTypeError, StageError
+from server.errors import BodyTimeoutError, DeadlineError, MediaTypeError, StageError
 from server.form import FIELD, form_image
 from server.http_errors import error_documentation
 from server.images import image_tensor
@@ -105,7 +105,14 @@ class PredictRoute:
     async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
         record = RequestRecord.of(request.scope)
         deadline_s = record.started_s + timeout_s
-        image, decode_s = await self._image(request, deadline_s)
+        try:
+            image, decode_s = await self._image(request, deadline_s)
+        except BodyTimeoutError as late:
+            if timeout_s == self.timeout_s:
+                raise
+            raise DeadlineError(
+                f"the {timeout_s:g} s that the client gives were over before its body was here"
+            ) from late
         async with while_connected(request.receive, deadline_s=deadline_s + _LATE_S):
             answer = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
         record.version = answer.version
@@ -129,6 +136,7 @@ class PredictRoute:
         content_type = _served_type(request)
         async with self.bodies.read(request, deadline_s=deadline_s) as body:
             received_s = time.monotonic()
+            self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
             async with while_connected(request.receive, deadline_s=deadline_s):
                 image = await self.decoders.run(partial(self._decode, body, content_type))
         return image, time.monotonic() - received_s

@@ -72,6 +72,9 @@ class ReplicaSnapshot:
     """Which incarnation of that world; 0 = there was none yet."""
     worker: str | None = None
     """The name by which the worker joined."""
+    host: str | None = None
+    """Name of the machine or container that it runs on, and there its process id."""
+    pid: int | None = None
     device: str | None = None
     in_flight: int = 0
     """Batches sent to it and not answered."""
@@ -109,8 +112,8 @@ class PipelineSnapshot:
     requests_in_flight: int
     """Requests accepted and not answered."""
     stages: tuple[StageSnapshot, ...]
-    spares: tuple[str, ...] = ()
-    """Names of the workers that joined and have no stage to serve."""
+    spares: tuple[ReplicaSnapshot, ...] = ()
+    """Workers that hold all stages ready and serve none: the next slot that falls empty is theirs."""
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -136,6 +139,16 @@ class Predictor(Protocol):
         Raises:
             RequestRefused: one of its leaves (server.errors); the pipeline goes on.
         Cancelling withdraws the request: it is not sent again, and an answer that still comes is dropped.
+        """
+        ...
+
+    def check(self, *, deadline_s: float, ahead: int) -> None:
+        """Find out before work is put into a request whether it would be refused now.
+
+        Args:
+            ahead: how many other requests are still being prepared.
+        Raises:
+            RequestRefused: as `predict` would.
         """
         ...
 

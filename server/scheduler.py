@@ -24,7 +24,9 @@ The rules:
   refused, and newcomers are until the stage is back. Work whose version lost a stage starts again under another
   version that is complete.
 - A late batch is hedged: a second copy on another replica, the first answer wins.
-- A link silent beyond `hang_timeout_s` with something in flight is broken.
+- A link silent beyond `hang_timeout_s` with something in flight is broken; so is one that raised on several batches in a
+  row which then succeeded elsewhere.
+- A request that cannot be answered by its deadline, going by the rate at which full batches are answered, is refused at once.
 - Events that come late (about a link already written off, a batch already answered) change nothing.
 
 An event costs O(log n) in the number of links and open requests.
@@ -39,7 +41,7 @@ from server.scheduling.actions import (
     CloseLink,
     ForgetBatch,
     KeepOutput,
-    Reason,
+    Refusal,
     Refuse,
     SendBatch,
 )
@@ -67,7 +69,11 @@ from server.scheduling.fleet import Fleet
 from server.scheduling.hedging import Hedging
 from server.scheduling.losses import Losses
 from server.scheduling.outcomes import Outcomes
+from server.scheduling.pools import Link
 from server.scheduling.turn import Turn
+
+_MOST_UNMATCHED_FAILURES = 3
+"""So many batches in a row a link may raise on that succeed elsewhere, before it is broken."""
 
 __all__ = [
     "Action",
@@ -83,6 +89,7 @@ __all__ = [
     "LinkBroken",
     "LinkDraining",
     "LinkReady",
+    "Refusal",
     "Refuse",
     "RequestArrived",
     "RequestCancelled",
@@ -149,6 +156,11 @@ class Scheduler:
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
 
+    def refusal(self, deadline_s: float, now_s: float, *, ahead: int) -> Refusal | None:
+        """What a request that arrived now, after `ahead` others, would be refused for; None if it would be accepted."""
+        self._pass_time(now_s)
+        return self._refusal(deadline_s, ahead)
+
     # Figures, all cheap.
 
     @property
@@ -184,8 +196,8 @@ class Scheduler:
 
     def _pass_time(self, now_s: float) -> None:
         now_s = max(now_s, self._turn.now_s)
-        if self._backlog.requests:
-            self._drain_rate.elapse(now_s - self._turn.now_s)
+        busy, full = bool(self._backlog.requests), len(self._backlog.waiting) >= self.config.max_batch_size
+        self._drain_rate.elapse(now_s - self._turn.now_s, busy=busy, full=full)
         self._turn.now_s = now_s
 
     def _apply(self, event: Event) -> None:
@@ -212,7 +224,7 @@ class Scheduler:
     def _arrived(self, event: RequestArrived) -> None:
         if event.request in self._backlog.requests:
             raise ValueError(f"request {event.request} is still open")
-        refusal = self._refusal(event)
+        refusal = self._refusal(event.deadline_s, ahead=0)
         if refusal is None:
             now_s = self._turn.now_s
             self._backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, since_s=now_s))
@@ -220,19 +232,27 @@ class Scheduler:
         else:
             self._outcomes.turn_away(event.request, *refusal)
 
-    def _refusal(self, event: RequestArrived) -> tuple[Reason, str, float | None] | None:
+    def _refusal(self, deadline_s: float, ahead: int) -> Refusal | None:
         if self._draining:
-            return "draining", "the server is stopping", None
+            return Refusal("draining", "the server is stopping")
         if not self._fleet.was_complete:
-            return "not_ready", "not every stage has had a replica yet", None
+            return Refusal("not_ready", "not every stage has had a replica yet")
         if self._fleet.lost:
-            return "no_replica", self._lost_detail(), None
-        if event.deadline_s <= self._turn.now_s:
-            return "deadline", "the deadline had passed on arrival", None
-        waiting = len(self._backlog.waiting)
+            return Refusal("no_replica", self._lost_detail())
+        patience_s = deadline_s - self._turn.now_s
+        if patience_s <= 0:
+            return Refusal("deadline", "the deadline had passed on arrival")
+        return self._overload(ahead, patience_s)
+
+    def _overload(self, ahead: int, patience_s: float) -> Refusal | None:
+        waiting, open_requests = len(self._backlog.waiting) + ahead, len(self._backlog.requests) + ahead
         if waiting >= self.config.queue_limit:
             retry_after_s = self._drain_rate.time_to_drain_s(waiting)
-            return "overloaded", f"{waiting} requests are waiting already", retry_after_s
+            return Refusal("overloaded", f"{waiting} requests are waiting already", retry_after_s)
+        needed_s = self._drain_rate.least_time_s(open_requests)
+        if needed_s > patience_s:
+            detail = f"{open_requests} requests are before it, which takes {needed_s:.1f} s, and its deadline is sooner"
+            return Refusal("overloaded", detail, needed_s - patience_s)
         return None
 
     def _cancelled(self, event: RequestCancelled) -> None:
@@ -266,7 +286,10 @@ class Scheduler:
         if copy is None:
             return
         batch = copy.batch
+        copy.link.unmatched_failures = 0
         self._settle_hedge(copy)
+        if batch.failed_on is not None:
+            self._count_failure_of(batch.failed_on)
         batch.path.append(copy.link.id)
         if batch.stage + 1 == self.config.num_stages:
             self._outcomes.answer(batch, copy.link)
@@ -305,6 +328,13 @@ class Scheduler:
         self._dispatcher.touch(link.pool)
         self._losses.close_if_drained(link)
         return copy if copy.detach() else None
+
+    def _count_failure_of(self, link: Link) -> None:
+        """A batch on which this link raised has succeeded elsewhere: it was not the batch's fault."""
+        link.unmatched_failures += 1
+        if link.unmatched_failures >= _MOST_UNMATCHED_FAILURES and self._fleet.links.get(link.id) is link:
+            self._turn.actions.append(BreakLink(link.id, "error"))
+            self._losses.break_link(link, "error")
 
     def _settle_hedge(self, winner: Copy) -> None:
         """The winner has answered; what other copy there is keeps its place in the window and is not wanted any more."""

@@ -8,6 +8,8 @@ from pydantic import field_validator, model_validator
 from config import DEVICE_PATTERN, Settings, SettingsError, setting
 from config.tokens import new_token
 
+_GENERATED = "generated"
+
 
 class ServeSettings(Settings):
     """What the leader, its HTTP API and its local workers are told."""
@@ -35,6 +37,13 @@ class ServeSettings(Settings):
 
     stages: int = setting(2, "Pipeline", "Number of slices that the model is cut into.", ge=1, le=64)
     replicas: int = setting(2, "Pipeline", "Number of workers for each stage.", ge=1, le=256)
+    spares: int = setting(
+        0,
+        "Pipeline",
+        "Further workers that hold all stages ready and take over at once when one fails.",
+        ge=0,
+        le=256,
+    )
     external_workers: bool = setting(
         False, "Pipeline", "Start no local workers: wait for `multiworld worker` processes to join from anywhere."
     )
@@ -86,6 +95,23 @@ class ServeSettings(Settings):
     hedge_budget: float = setting(
         0.05, "Failure", "Extra work that second copies may cost, as a share of all images sent.", ge=0, le=1
     )
+    breaker_s: float = setting(
+        0.5,
+        "Failure",
+        "How long a worker that fails twice in a row is kept away; doubles with each further failure.",
+        gt=0,
+        le=3600,
+    )
+    breaker_max_s: float = setting(
+        30.0, "Failure", "Longest time that a failing worker is kept away; 0 keeps nobody away.", ge=0, le=86400
+    )
+    reassign_after_s: float = setting(
+        3.0,
+        "Failure",
+        "How long a stage may have no worker before one of a stage with several goes there; 0 never does.",
+        ge=0,
+        le=3600,
+    )
     drain_timeout_s: float = setting(
         10.0, "Failure", "Longest time for what is in flight to end when the service stops.", ge=0, le=3600
     )
@@ -107,8 +133,13 @@ class ServeSettings(Settings):
 
     @property
     def num_workers(self) -> int:
-        """How many workers the pipeline wants: one for each replica of each stage."""
-        return self.stages * self.replicas
+        """How many workers the pipeline wants: one for each replica of each stage, and the spares."""
+        return self.stages * self.replicas + self.spares
+
+    @property
+    def token_is_ours(self) -> bool:
+        """Nobody gave a token, and so we made one up for our own local workers."""
+        return self._origins.get("token") == _GENERATED
 
     @field_validator("hedge_factor")
     @classmethod
@@ -128,7 +159,7 @@ class ServeSettings(Settings):
 
     def _without_token(self) -> Self:
         if not self.external_workers:
-            return self.replace("token", new_token(), "generated")
+            return self.replace("token", new_token(), _GENERATED)
         raise SettingsError(
             "no join token, which workers from outside need: make one with `openssl rand -hex 32 > token`, "
             "then give --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"

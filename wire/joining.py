@@ -31,23 +31,34 @@ class _Json:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest(_Json):
-    """A worker looks for work. Its `worker` name is its own: who joins again under it replaces its former self."""
+    """A worker looks for work. Its `worker` name is its own: who joins again under it replaces its former self.
+
+    Attributes:
+        host, pid: where it runs, for whoever looks for it.
+    """
 
     worker: str
     device: str
+    host: str
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOffer(_Json):
-    """The world to join, as rank 1 of 2, at the address where the question was asked. An empty `world`: none now, ask again."""
+    """The world to join, as rank 1 of 2, at the address where the question was asked.
+
+    Attributes:
+        world: empty when there is none now; ask again after `wait_ms`, and not before.
+    """
 
     world: str
     epoch: int
+    wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder(_Json):
-    """The first message in a new world: what the worker is to serve.
+    """What the worker is to hold ready and serve: the first message in a new world, one for each stage.
 
     Attributes:
         spec: a models.StageSpec as JSON.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 HEADER_BYTES = 64
 MAX_DIMS = 6
-_MAGIC = 0x4D574231  # "MWB1": multiworld batch, version 1
-_LAYOUT = struct.Struct("!IBBBxQQQQ6I")
+_MAGIC = 0x4D574232  # "MWB2": multiworld batch, version 2
+_LAYOUT = struct.Struct("!IBBBBQQQQ6I")
 assert _LAYOUT.size == HEADER_BYTES
 
 _DTYPES = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
@@ -29,10 +29,11 @@ class Kind(IntEnum):
     ORDER = 1  # leader → worker: the stage to serve (StageOrder as JSON)
     WEIGHTS = 2  # leader → worker: a piece of the stage's weights (safetensors)
     READY = 3  # worker → leader: loaded and warmed up (JSON, what it is)
-    BATCH = 4  # leader → worker
+    BATCH = 4  # leader → worker: the input of a stage that was ordered before
     RESULT = 5  # worker → leader
     FAILED = 6  # worker → leader: the stage raised; the payload says what
     LEAVING = 7  # worker → leader: send nothing new, and close once I have answered everything
+    RESTART = 8  # leader → worker: leave, end your process, and let whatever started you start you again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Message:
         batch: which batch it is about; 0 where there is none.
         payload: any tensor of up to 6 dimensions and a known dtype; text and bytes travel as uint8 [N].
         compute_ns: how long the worker computed, waited_ns: how long the batch waited there for its turn.
+        stage: of a batch, which of the stages that the worker holds is to compute it.
     """
 
     kind: Kind
@@ -49,6 +51,7 @@ class Message:
     payload: Tensor | None = None
     compute_ns: int = 0
     waited_ns: int = 0
+    stage: int = 0
 
     @staticmethod
     def of_text(kind: Kind, text: str, *, batch: int = 0, compute_ns: int = 0, waited_ns: int = 0) -> "Message":
@@ -72,7 +75,7 @@ class Message:
             raise ValueError(f"{len(shape)} dimensions, at most {MAX_DIMS} travel")
         dims = shape + (0,) * (MAX_DIMS - len(shape))
         packed = _LAYOUT.pack(
-            _MAGIC, self.kind, code, len(shape), self.batch, size, self.compute_ns, self.waited_ns, *dims
+            _MAGIC, self.kind, code, len(shape), self.stage, self.batch, size, self.compute_ns, self.waited_ns, *dims
         )
         return bytes_tensor(packed)
 
@@ -88,11 +91,12 @@ class Header:
     payload_bytes: int
     compute_ns: int
     waited_ns: int
+    stage: int
 
     @staticmethod
     def parse(data: Tensor, max_payload_bytes: int) -> "Header":
         """Read uint8 [64]. Raises WireError when it contradicts itself, or promises more than `max_payload_bytes`."""
-        magic, kind, code, ndim, batch, size, compute_ns, waited_ns, *dims = _LAYOUT.unpack(bytes(data.numpy()))
+        magic, kind, code, ndim, stage, batch, size, compute_ns, waited_ns, *dims = _LAYOUT.unpack(bytes(data.numpy()))
         if magic != _MAGIC:
             raise WireError(f"not a message of this version (it begins with {magic:#010x})")
         try:
@@ -109,10 +113,10 @@ class Header:
             elements *= dim
         if size and size != elements * dtype.itemsize:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
-        return Header(known, batch, dtype, shape, size, compute_ns, waited_ns)
+        return Header(known, batch, dtype, shape, size, compute_ns, waited_ns, stage)
 
     def message(self, payload: Tensor | None) -> Message:
-        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns)
+        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage)
 
 
 def bytes_tensor(data: bytes) -> Tensor:

@@ -1,11 +1,12 @@
-"""The computing half of a worker: one stage on one device, on a thread of its own, so that the event loop never waits for it."""
+"""The computing half of a worker: its stages on one device, on a thread of its own, so that the event loop never waits for it."""
 
 import asyncio
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
@@ -17,85 +18,149 @@ from models import Stage, StageSpec, build_stage
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], Any]
+    future: asyncio.Future[Any]
+
+
 class Engine:
-    """Runs jobs one at a time, in order, on one daemon thread: a model that never returns holds up nobody else's exit."""
+    """Runs jobs one at a time on one daemon thread: a model that never returns holds up nobody else's exit.
+
+    Who wants to compute takes a `Place`. Places that have jobs take turns, one job each: no leader can crowd out another.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stage: Stage | None = None
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._busy_since_s: float | None = None
+        self._turns: deque[Place] = deque()
+        """Places with jobs, the next one first."""
+        self._news = threading.Condition()
+        self._closed = False
+        self._current: Place | None = None
+        self._current_since_s = 0.0
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    @property
-    def busy_s(self) -> float:
-        """How long the current job has been running; 0 when idle."""
-        since_s = self._busy_since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
+    def place(self) -> "Place":
+        """A new place, with no stages yet."""
+        return Place(self)
 
     def close(self) -> None:
         """Let the thread end once its jobs are done. Does not wait."""
-        self._jobs.put(None)
+        with self._news:
+            self._closed = True
+            self._news.notify()
+
+    def busy_s(self, place: "Place") -> float:
+        """How long a job of this place has been running; 0 when none is."""
+        with self._news:
+            return time.monotonic() - self._current_since_s if self._current is place else 0.0
+
+    async def run(self, place: "Place", call: Callable[[], Any]) -> Any:
+        """The result of `call`, made on the thread when it is this place's turn. Raises what it raises."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with self._news:
+            if not place.jobs:
+                self._turns.append(place)
+            place.jobs.append(_Job(call, future))
+            self._news.notify()
+        return await future
+
+    def leave(self, place: "Place") -> None:
+        """Forget the jobs of this place that have not begun."""
+        with self._news:
+            place.jobs.clear()
+            if place in self._turns:
+                self._turns.remove(place)
+
+    def _next(self) -> _Job | None:
+        """The next job, waited for; None when closed and all is done."""
+        with self._news:
+            self._current = None
+            while not self._turns:
+                if self._closed:
+                    return None
+                self._news.wait()
+            place = self._turns.popleft()
+            job = place.jobs.popleft()
+            if place.jobs:
+                self._turns.append(place)
+            self._current, self._current_since_s = place, time.monotonic()
+            return job
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            if job.future.cancelled():
+                continue
+            result, error = None, None
+            try:
+                result = job.call()
+            except Exception as failure:  # noqa: BLE001 - whatever a model raises is the batch's outcome, not our end
+                error = failure
+            try:
+                job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, error)
+            except RuntimeError:  # the loop has ended
+                return
+            del job, result, error  # a tensor must not live until the next job comes
+
+
+class Place:
+    """One session's stages and jobs at the engine. Jobs of one place run in the order in which they were asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.jobs: deque[_Job] = deque()
+        """Guarded by the engine."""
+        self._engine = engine
+        self._stages: dict[int, Stage] = {}
+
+    @property
+    def busy_s(self) -> float:
+        """How long a job of ours has been running; 0 when none is."""
+        return self._engine.busy_s(self)
 
     async def load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> float:
-        """Build the stage, load its weights and run it once for each of the smallest and largest batch. Gives the seconds taken.
+        """Build a stage, load its weights and run it once for each of the smallest and largest batch. Gives the seconds taken.
 
         Raises:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
-        await self._run(lambda: self._load(spec, weights, row_shape, max_batch_size))
+        await self._engine.run(self, lambda: self._load(spec, weights, row_shape, max_batch_size))
         return time.monotonic() - started_s
 
-    async def compute(self, batch: Tensor) -> tuple[Tensor, int, int]:
-        """The stage's output for a batch: (CPU tensor, nanoseconds computed, nanoseconds waited). Raises what the stage raises."""
+    async def compute(self, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+        """A stage's output for a batch: (CPU tensor, nanoseconds computed, nanoseconds waited).
+
+        Raises what the stage raises, and KeyError when that stage was never ordered.
+        """
         asked_ns = time.perf_counter_ns()
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
-            output = self._forward(batch)
+            output = self._forward(self._stages[stage], batch)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
-        result: tuple[Tensor, int, int] = await self._run(compute)
+        result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
         return result
+
+    def close(self) -> None:
+        """Forget what has not begun, and the stages."""
+        self._engine.leave(self)
+        self._stages = {}
 
     def _load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> None:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        self._stage = stage.to(self.device)
+        stage = stage.to(self._engine.device)
         dtype = torch.uint8 if spec.is_first else torch.float32
         for rows in {1, max_batch_size}:
-            self._forward(torch.zeros((rows, *row_shape), dtype=dtype))
+            self._forward(stage, torch.zeros((rows, *row_shape), dtype=dtype))
+        self._stages[spec.index] = stage
 
-    def _forward(self, batch: Tensor) -> Tensor:
-        assert self._stage is not None, "the order comes before the batches"
+    def _forward(self, stage: Stage, batch: Tensor) -> Tensor:
         with torch.inference_mode():
-            output: Tensor = self._stage(batch.to(self.device))
+            output: Tensor = stage(batch.to(self._engine.device))
             return output.cpu().contiguous()
-
-    async def _run(self, call: Callable[[], Any]) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs.put((call, future))
-        return await future
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            call, future = job
-            if future.cancelled():
-                continue
-            self._busy_since_s = time.monotonic()
-            result, error = None, None
-            try:
-                result = call()
-            except Exception as failure:  # noqa: BLE001 - whatever a model raises is the batch's outcome, not our end
-                error = failure
-            self._busy_since_s = None
-            try:
-                future.get_loop().call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop has ended
-                return
-            del job, call, future, result, error
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -1,8 +1,9 @@
-"""One stay in one world: take the order and the weights, warm up, answer batches, until the world ends."""
+"""One stay in one world: take orders and weights, warm up, answer batches, until the world ends."""
 
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import NoReturn
 
 from models import ModelError, StageSpec
@@ -18,18 +19,21 @@ LEADER_RANK = 0
 
 
 class Session:
-    """Serves one stage in one world.
+    """Holds and serves the stages that one leader orders, in one world.
 
     Args:
         world: ready, of two, the leader is rank 0.
+        on_restart: called when the leader wants this process to end and come back.
     """
 
-    def __init__(self, world: World, engine: Engine) -> None:
+    def __init__(self, world: World, engine: Engine, on_restart: Callable[[], object] = lambda: None) -> None:
         self.serving = False
-        """True once the stage is loaded and warm."""
+        """True once a stage is loaded and warm."""
+        self.place = engine.place()
         self._world = world
-        self._engine = engine
+        self._on_restart = on_restart
         self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
+        self._room = asyncio.Semaphore(1)
         self._answers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> BrokenWorldException:
@@ -50,46 +54,52 @@ class Session:
             for task in self._answers:
                 task.cancel()
             await asyncio.gather(*self._answers, return_exceptions=True)
+            self.place.close()
 
     async def leave(self) -> None:
         """Tell the leader that we go; it stops sending, and closes the world when everything is answered."""
         await self._channel.send(Message(Kind.LEAVING))
 
     async def _serve(self) -> NoReturn:
-        order = await self._take_order()
-        room = asyncio.Semaphore(
-            order.window + 1
-        )  # one more than the leader has in flight: a liar waits in its own link
+        await self._take_order(await self._channel.receive())
         while True:
-            await room.acquire()
+            await self._room.acquire()
             message = await self._channel.receive()
-            if message.kind is not Kind.BATCH:
-                raise WireError(f"expected a batch, got {message.kind.name}")
-            task = asyncio.create_task(self._answer(message))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
-            task.add_done_callback(lambda _: room.release())
+            if message.kind is Kind.BATCH:
+                task = asyncio.create_task(self._answer(message))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
+                task.add_done_callback(lambda _: self._room.release())
+                continue
+            self._room.release()
+            if message.kind is Kind.RESTART:
+                logger.info("world=%s the leader asks for a restart", self._world.name)
+                self._on_restart()
+            else:
+                await self._take_order(message)
 
-    async def _take_order(self) -> StageOrder:
-        message = await self._channel.receive()
+    async def _take_order(self, message: Message) -> None:
         if message.kind is not Kind.ORDER:
             raise WireError(f"expected an order, got {message.kind.name}")
         order = StageOrder.from_json(message.text())
         spec = StageSpec.from_json(order.spec)
         weights = await self._receive_weights(order.weights_bytes)
         took_s = await self._load(order, spec, weights)
-        self.serving = True
+        if not self.serving:
+            self.serving = True
+            # One more than the leader has in flight: a liar waits in its own link.
+            for _ in range(order.window):
+                self._room.release()
         logger.info(
             "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s",
             *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s),
         )
         await self._channel.send(Message.of_text(Kind.READY, json.dumps({"warm_up_s": round(took_s, 3)})))
-        return order
 
     async def _load(self, order: StageOrder, spec: StageSpec, weights: bytes) -> float:
         try:
-            return await self._engine.load(spec, weights, order.row_shape, order.max_batch_size)
+            return await self.place.load(spec, weights, order.row_shape, order.max_batch_size)
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
@@ -113,10 +123,10 @@ class Session:
         try:
             if message.payload is None:
                 raise WireError("a batch without a payload")
-            output, compute_ns, waited_ns = await self._engine.compute(message.payload)
-            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns)
+            output, compute_ns, waited_ns = await self.place.compute(message.stage, message.payload)
+            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage)
         except Exception as error:
-            logger.exception("world=%s batch=%d the stage raised", self._world.name, message.batch)
+            logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             answer = Message.of_text(Kind.FAILED, _describe(error), batch=message.batch)
         try:
             await self._channel.send(answer)

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pydantic import field_validator, model_validator
@@ -14,6 +14,16 @@ def _default_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
+class Address(NamedTuple):
+    """Where a leader's join port is. `host` is without the brackets of IPv6."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
 class WorkerSettings(Settings):
     """What one worker process is told: whom to join, and on which device to compute."""
 
@@ -22,8 +32,9 @@ class WorkerSettings(Settings):
     leader: str = setting(
         ...,
         "Network",
-        "Where to join: HOST:PORT of the leader's join port.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001",
+        "Where to join: HOST:PORT of a leader's join port; give it once for each leader, or with commas between.",
+        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
+        repeatable=True,
     )
     name: str = setting(
         None,
@@ -54,19 +65,14 @@ class WorkerSettings(Settings):
     )
 
     @property
-    def leader_host(self) -> str:
-        """Host name or address of the leader, without the brackets of IPv6."""
-        return _host_port(self.leader)[0]
-
-    @property
-    def leader_port(self) -> int:
-        """Join port of the leader."""
-        return _host_port(self.leader)[1]
+    def leaders(self) -> tuple[Address, ...]:
+        """Where to join."""
+        return _addresses(self.leader)
 
     @field_validator("leader")
     @classmethod
-    def _leader_has_host_and_port(cls, leader: str) -> str:
-        _host_port(leader)
+    def _leaders_have_host_and_port(cls, leader: str) -> str:
+        _addresses(leader)
         return leader
 
     @model_validator(mode="after")
@@ -79,9 +85,17 @@ class WorkerSettings(Settings):
         return self
 
 
-def _host_port(address: str) -> tuple[str, int]:
+def _addresses(leaders: str) -> tuple[Address, ...]:
+    """Split "host:port,host:port". Raises ValueError for what is no address, and for one that is there twice."""
+    addresses = tuple(_address(part.strip()) for part in leaders.split(","))
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("must name each leader once")
+    return addresses
+
+
+def _address(address: str) -> Address:
     """Split "host:port" or "[::1]:port". Raises ValueError unless both are there and the port is 1 to 65535."""
     parts = urlsplit(f"//{address}")
     if not parts.hostname or not parts.port or parts.netloc != address or "@" in address:
         raise ValueError("must be HOST:PORT")
-    return parts.hostname, parts.port
+    return Address(parts.hostname, parts.port)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from server.scheduling.events import BatchId, LinkId, RequestId
 
@@ -11,6 +11,14 @@ SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
 """first: new at this stage; reroute: its link broke or left; retry: the stage raised; hedge: a second copy of a late one."""
 
 Reason: TypeAlias = Literal["overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error"]
+
+
+class Refusal(NamedTuple):
+    """Why a request gets no answer: `reason` is for machines, `detail` for people."""
+
+    reason: Reason
+    detail: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class BreakLink:
-    """Break this world. The scheduler has already written it off; the `LinkBroken` that follows changes nothing."""
+    """Break this world. The scheduler has already written it off; the `LinkBroken` that follows changes nothing.
+
+    The cause is "hang" for a link that is silent, "error" for one where batches fail that succeed elsewhere.
+    """
 
     link: LinkId
     cause: str

@@ -1,4 +1,4 @@
-"""How fast requests are being answered: what an honest Retry-After is made of."""
+"""How fast requests are being answered: what an honest Retry-After, and the refusal of a hopeless request, are made of."""
 
 from __future__ import annotations
 
@@ -7,33 +7,69 @@ from math import exp
 _MEMORY_S = 5.0
 _UNKNOWN_S = 1.0
 _LONGEST_S = 60.0
+_EVIDENCE_S = 1.0
+_STALE_S = 60.0
+
+
+class _Rate:
+    """Rows a second of the time that is counted, the last few seconds counting most."""
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._rows = 0.0
+        self.weight_s = 0.0
+        """On how much time it rests, `_MEMORY_S` at the most."""
+
+    def elapse(self, seconds: float) -> None:
+        self._since_s += seconds
+
+    def answered(self, rows: int) -> None:
+        fade = exp(-self._since_s / _MEMORY_S)
+        self._rows = self._rows * fade + rows
+        self.weight_s = self.weight_s * fade + _MEMORY_S * (1 - fade)
+        self._since_s = 0.0
+
+    def time_for_s(self, rows: int) -> float | None:
+        """None when nothing was answered yet."""
+        fade = exp(-self._since_s / _MEMORY_S)
+        faded_rows = self._rows * fade
+        return rows * (self.weight_s * fade + _MEMORY_S * (1 - fade)) / faded_rows if faded_rows else None
 
 
 class DrainRate:
-    """Answers per second of *busy* time, the last few seconds counting most. Idle time says nothing about how fast
-    work would go, so it does not count."""
+    """Answers per second of *busy* time: idle time says nothing about how fast work would go. And of *full* time, when
+    there was enough to fill batches, which is how fast it can go."""
 
     def __init__(self) -> None:
-        self._busy_s = 0.0
-        self._weighted_rows = 0.0
-        self._weighted_s = 0.0
+        self._busy = _Rate()
+        self._full = _Rate()
+        self._full_ago_s = 0.0
+        """Since an answer in full time."""
 
-    def elapse(self, busy_s: float) -> None:
-        """So much time has passed with work to do."""
-        self._busy_s += busy_s
+    def elapse(self, seconds: float, *, busy: bool, full: bool) -> None:
+        """So much time has passed; `busy`: with work to do, `full`: with more than a batch of it waiting."""
+        self._full_ago_s += seconds
+        if busy:
+            self._busy.elapse(seconds)
+        if full:
+            self._full.elapse(seconds)
 
-    def answered(self, rows: int) -> None:
+    def answered(self, rows: int, *, full: bool) -> None:
         """So many requests were answered just now."""
-        fade = exp(-self._busy_s / _MEMORY_S)
-        self._weighted_rows = self._weighted_rows * fade + rows
-        self._weighted_s = self._weighted_s * fade + _MEMORY_S * (1 - fade)
-        self._busy_s = 0.0
+        self._busy.answered(rows)
+        if full:
+            if self._full_ago_s > _STALE_S:
+                self._full = _Rate()
+            self._full.answered(rows)
+            self._full_ago_s = 0.0
 
     def time_to_drain_s(self, rows: int) -> float:
         """How long until so many are answered, as things go."""
-        fade = exp(-self._busy_s / _MEMORY_S)
-        weighted_s = self._weighted_s * fade + _MEMORY_S * (1 - fade)
-        weighted_rows = self._weighted_rows * fade
-        if not weighted_rows:
-            return _UNKNOWN_S
-        return min(rows * weighted_s / weighted_rows, _LONGEST_S)
+        time_s = self._busy.time_for_s(rows)
+        return _UNKNOWN_S if time_s is None else min(time_s, _LONGEST_S)
+
+    def least_time_s(self, rows: int) -> float:
+        """How long it takes at the least, going by full time; 0 when that was not seen lately for long enough."""
+        if self._full_ago_s > _STALE_S or self._full.weight_s < _EVIDENCE_S:
+            return 0.0
+        return self._full.time_for_s(rows) or 0.0

@@ -77,7 +77,7 @@ class Outcomes:
             self._backlog.close(request)
             request.batch = None  # no reference cycle: nothing of it is left to the garbage collector
         self._counters.answered += len(rows)
-        self._drain_rate.answered(len(rows))
+        self._drain_rate.answered(len(rows), full=len(self._backlog.waiting) >= len(batch.rows))
         self._forget(batch)
 
     def refuse_all(self, batch: Batch, reason: Reason, detail: str) -> None:

@@ -22,6 +22,8 @@ class Link:
     rows: int = 0
     """Outstanding rows."""
     draining: bool = False
+    unmatched_failures: int = 0
+    """Batches in a row that raised here and succeeded elsewhere."""
     answered_s: float = float("-inf")
     last_used: int = 0
 

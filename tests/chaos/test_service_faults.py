@@ -1,45 +1,17 @@
 """Workers of a running service are killed, frozen, told to leave: no request fails, and they come back."""
 
-import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from benchmarks.kill_under_load import make_fault, photo
-from benchmarks.load import Load, closed_loop
+from benchmarks.kill_under_load import make_fault
 from benchmarks.rejoin_cycles import kill_in_each_stage, resources
 from deploy.service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, load_on
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@contextmanager
-def load_on(service: LocalService, clients: int = 16) -> Iterator[Load]:
-    """A closed loop of clients while the block runs; the load is complete after it."""
-    over, total = threading.Event(), Load()
-
-    def run() -> None:
-        done = asyncio.run(closed_loop(service.url, photo(), clients=clients, until=over.is_set))
-        total.samples.extend(done.samples)
-
-    client = threading.Thread(target=run)
-    client.start()
-    try:
-        yield total
-    finally:
-        over.set()
-        client.join()
-
-
-def assert_nothing_lost(service: LocalService, load: Load) -> None:
-    assert load.samples
-    assert not load.failed, load.failed[:3]
-    assert service.metric("multiworld_duplicate_answers_total") == 0
-    assert service.metric("multiworld_requests_lost_total") == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
@@ -84,17 +56,7 @@ def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(service: LocalSe
         service.wait_until_complete(120)
     refused = [sample for sample in load.failed if sample.status != 503]  # a slow machine may outlast recovery_grace_s
     assert not refused, refused[:3]
-    assert_answered_again(service)
-
-
-def assert_answered_again(service: LocalService) -> None:
-    again = asyncio.run(closed_loop(service.url, photo(), clients=1, until=_times(3)))
-    assert [sample.status for sample in again.samples] == [200, 200, 200]
-
-
-def _times(count: int):  # type: ignore[no-untyped-def]
-    left = iter(range(count))
-    return lambda: next(left, None) is None
+    assert answers(service) == [200, 200, 200]
 
 
 def test_leader_does_not_grow_when_workers_are_killed_and_rejoin(service: LocalService) -> None:

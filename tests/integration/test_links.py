@@ -13,12 +13,14 @@ from models import load_model, reference_stage
 from multiworld import Cause, WorldManager
 from server.link import Link
 from server.plan import StagePlan, make_plan
-from wire import Channel, JoinOffer, Message, StageOrder
+from server.slots import Slot
+from wire import Channel, JoinOffer, JoinRequest, Message, StageOrder
 from workers.engine import Engine
 from workers.session import Session
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
+REQUEST = JoinRequest("w", "cpu", "here", 1)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,9 @@ class Pair:
     heard: Heard = field(default_factory=Heard)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
-    def link(self, plan: StagePlan, slot: int = 0) -> Link:
-        link = Link(plan=plan, slot=slot, epoch=1, worker="w", device="cpu", listener=self.heard)
+    def link(self, *plans: StagePlan, slot: Slot | None = None) -> Link:
+        slot = slot or Slot(plans[0].spec.index, 0)
+        link = Link(plans=plans, slot=slot, epoch=1, request=REQUEST, listener=self.heard, batches=self.heard)
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
         self.tasks.append(asyncio.create_task(running))
         return link
@@ -182,7 +185,7 @@ async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]
     heard = Heard()
     async with WorldManager() as leader:
         port = leader.listen("127.0.0.1", 0)
-        link = Link(plan=plan[0], slot=0, epoch=1, worker="w", device="cpu", listener=heard)
+        link = Link(plans=plan[:1], slot=Slot(0, 0), epoch=1, request=REQUEST, listener=heard, batches=heard)
         await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
     assert link.state == "broken"
     assert link.cause == Cause.TIMEOUT

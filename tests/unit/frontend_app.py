@@ -27,6 +27,7 @@ class ColourPredictor:
     """Says which colour is strongest. Can be told to fail, or to wait."""
 
     failure: Exception | None = None
+    refusal: Exception | None = None
     proceed: asyncio.Event | None = None
     states: tuple[ReplicaState, ...] = ("ready", "ready")
     draining: bool = False
@@ -51,6 +52,10 @@ class ColourPredictor:
             raise self.failure
         probabilities = image.float().mean(dim=(1, 2)).div(64).softmax(0)
         return Answer(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, ("stage0-0", "stage1-1"))
+
+    def check(self, *, deadline_s: float, ahead: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
     async def asked_times(self, times: int) -> None:
         """Wait until so many more requests have come this far."""

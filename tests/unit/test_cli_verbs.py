@@ -55,7 +55,7 @@ SNAPSHOT = {
     "queue_depth": 5,
     "requests_in_flight": 7,
     "stages": [{"index": 0, "blocks": ["stem"], "replicas": [REPLICA, ABSENT]}],
-    "spares": ["spare-1"],
+    "spares": [{"worker": "local-4", "state": "ready"}],
 }
 
 
@@ -317,7 +317,7 @@ def test_status_shows_a_table(url: str, capsys: pytest.CaptureFixture[str], monk
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
     assert "resnet18 random:0: ready, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
-    for part in ("local-0", "s0r0@3", "absent", "42", "exit, ", "spares: spare-1"):
+    for part in ("local-0", "s0r0@3", "absent", "42", "exit, ", "spares: local-4 (ready)"):
         assert part in out
 
 

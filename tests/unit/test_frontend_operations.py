@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.frontend import create_metrics_app
+from server.admin_routes import AdminRoutes
+from server.frontend import create_operations_app
 from server.metrics import Metrics
 from server.predictor import ReplicaState
+from server.rolling_restart import RestartStep
 from tests.unit.frontend_app import MODEL, ColourPredictor, running_frontend
+
+
+async def no_steps() -> AsyncGenerator[RestartStep, None]:
+    """A restart of nobody."""
+    steps: tuple[RestartStep, ...] = ()
+    for step in steps:
+        yield step
+
+
+ADMIN = AdminRoutes(no_steps, b"")
 
 
 async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
@@ -58,6 +70,8 @@ async def test_status_shows_the_snapshot() -> None:
         "world": "stage1-0",
         "epoch": 1,
         "worker": None,
+        "host": None,
+        "pid": None,
         "device": None,
         "in_flight": 0,
         "batches_done": 0,
@@ -78,7 +92,7 @@ async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
         on_http_port = await frontend.client.get("/metrics")
-        transport = httpx.ASGITransport(create_metrics_app(frontend.metrics))
+        transport = httpx.ASGITransport(create_operations_app(frontend.metrics, ADMIN))
         async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
             on_metrics_port = await client.get("/metrics")
             nowhere = await client.get("/predict")
@@ -106,7 +120,7 @@ async def test_only_inference_is_counted_as_requests() -> None:
 
 async def test_metrics_speak_openmetrics_when_asked_to() -> None:
     metrics = Metrics()
-    transport = httpx.ASGITransport(create_metrics_app(metrics))
+    transport = httpx.ASGITransport(create_operations_app(metrics, ADMIN))
     async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
         response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["Content-Type"].startswith("application/openmetrics-text")

@@ -115,3 +115,48 @@ def test_time_does_not_run_backwards_when_the_caller_is_confused() -> None:
 def test_config_is_rejected_when_a_number_is_out_of_range(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
         SchedulerConfig(**{"num_stages": 1, name: value})  # type: ignore[arg-type]
+
+
+def saturated(driver: Driver, seconds: float) -> None:
+    """Full batches of 4, each answered after 0.1 s, with more than a batch waiting all the time; 8 are left waiting."""
+    send = only(driver.arrive(12), SendBatch)
+    for _ in range(int(seconds / 0.1)):
+        send = only(driver.done(send, after_s=0.1), SendBatch)
+        driver.arrive(4)
+
+
+def test_request_is_refused_at_once_when_its_deadline_is_sooner_than_the_queue_is_done() -> None:
+    driver = Driver(replicas=1, window=1, max_batch_size=4)
+    driver.handle(RequestArrived(100_000, 1e6))
+    driver.answer_all([next(iter(driver.in_flight.values()))])
+    saturated(driver, 5.0)
+    before_it = driver.scheduler.open_requests
+    needed_s = before_it / 40
+    assert refused(driver.arrive(timeout_s=needed_s * 1.3)) == {}
+    refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Refuse)
+    assert refusal.reason == "overloaded"
+    assert refusal.retry_after_s == pytest.approx(needed_s * 0.5, rel=0.3)
+
+
+def test_no_request_is_refused_for_a_rate_that_was_seen_with_little_to_do() -> None:
+    driver = Driver(replicas=1, window=1, max_batch_size=8)
+    for _ in range(50):  # one at a time, 0.1 s each: eight together may take no longer
+        driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
+    assert refused(driver.arrive(100, timeout_s=2.0)) == {}
+
+
+def test_no_request_is_refused_for_a_rate_that_was_seen_long_ago() -> None:
+    driver = Driver(replicas=1, window=1, max_batch_size=4)
+    saturated(driver, 5.0)
+    driver.answer_all(list(driver.in_flight.values()), after_s=0.1)
+    driver.now_s += 120.0
+    assert refused(driver.arrive(100, timeout_s=0.5)) == {}
+
+
+def test_what_would_be_refused_can_be_asked_beforehand() -> None:
+    driver = Driver(replicas=1, window=1, queue_limit=3)
+    driver.arrive(2)
+    assert driver.scheduler.refusal(100.0, 0.0, ahead=1) is None
+    refusal = driver.scheduler.refusal(100.0, 0.0, ahead=2)
+    assert refusal is not None
+    assert refusal.reason == "overloaded"

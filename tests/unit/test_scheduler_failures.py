@@ -230,3 +230,39 @@ def test_grace_counts_from_when_the_last_replica_stopped_taking_work(leaves: boo
         driver.broken("s0r0", "left")
     assert driver.wait(4.9) == []
     assert 2 in refused(driver.wait(0.2))
+
+
+def raises_then_succeeds_elsewhere(driver: Driver, link: str) -> list[object]:
+    """One batch that goes to `link` first, raises there, and is answered by another. Gives the last actions."""
+    send = next(send for send in sends(driver.arrive(2)) if send.link == link)
+    others = [other for other in driver.in_flight.values() if other is not send]
+    again = [retry for retry in sends(driver.failed(send)) if retry.kind == "retry"]
+    for other in others:
+        again += [retry for retry in sends(driver.done(other)) if retry.kind == "retry"]
+    return list(driver.done(again[0]))
+
+
+def test_link_is_broken_when_batches_keep_failing_there_and_succeed_elsewhere() -> None:
+    driver = Driver(max_batch_size=1)
+    assert not of(raises_then_succeeds_elsewhere(driver, "s0r0"), BreakLink)  # type: ignore[arg-type]
+    assert not of(raises_then_succeeds_elsewhere(driver, "s0r0"), BreakLink)  # type: ignore[arg-type]
+    assert of(raises_then_succeeds_elsewhere(driver, "s0r0"), BreakLink) == [BreakLink("s0r0", "error")]  # type: ignore[arg-type]
+    assert [send.link for send in sends(driver.arrive(2))] == ["s0r1"] * 2
+
+
+def test_link_is_kept_when_it_answers_between_its_failures() -> None:
+    driver = Driver(max_batch_size=1)
+    for _ in range(6):
+        assert not of(raises_then_succeeds_elsewhere(driver, "s0r0"), BreakLink)  # type: ignore[arg-type]
+        for send in sends(driver.arrive(2)):
+            driver.done(send)
+
+
+def test_links_are_kept_when_it_is_the_request_that_makes_every_replica_raise() -> None:
+    driver = Driver(max_batch_size=1)
+    for _ in range(6):
+        actions = driver.arrive()
+        for _ in range(3):
+            following = sends(actions)
+            actions = driver.failed(following[0]) if following else []
+            assert not of(actions, BreakLink)

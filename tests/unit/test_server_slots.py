@@ -1,4 +1,4 @@
-"""Which stage a newcomer gets."""
+"""Which stage a newcomer gets, who steps in for whom."""
 
 from typing import cast
 
@@ -6,51 +6,122 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.link import Link
-from server.slots import Slots
+from server.predictor import ReplicaState
+from server.slots import Slot, Slots
 
 
 class FakeLink:
     """What `Slots` looks at."""
 
-    def __init__(self, worker: str, state: str = "ready") -> None:
+    def __init__(self, worker: str, slot: Slot, state: ReplicaState = "ready") -> None:
         self.worker = worker
         self.state = state
+        self.slot = slot
+        self.world_name = slot.name
 
 
-def join(slots: Slots, worker: str) -> tuple[int, int]:
+def join(slots: Slots, worker: str) -> str:
     slot = slots.choose()
-    slot.link = cast(Link, FakeLink(worker))
-    return slot.stage, slot.index
+    slot.link = cast(Link, FakeLink(worker, slot))
+    return slot.name
+
+
+def fail(slots: Slots, name: str) -> None:
+    slot = next(slot for slot in (*slots.all, *slots.spares) if slot.name == name)
+    assert slot.link is not None
+    slot.link.state = "broken"
 
 
 def test_newcomers_spread_evenly_over_the_stages() -> None:
     slots = Slots(2, 2)
-    assert [join(slots, name) for name in "abcd"] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [join(slots, name) for name in "abcd"] == ["s0.r0", "s1.r0", "s0.r1", "s1.r1"]
 
 
 def test_newcomer_gets_the_slot_of_the_one_that_broke() -> None:
     slots = Slots(2, 2)
     for name in "abcd":
         join(slots, name)
-    broken = slots.of_stage(1)[0].link
-    assert broken is not None
-    broken.state = "broken"
-    assert join(slots, "e") == (1, 0)
+    fail(slots, "s1.r0")
+    assert join(slots, "e") == "s1.r0"
 
 
-def test_more_workers_than_slots_become_further_replicas() -> None:
-    slots = Slots(2, 1)
-    assert [join(slots, name) for name in "abcde"] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+def test_more_workers_than_slots_become_spares_first_and_then_further_replicas() -> None:
+    slots = Slots(2, 1, spares_wanted=2)
+    assert [join(slots, name) for name in "abcdefg"] == [
+        "s0.r0",
+        "s1.r0",
+        "spare0",
+        "spare1",
+        "s0.r1",
+        "s1.r1",
+        "s0.r2",
+    ]
 
 
 def test_worker_that_asks_again_is_recognised_while_its_link_lives() -> None:
-    slots = Slots(1, 2)
-    join(slots, "a")
-    link = slots.former_self("a")
-    assert link is not None
-    assert slots.former_self("b") is None
-    link.state = "broken"
+    slots = Slots(1, 2, spares_wanted=1)
+    for name in "abc":
+        join(slots, name)
+    assert slots.former_self("a") is slots.all[0].link
+    assert slots.former_self("c") is slots.spares[0].link
+    assert slots.former_self("d") is None
+    fail(slots, "s0.r0")
     assert slots.former_self("a") is None
+
+
+def test_spare_takes_the_slot_that_falls_empty_and_its_name_is_not_used_while_its_world_lives() -> None:
+    slots = Slots(2, 2, spares_wanted=1)
+    for name in "abcde":
+        join(slots, name)
+    assert list(slots.take_over()) == []
+    fail(slots, "s1.r1")
+    ((slot, link),) = slots.take_over()
+    assert (slot.name, link.worker, link.slot is slot, slots.spares) == ("s1.r1", "e", True, [])
+    assert join(slots, "d") == "spare1", "the world spare0 serves as s1.r1"
+    fail(slots, "s1.r1")
+    assert [link.worker for _, link in slots.take_over()] == ["d"]
+    assert join(slots, "f") == "spare0"
+
+
+def test_spare_that_is_not_ready_takes_nothing() -> None:
+    slots = Slots(1, 1, spares_wanted=1)
+    for name in "ab":
+        join(slots, name)
+    assert slots.spares[0].link is not None
+    slots.spares[0].link.state = "warming"
+    fail(slots, "s0.r0")
+    assert list(slots.take_over()) == []
+
+
+def test_spare_goes_to_the_stage_that_has_fewest_left() -> None:
+    slots = Slots(2, 2, spares_wanted=1)
+    for name in "abcde":
+        join(slots, name)
+    for name in ("s0.r0", "s1.r0", "s1.r1"):
+        fail(slots, name)
+    ((slot, _),) = slots.take_over()
+    assert slot.stage == 1
+
+
+def test_stage_that_has_nobody_gets_one_of_the_richest_that_keeps_another() -> None:
+    slots = Slots(3, 2)
+    for name in "abcdef":
+        join(slots, name)
+    assert (list(slots.without_worker()), slots.donor() is not None) == ([], True)
+    fail(slots, "s0.r0")
+    fail(slots, "s0.r1")
+    fail(slots, "s1.r0")
+    donor = slots.donor()
+    assert list(slots.without_worker()) == [0]
+    assert donor is not None
+    assert donor.slot.stage == 2
+    fail(slots, "s2.r0")
+    assert slots.donor() is None, "every stage that has anybody has but one"
+
+
+def test_epochs_count_for_each_world_name() -> None:
+    slots = Slots(1, 1)
+    assert [slots.next_epoch("s0.r0"), slots.next_epoch("spare0"), slots.next_epoch("s0.r0")] == [1, 1, 2]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=40))

@@ -163,15 +163,20 @@ def test_bad_value_is_refused_as_it_was_written(
 
 
 @pytest.mark.parametrize(
-    "leader", ["", "host", "host:", ":8001", "host:0", "host:65536", "host:x", "u@host:1", "host:1/x"]
+    "leader",
+    ["", "host", "host:", ":8001", "host:0", "host:65536", "host:x", "u@host:1", "host:1/x", "a:1,a:1", "a:1,"],
 )
 def test_leader_is_refused_when_it_is_not_host_and_port(leader: str) -> None:
-    assert refusal(WorkerSettings, leader=leader) == f"--leader {leader}: must be HOST:PORT, such as 10.0.0.1:8001"
+    assert (
+        refusal(WorkerSettings, leader=leader)
+        == f"--leader {leader}: must be HOST:PORT, such as 10.0.0.1:8001, each leader once"
+    )
 
 
 def test_leader_is_split_into_host_and_port() -> None:
-    assert (worker(leader="node-1:81").leader_host, worker(leader="node-1:81").leader_port) == ("node-1", 81)
-    assert worker(leader="[::1]:81").leader_host == "::1"
+    assert worker(leader="node-1:81").leaders == (("node-1", 81),)
+    assert worker(leader="[::1]:81").leaders == (("::1", 81),)
+    assert [str(leader) for leader in worker(leader="a:1, [::1]:81").leaders] == ["a:1", "[::1]:81"]
 
 
 def test_missing_leader_is_named() -> None:

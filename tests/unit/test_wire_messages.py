@@ -57,7 +57,13 @@ def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [JoinRequest("w", "cpu"), JoinOffer("s0.r1", 3), StageOrder("{}", 10, "3x224x224", 8, 2)]
+    "value",
+    [
+        JoinRequest("w", "cpu", "node-1", 12),
+        JoinOffer("s0.r1", 3),
+        JoinOffer("", 0, 1500),
+        StageOrder("{}", 10, "3x224x224", 8, 2),
+    ],
 )
 def test_joining_words_come_back_from_json(value: JoinRequest | JoinOffer | StageOrder) -> None:
     assert type(value).from_json(value.to_json()) == value

@@ -1,0 +1,71 @@
+"""Load on a service while a block of a test runs, and workers from outside that join it."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.kill_under_load import photo
+from benchmarks.load import Load, closed_loop
+from deploy.service import LocalService
+
+TOKEN = "a-secret-of-these-tests"
+
+
+@contextmanager
+def load_on(service: LocalService, clients: int = 16) -> Iterator[Load]:
+    """A closed loop of clients while the block runs; the load is complete after it."""
+    over, total = threading.Event(), Load()
+
+    def run() -> None:
+        done = asyncio.run(closed_loop(service.url, photo(), clients=clients, until=over.is_set))
+        total.samples.extend(done.samples)
+
+    client = threading.Thread(target=run)
+    client.start()
+    try:
+        yield total
+    finally:
+        over.set()
+        client.join()
+
+
+def assert_nothing_lost(service: LocalService, load: Load) -> None:
+    assert load.samples
+    assert not load.failed, load.failed[:3]
+    assert service.metric("multiworld_duplicate_answers_total") == 0
+    assert service.metric("multiworld_requests_lost_total") == 0
+
+
+def answers(service: LocalService, count: int = 3) -> list[int]:
+    """The statuses of so many requests, one after the other."""
+    left = iter(range(count))
+    load = asyncio.run(closed_loop(service.url, photo(), clients=1, until=lambda: next(left, None) is None))
+    return [sample.status for sample in load.samples]
+
+
+@contextmanager
+def external_worker(
+    *leaders: str, name: str, fault: str | None = None, token: str = TOKEN
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A worker process that joins these leaders, sound or with a fault of `tests.chaos.faulty_worker`."""
+    program = ["cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
+    options = [part for leader in leaders for part in ("--leader", leader)]
+    worker = subprocess.Popen(
+        [sys.executable, "-m", *program, *options, "--name", name, "--threads", "1"],
+        env={**os.environ, "MULTIWORLD_TOKEN": token},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield worker
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            worker.terminate()
+        try:
+            worker.wait(60)
+        finally:
+            worker.kill()

@@ -1,0 +1,85 @@
+"""A real worker with one fault in its computing, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
+
+The fault is in this process alone; joining, links and everything else are the worker's own.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+import workers.engine
+from cli.main import main
+from models import Stage
+
+Forward = Callable[[workers.engine.Place, Stage, Tensor], Tensor]
+BATCHES_BEFORE = 3
+"""Calls that go well: two to warm up, one for the canary."""
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _raise() -> None:
+    raise RuntimeError("the device fell off the bus")
+
+
+def _run_out_of_memory() -> None:
+    with open("/proc/self/statm") as statm:
+        held = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held, held))
+    _ = bytearray(1 << 30)
+
+
+def _slow() -> None:
+    time.sleep(0.5)
+
+
+BEFORE_COMPUTING = {
+    "dies": _die,
+    "hangs": _hang,
+    "raises": _raise,
+    "no-memory": _run_out_of_memory,
+    "slow": _slow,
+}
+
+
+def _faulty(fault: str, forward: Forward) -> Forward:
+    calls = 0
+
+    def compute(place: workers.engine.Place, stage: Stage, batch: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if fault == "dies-warming":
+            _die()
+        if fault in BEFORE_COMPUTING and calls > BATCHES_BEFORE:
+            BEFORE_COMPUTING[fault]()
+        output = forward(place, stage, batch)
+        return output + 1 if fault == "lies" else output
+
+    return compute
+
+
+def _die_after_weights() -> None:
+    def die(*_: object, **__: object) -> None:
+        _die()
+
+    workers.engine.Place.load = die  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    fault, *options = sys.argv[1:]
+    if fault == "dies-loading":
+        _die_after_weights()
+    workers.engine.Place._forward = _faulty(fault, workers.engine.Place._forward)  # type: ignore[method-assign, assignment]
+    sys.exit(main(["worker", *options]))

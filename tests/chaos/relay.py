@@ -1,0 +1,87 @@
+"""A TCP relay before a leader's join port, to cut a worker's lifeline one way or both, and to heal it."""
+
+import selectors
+import socket
+import threading
+from types import TracebackType
+from typing import Literal, Self
+
+Direction = Literal["to_leader", "to_worker"]
+
+
+class Relay:
+    """Forwards between whoever connects to `address` and the target, on a thread of its own. What is cut is held back, and comes
+    when the cut has healed, as TCP would bring it.
+
+    Args:
+        target: HOST:PORT.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._stopping = False
+        self._flows = {"to_leader": threading.Event(), "to_worker": threading.Event()}
+        self._sockets: set[socket.socket] = {self._server}
+        self._threads: list[threading.Thread] = []
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.heal()
+
+    def __enter__(self) -> Self:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopping = True
+        self.heal()
+        for thread in self._threads:
+            thread.join(10)
+        for sock in self._sockets:
+            sock.close()
+
+    def cut(self, *directions: Direction) -> None:
+        """Forward nothing that way any more; all connections stay open."""
+        for direction in directions:
+            self._flows[direction].clear()
+
+    def heal(self) -> None:
+        for flow in self._flows.values():
+            flow.set()
+
+    def _spawn(self, target, *args: object) -> None:  # type: ignore[no-untyped-def]
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while self._readable(self._server):
+            worker, _ = self._server.accept()
+            try:
+                leader = socket.create_connection(self._target, 10)
+            except OSError:
+                worker.close()
+                continue
+            self._sockets |= {worker, leader}
+            self._spawn(self._forward, worker, leader, "to_leader")
+            self._spawn(self._forward, leader, worker, "to_worker")
+
+    def _forward(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
+        try:
+            while self._readable(source) and (data := source.recv(1 << 16)):
+                self._flows[direction].wait()
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def _readable(self, sock: socket.socket) -> bool:
+        """Wait until it is; False when the relay is stopping."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            while not self._stopping:
+                if selector.select(0.1):
+                    return True
+        return False

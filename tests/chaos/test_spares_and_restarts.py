@@ -1,0 +1,58 @@
+"""Spares step in for whoever fails, and every worker can be restarted in turn, while requests are answered."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from cli.main import main
+from deploy.service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, load_on
+
+pytestmark = pytest.mark.timeout(300)
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LocalService]:
+    """Two stages with one replica each, and one spare."""
+    with LocalService(
+        model="resnet18", weights="random:0", image_size=32, stages=2, replicas=1, spares=1, breaker_max_s=0
+    ) as running:
+        yield running
+
+
+def spare_is_ready(service: LocalService, after: int) -> None:
+    service.wait_for(lambda x: x["stage"] == "-" and "checking->ready" in x.message, WAIT_S, after=after)
+
+
+def test_spare_serves_every_stage_in_turn_when_its_only_replica_is_killed(service: LocalService) -> None:
+    service.wait_for(lambda _: any(spare["state"] == "ready" for spare in service.status()["spares"]), WAIT_S)
+    with load_on(service, clients=4) as load:
+        for stage in (0, 1, 1):
+            seen, replica = len(service.lines), service.status()["stages"][stage]["replicas"][0]
+            os.kill(replica["pid"], signal.SIGKILL)
+            taken = service.wait_for(lambda x: "takes over" in x.message, WAIT_S, after=seen)
+            assert taken["stage"] == stage
+            # The next one may fall once the one that was killed is back, as a spare.
+            service.wait_for(lambda x: x["stage"] == "-" and x.message.count("->ready") == 1, WAIT_S, after=seen)
+            while not any(spare["state"] == "ready" for spare in service.status()["spares"]):
+                assert answers(service, 1) == [200]
+    assert_nothing_lost(service, load)
+
+
+def test_no_request_fails_when_every_worker_is_restarted_in_turn(
+    service: LocalService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {line["pid"] for line in service.lines if "started" in line.message and line["slot"] is not None}
+    operations = service.metrics_url.removesuffix("/metrics")
+    with load_on(service, clients=4) as load:
+        assert main(["rolling-restart", "--operations-url", operations]) == 0
+    said = capsys.readouterr().out
+    assert "3 workers restarted" in said
+    assert_nothing_lost(service, load)
+    running = set(service.worker_pids().values())
+    assert len(running) == 3
+    assert not running & {int(pid) for pid in before}
+    assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "those of the test before alone"

@@ -1,0 +1,232 @@
+"""Every fault of a worker has an outcome, a cause that metrics and log name, and costs no request while a replica is left."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+from multiworld import ask
+from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
+from tests.chaos.relay import Relay
+from wire import JoinOffer, JoinRequest
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+EMPTY = "s1.r1"
+"""The place that the three sound workers leave to the one of the test."""
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("access") / "token"
+    path.write_text(TOKEN)
+    return path
+
+
+def leader(token_file: Path, **settings: float) -> LocalService:
+    return LocalService(
+        wait_until_ready=False,
+        external_workers=True,
+        token_file=token_file,
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=2,
+        replicas=2,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def service(token_file: Path) -> Iterator[LocalService]:
+    """Two stages of two replicas, served by three sound workers."""
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(leader(token_file, hang_timeout_s=3, reassign_after_s=0))
+        for name in ("sound-a", "sound-b", "sound-c"):
+            stack.enter_context(external_worker(running.join_address, name=name))
+            running.wait_for(lambda line, name=name: line["worker"] == name and "->ready" in line.message, WAIT_S)  # type: ignore[misc]
+        yield running
+
+
+@contextlib.contextmanager
+def faulty(service: LocalService, fault: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with external_worker(service.join_address, name=f"worker-that-{fault}", fault=fault) as worker:
+        yield worker
+
+
+def ended(service: LocalService, worker: str, after: int, count: int = 1) -> list[str]:
+    """The causes of so many ends of links of this worker."""
+    causes = []
+    for _ in range(count):
+        line = service.wait_for(lambda x: x["worker"] == worker and "->broken" in x.message, WAIT_S, after=after)
+        causes.append(line["cause"])
+        after = next(number for number, each in enumerate(service.lines) if each is line) + 1
+    return causes
+
+
+def kept_away(service: LocalService, worker: str, after: int) -> None:
+    service.wait_for(lambda x: x["worker"] == worker and "kept away for" in x.message, WAIT_S, after=after)
+    assert service.metric("multiworld_workers_kept_away") == 1
+
+
+def states(service: LocalService) -> dict[str, str]:
+    return {
+        f"s{stage['index']}.r{replica['slot']}": replica["state"]
+        for stage in service.status()["stages"]
+        for replica in stage["replicas"]
+    }
+
+
+def test_worker_that_dies_on_every_batch_is_kept_away_and_costs_nothing(service: LocalService) -> None:
+    name, seen = "worker-that-dies", len(service.lines)
+    with load_on(service, clients=4) as load:
+        for _ in range(2):
+            with faulty(service, "dies") as worker:
+                assert worker.wait(WAIT_S) == -signal.SIGKILL
+        assert ended(service, name, seen, 2) == ["exit", "exit"]
+        kept_away(service, name, seen)
+    assert_nothing_lost(service, load)
+
+
+def test_worker_that_hangs_in_the_model_is_broken_and_ends(service: LocalService) -> None:
+    seen = len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, "hangs") as worker:
+        assert ended(service, "worker-that-hangs", seen) == ["hang"]
+        assert worker.wait(WAIT_S) == 70
+    assert_nothing_lost(service, load)
+
+
+def test_worker_whose_stage_always_raises_is_broken_and_kept_away(service: LocalService) -> None:
+    name, seen = "worker-that-raises", len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, "raises"):
+        assert ended(service, name, seen, 2) == ["error", "error"]
+        kept_away(service, name, seen)
+    assert_nothing_lost(service, load)
+
+
+def test_worker_that_has_no_memory_left_is_broken_and_ends(service: LocalService) -> None:
+    seen = len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, "no-memory") as worker:
+        assert ended(service, "worker-that-no-memory", seen) == ["error"]
+        assert worker.wait(WAIT_S) != 0, "without memory for a thread it cannot join again: a new process can"
+    assert_nothing_lost(service, load)
+
+
+def test_worker_that_computes_something_else_never_serves(service: LocalService) -> None:
+    name, seen = "worker-that-lies", len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, "lies"):
+        assert ended(service, name, seen, 2) == ["error", "error"]
+        kept_away(service, name, seen)
+        assert any("canary" in line.message for line in service.lines[seen:])
+        assert not any(line["worker"] == name and "->ready" in line.message for line in service.lines[seen:])
+    assert_nothing_lost(service, load)
+
+
+def test_slow_worker_goes_on_and_what_it_delays_is_hedged(service: LocalService) -> None:
+    name, seen = "worker-that-slow", len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, "slow"):
+        service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
+        while service.metric("multiworld_hedges_total", outcome="won") == 0:  # the test's own timeout bounds it
+            assert answers(service, 1) == [200]
+        assert states(service)[EMPTY] == "ready"
+    assert_nothing_lost(service, load)
+
+
+@pytest.mark.parametrize("fault", ["dies-loading", "dies-warming"])
+def test_worker_that_dies_before_it_serves_disturbs_nobody(service: LocalService, fault: str) -> None:
+    seen = len(service.lines)
+    with load_on(service, clients=4) as load, faulty(service, fault) as worker:
+        assert worker.wait(WAIT_S) == -signal.SIGKILL
+        assert ended(service, f"worker-that-{fault}", seen) == ["exit"]
+    assert_nothing_lost(service, load)
+
+
+def test_place_is_free_again_when_a_worker_asks_and_never_comes(service: LocalService) -> None:
+    host, _, port = service.join_address.rpartition(":")
+    seen = len(service.lines)
+
+    def offer() -> JoinOffer:
+        question = JoinRequest("ghost", "cpu", "nowhere", 1).to_json()
+        return JoinOffer.from_json(asyncio.run(ask(host, int(port), question, secret=TOKEN.encode())))
+
+    first, second = offer(), offer()
+    assert (first.world, second.world, second.epoch) == (EMPTY, EMPTY, first.epoch + 1)
+    assert ended(service, "ghost", seen, 2) == ["exit", "timeout"]
+    assert states(service)[EMPTY] == "broken"
+
+
+def test_second_worker_of_a_name_waits_while_the_first_one_serves(service: LocalService) -> None:
+    seen = len(service.lines)
+    with load_on(service, clients=2) as load, external_worker(service.join_address, name="sound-a") as twin:
+        service.wait_for(lambda x: "another of that name" in x.message, WAIT_S, after=seen)
+        assert twin.poll() is None
+        assert states(service)[EMPTY] != "ready"
+    assert_nothing_lost(service, load)
+    assert not any("->broken" in line.message for line in service.lines[seen:])
+
+
+@pytest.mark.parametrize("directions", [("to_leader",), ("to_worker",), ("to_leader", "to_worker")], ids="+".join)
+def test_worker_that_is_cut_off_is_given_up_and_comes_back_when_it_heals(
+    service: LocalService, directions: tuple[str, ...]
+) -> None:
+    name, seen = "far-" + "-".join(direction.replace("_", "-") for direction in directions), len(service.lines)
+    with Relay(service.join_address) as relay, external_worker(relay.address, name=name) as worker:
+        service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
+        with load_on(service, clients=4) as load:
+            seen = len(service.lines)
+            relay.cut(*directions)  # type: ignore[arg-type]
+            (cause,) = ended(service, name, seen)
+            # Who is heard by nobody is told so by the other side's goodbye, where that still comes through.
+            assert cause in {"hang", "exit", "transport"}
+            relay.heal()
+            service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
+        assert_nothing_lost(service, load)
+        assert worker.poll() is None
+
+
+def test_old_incarnation_that_comes_back_late_finds_its_place_taken(service: LocalService) -> None:
+    seen = len(service.lines)
+    with (
+        external_worker(service.join_address, name="frozen") as frozen,
+        load_on(service, clients=4) as load,
+    ):
+        service.wait_for(lambda x: x["worker"] == "frozen" and "->ready" in x.message, WAIT_S, after=seen)
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            assert ended(service, "frozen", seen) == ["hang"]
+            with external_worker(service.join_address, name="successor"):
+                service.wait_for(lambda x: x["worker"] == "successor" and "->ready" in x.message, WAIT_S, after=seen)
+                thawed = len(service.lines)
+                os.kill(frozen.pid, signal.SIGCONT)
+                again = service.wait_for(
+                    lambda x: x["worker"] == "frozen" and "->ready" in x.message, WAIT_S, after=thawed
+                )
+                assert again["world"] != EMPTY, "a further replica: its former place is the successor's"
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+    assert_nothing_lost(service, load)
+
+
+def test_worker_of_a_rich_stage_goes_to_one_that_has_nobody_left(token_file: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(leader(token_file, reassign_after_s=0.5))
+        workers = {}
+        for name in ("a", "b", "c"):  # s0.r0, s1.r0, s0.r1
+            workers[name] = stack.enter_context(external_worker(service.join_address, name=name))
+            service.wait_for(lambda x, name=name: x["worker"] == name and "->ready" in x.message, WAIT_S)  # type: ignore[misc]
+        with load_on(service, clients=4) as load:
+            seen = len(service.lines)
+            workers["b"].kill()
+            moved = service.wait_for(
+                lambda x: x["stage"] == 1 and "->ready" in x.message and x["worker"] in "ac", WAIT_S, after=seen
+            )
+            assert answers(service) == [200, 200, 200]
+        assert_nothing_lost(service, load)
+        assert workers[moved["worker"]].poll() is None, "the very same process"

@@ -1,0 +1,83 @@
+"""The computing thread of a worker: whose job comes next."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from workers.engine import Engine, Place
+
+
+@pytest.fixture
+def engine():  # type: ignore[no-untyped-def]
+    made = Engine(torch.device("cpu"))
+    yield made
+    made.close()
+
+
+class Gate:
+    """A job that holds the thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def asked(engine: Engine, place: Place, *calls: Callable[[], object]) -> list[asyncio.Task[object]]:
+    tasks = [asyncio.create_task(engine.run(place, call)) for call in calls]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_places_take_turns_however_much_one_of_them_asks_for(engine: Engine) -> None:
+    greedy, modest, done, gate = engine.place(), engine.place(), [], Gate()
+    tasks = await asked(engine, greedy, gate, *(lambda n=n: done.append(f"greedy {n}") for n in range(4)))
+    await asyncio.to_thread(gate.begun.wait, 60)
+    tasks += await asked(engine, modest, *(lambda n=n: done.append(f"modest {n}") for n in range(2)))
+    gate.open()
+    await asyncio.gather(*tasks)
+    assert done == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
+
+
+async def test_busy_is_the_place_whose_job_runs_and_no_other(engine: Engine) -> None:
+    one, other, gate = engine.place(), engine.place(), Gate()
+    tasks = await asked(engine, one, gate)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    assert one.busy_s > 0
+    assert other.busy_s == 0
+    gate.open()
+    await asyncio.gather(*tasks)
+
+
+async def test_jobs_of_a_place_that_closed_are_not_begun(engine: Engine) -> None:
+    leaving, staying, done, gate = engine.place(), engine.place(), [], Gate()
+    first = await asked(engine, staying, gate)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    dropped = await asked(engine, leaving, lambda: done.append("leaving"))
+    leaving.close()
+    kept = await asked(engine, staying, lambda: done.append("staying"))
+    gate.open()
+    await asyncio.gather(*first, *kept)
+    assert done == ["staying"]
+    for task in dropped:
+        task.cancel()
+
+
+async def test_engine_goes_on_when_a_job_raises(engine: Engine) -> None:
+    place = engine.place()
+    with pytest.raises(ZeroDivisionError):
+        await engine.run(place, lambda: 1 / 0)
+    assert await engine.run(place, lambda: 7) == 7
+
+
+async def test_stage_that_was_never_ordered_is_an_error_of_that_batch(engine: Engine) -> None:
+    with pytest.raises(KeyError):
+        await engine.place().compute(3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
