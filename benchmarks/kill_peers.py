@@ -4,8 +4,8 @@
     .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python
 
 Each has two workers a stage, one compute thread a worker, batches of up to 8, and is asked by a closed loop of clients. A request that got
-no answer within 30 s counts as hung. Time until normal: from the kill to the end of the last second, before the next kill, in which a
-request failed or fewer than half as many were answered as before the first kill.
+no answer within 30 s counts as hung, and not as failed too. Time until normal: from the kill to the end of the last second, before the next
+kill, in which a request failed or fewer than half as many were answered as before the first kill.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
@@ -67,6 +67,8 @@ class Outcome:
     kills: list[float] = field(default_factory=list)
     started_s: float = 0.0
     ended_s: float = 0.0
+    workers: int = 0
+    """How many served at the end."""
 
     @property
     def hung(self) -> list[Sample]:
@@ -76,11 +78,15 @@ class Outcome:
     def failed(self) -> list[Sample]:
         return [sample for sample in self.load.failed if sample.took_s < HUNG_S]
 
+    @property
+    def usual_hz(self) -> float:
+        """Answers a second before the first kill."""
+        return self._answered(self.started_s, self.kills[0]) / (self.kills[0] - self.started_s)
+
     def until_normal_s(self) -> list[float]:
         """For each kill; infinite when it never was normal again before the next."""
         ends = [*self.kills[1:], self.ended_s]
-        usual = self._answered(self.started_s, self.kills[0]) / (self.kills[0] - self.started_s)
-        return [self._until_normal_s(at_s, end_s, usual) for at_s, end_s in zip(self.kills, ends, strict=True)]
+        return [self._until_normal_s(at_s, end_s, self.usual_hz) for at_s, end_s in zip(self.kills, ends, strict=True)]
 
     def _until_normal_s(self, at_s: float, end_s: float, usual_hz: float) -> float:
         seconds = [at_s + n for n in range(int(end_s - at_s))]
@@ -96,7 +102,7 @@ class Outcome:
         return sum(not s.failed and since_s <= s.done_s < until_s for s in self.load.samples)
 
     def _any_failed(self, since_s: float, until_s: float) -> bool:
-        return any(since_s <= s.done_s < until_s for s in self.load.failed)
+        return any(since_s <= s.done_s < until_s for s in self.failed)
 
 
 @contextmanager
@@ -191,7 +197,7 @@ def measure(name: str, server: AbstractContextManager[Running], *, kills: int, c
 
 def report(outcomes: Sequence[Outcome]) -> None:
     print(
-        f"\n{'':28} {'kills':>5} {'requests':>8} {'failed':>6} {'hung':>5} {'until normal s':>20} "
+        f"\n{'':28} {'kills':>5} {'answers/s':>9} {'requests':>8} {'failed':>6} {'hung':>5} {'workers':>7} {'until normal s':>15} "
         f"{'median ms':>9} {'p99 ms':>8} {'max ms':>8}"
     )
     for each in outcomes:
@@ -199,8 +205,8 @@ def report(outcomes: Sequence[Outcome]) -> None:
         normal = f"{quantile(times, 0.5):.0f} (max {max(times):.0f})"
         latency = "  ".join(f"{each.load.quantile_s(share) * 1e3:7.0f}" for share in (0.5, 0.99, 1.0))
         print(
-            f"{each.name:28} {len(each.kills):>5} {len(each.load.samples):>8} {len(each.failed):>6} {len(each.hung):>5} "
-            f"{normal:>20}   {latency}"
+            f"{each.name:28} {len(each.kills):>5} {each.usual_hz:>9.1f} {len(each.load.samples):>8} {len(each.failed):>6} "
+            f"{len(each.hung):>5} {each.workers:>7} {normal:>15}   {latency}"
         )
     for each in outcomes:
         kinds = dict.fromkeys(f"{sample.status} {sample.error[:120]!r}" for sample in each.load.failed)
@@ -211,9 +217,10 @@ def report(outcomes: Sequence[Outcome]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
-    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--every-s", type=float, default=15.0)
+    parser.add_argument("--every-s", type=float, default=20.0)
+    parser.add_argument("--json", type=Path, help="write every request and every kill")
     options = parser.parse_args()
     servers: dict[str, Callable[[], AbstractContextManager[Running]]] = {
         "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", True),
@@ -228,6 +235,8 @@ def main() -> int:
         print(f"== {name}", flush=True)
         outcomes.append(measure(name, server(), kills=options.kills, clients=options.clients, every_s=options.every_s))
     report(outcomes)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
     return 0
 
 

@@ -126,6 +126,8 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
                 _inject_all(target, observer, faults, questions[0], found, tell)
             except NotRecoveredError as error:
                 found.aborted = str(error)
+            except KeyboardInterrupt:
+                found.aborted = "interrupted"
         found.ended_s = time.time()
         found.doubles = round(observer.metric(_DOUBLES) - doubles)
         found.outages, found.resources = observer.outages(), watch.series()
@@ -180,9 +182,9 @@ def inject(fault: Fault, scene: Scene) -> Injection:
     observer = scene.observer
     doubles, reroutes = observer.metric(_DOUBLES), observer.metric(f"{_REROUTES}_count")
     waited_s = observer.metric(f"{_REROUTES}_sum")
-    at_s = time.time()
+    begun_s = time.time()
     recovered = _inject_and_wait(fault, scene)
-    ended_s = time.time()
+    at_s, ended_s = scene.at_s or begun_s, time.time()
     broken = _broken(scene.victims, observer.moments, at_s)
     causes = tuple(sorted(cause for cause, _ in broken))
     scene.surprises += _unexpected(fault, causes)

@@ -25,6 +25,7 @@ class Scene:
         heartbeat_timeout_s: silence after which this service takes a worker for hung.
         question: an image to ask about, for faults on the clients' side.
         surprises: what did not go as the fault expects.
+        at_s: when the victims were known and the first of them was hurt, on the clock of `time.time()`; 0 before that.
     """
 
     target: Target
@@ -33,6 +34,7 @@ class Scene:
     heartbeat_timeout_s: float
     question: Question
     surprises: list[str] = field(default_factory=list)
+    at_s: float = 0.0
 
     def hold(self, seconds: float) -> None:
         """Leave things as they are for so long."""
@@ -43,7 +45,9 @@ class Scene:
         """The processes of the victims, or of some of them. Raises ProcessLookupError when one has ended by itself."""
         pids = self.target.worker_pids()
         with ExitStack() as stack:
-            yield [stack.enter_context(Process(pids[str(v.worker)])) for v in victims or self.victims]
+            found = [stack.enter_context(Process(pids[str(v.worker)])) for v in victims or self.victims]
+            self.at_s = self.at_s or time.time()
+            yield found
 
     def signal(self, signum: signal.Signals, victims: Sequence[Replica] | None = None) -> None:
         """Send a signal to all victims, or to some of them, as nearly at once as can be."""
