@@ -4,13 +4,14 @@
     .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python
 
 Each has two workers a stage, one compute thread a worker, batches of up to 8, and is asked by a closed loop of clients. A request that got
-no answer within 30 s counts as hung, and not as failed too. Time until normal: from the kill to the end of the last second, before the next
-kill, in which a request failed or fewer than half as many were answered as before the first kill.
+no answer within 30 s counts as hung, and not as failed too. Time until normal: from the kill to the end of the last three seconds in a row,
+before the next kill, in which a request failed or fewer than half as many were answered as before the first kill.
 """
 
 import argparse
 import base64
 import json
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ HUNG_S = 30.0
 _START_S = 180.0
 _STOP_S = 15.0
 _SHARE = 0.5
+_WINDOW_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,18 @@ class Outcome:
         return [self._until_normal_s(at_s, end_s, self.usual_hz) for at_s, end_s in zip(self.kills, ends, strict=True)]
 
     def _until_normal_s(self, at_s: float, end_s: float, usual_hz: float) -> float:
-        seconds = [at_s + n for n in range(int(end_s - at_s))]
-        bad = [
-            since_s + 1.0 - at_s
-            for since_s in seconds
-            if self._answered(since_s, since_s + 1.0) < _SHARE * usual_hz or self._any_failed(since_s, since_s + 1.0)
-        ]
-        last = max(bad, default=0.0)
-        return float("inf") if last and last >= len(seconds) else last
+        starts = [at_s + n for n in range(int(end_s - at_s - _WINDOW_S) + 1)]
+        bad = [since_s for since_s in starts if not self._normal(since_s, since_s + _WINDOW_S, usual_hz)]
+        if not bad:
+            return 0.0
+        return math.inf if bad[-1] == starts[-1] else bad[-1] + _WINDOW_S - at_s
+
+    def _normal(self, since_s: float, until_s: float, usual_hz: float) -> bool:
+        enough = self._answered(since_s, until_s) >= _SHARE * usual_hz * (until_s - since_s)
+        return enough and not any(since_s <= s.done_s < until_s for s in self.failed)
 
     def _answered(self, since_s: float, until_s: float) -> int:
         return sum(not s.failed and since_s <= s.done_s < until_s for s in self.load.samples)
-
-    def _any_failed(self, since_s: float, until_s: float) -> bool:
-        return any(since_s <= s.done_s < until_s for s in self.failed)
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def measure(name: str, server: AbstractContextManager[Running], *, kills: int, c
                 os.kill(pids[number % len(pids)], signal.SIGKILL)
             outcome.kills.append(time.time())
             time.sleep(every_s)
-        outcome.ended_s = time.time()
+        outcome.ended_s, outcome.workers = time.time(), len(running.pids())
     return outcome
 
 
