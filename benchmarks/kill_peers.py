@@ -130,7 +130,9 @@ def ours(stages: int, replicas: int) -> Iterator[Running]:
     with LocalService(
         model="resnet18", weights="random:0", stages=stages, replicas=replicas, worker_threads=1
     ) as service:
-        yield Running(service.url, AnyAnswer(photo()), lambda: list(service.worker_pids().values()))
+        yield Running(
+            service.url, AnyAnswer(photo()), lambda: [pid for pid in service.worker_pids().values() if lives(pid)]
+        )
 
 
 def free_port() -> int:
