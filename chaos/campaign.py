@@ -3,8 +3,10 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+
+import httpx
 
 from chaos.faults import Fault
 from chaos.load import Load, Question, alike, ask_quietly, load_on
@@ -129,7 +131,9 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
             except KeyboardInterrupt:
                 found.aborted = "interrupted"
         found.ended_s = time.time()
-        found.doubles = round(observer.metric(_DOUBLES) - doubles)
+        found.doubles = sum(injection.doubles for injection in found.injections)
+        with suppress(httpx.HTTPError):  # Ctrl-C in a terminal reaches a service of our own too
+            found.doubles = round(observer.metric(_DOUBLES) - doubles)
         found.outages, found.resources = observer.outages(), watch.series()
     return found
 
@@ -165,7 +169,8 @@ def _inject_all(
         scene = Scene(target, observer, victims.choose(fault, before), plan.heartbeat_timeout_s, question)
         injection = inject(fault, scene)
         found.injections.append(injection)
-        tell(f"{injection.at_s - found.started_s:7.1f} s  {_told(injection)}")
+        failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
+        tell(f"{injection.at_s - found.started_s:7.1f} s  {_told(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
         time.sleep(max(plan.settle_s, injection.at_s + plan.every_s - time.time()))

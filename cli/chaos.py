@@ -1,6 +1,7 @@
 """`multiworld chaos`: hurt a service while clients ask it, and see what that costs them."""
 
 import json
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -221,6 +222,8 @@ def _run(
     from chaos.report import summed_up, to_json
     from deploy.service import ServiceFailedError
 
+    # Who ends us, by whichever signal, is told what was found until then, and a service of our own is stopped.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with service as target:
             found = run(target, plan, tell=lambda line: print(line, flush=True))

@@ -85,7 +85,6 @@ class LocalService:
             stderr=subprocess.PIPE,
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
-            start_new_session=True,  # Ctrl-C is for whoever started it, who then stops it in order
         )
         self._reader = threading.Thread(target=self._read, name="service-log", daemon=True)
         self._reader.start()
