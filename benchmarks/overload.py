@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from benchmarks.kill_under_load import photo
 from benchmarks.ranks import table
+from chaos.images import photo
 from deploy.service import LocalService
 
 GROWTH_MIB = 64
