@@ -28,6 +28,8 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
+    "multiworld_spares": ("gauge", set()),
+    "multiworld_workers_kept_away": ("gauge", set()),
     "multiworld_worker_restarts_total": ("counter", {"slot"}),
     "multiworld_build_info": ("gauge", {"version"}),
 }
