@@ -1,7 +1,7 @@
 """Where the lines of an event loop plug in: one epoll of our own, which the loop watches through one descriptor.
 
-Only a loop's own thread may tell it which sockets to watch; an epoll may be told by any thread. So a world can be freed, and a message sent,
-while its loop stands still or has ended, and every loop is alike to us.
+Only a loop's own thread may tell it which sockets to watch; an epoll may be told by any thread. So a world can be freed, and a message
+sent, while its loop stands still or has ended, and every loop is alike to us.
 """
 
 import asyncio

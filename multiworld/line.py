@@ -157,6 +157,7 @@ class Line:
         if self.lost is None:
             self.lost = "closed"
             self._end()
+        self._sock.close()
 
     # -- from the event loop ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +298,7 @@ class Line:
             raise RuntimeError(self.lost)
 
     def _refuse(self, detail: str) -> None:
-        """What came cannot be. Nothing more is read; the world breaks, and ends what is pending."""
+        """What came cannot be. Nothing more is read; the world breaks, tells the peer why, and ends what is pending."""
         if self.lost is None:
             self.lost = detail
             self._owner.on_line_nonsense(self.peer, detail)
@@ -307,11 +308,11 @@ class Line:
         if self.lost is None:
             self.lost = reason
             self._owner.on_line_lost(self.peer, self._end(), reason)
+            self._sock.close()
 
     def _end(self) -> list[Operation]:
-        """Let go of everything. Gives what was under way."""
+        """Let go of everything but the connection. Gives what was under way."""
         self._board.unplug(self._sock.fileno())
-        self._sock.close()
         letters = [self._incoming] if self._incoming is not None else []
         for queue in (*self._receives.values(), *self._sends.values()):
             letters += queue
