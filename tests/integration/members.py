@@ -31,6 +31,7 @@ import torch
 
 import multiworld
 from multiworld import WorldManager
+from multiworld.meeting import Meeting
 from multiworld.store import LifelineStore
 from tests.integration.parts import Part
 
@@ -127,6 +128,23 @@ class Script:
             os.kill(os.getpid(), signal.SIGSTOP)
 
         LifelineStore.set = freeze  # type: ignore[method-assign]
+
+    async def freeze_while_connecting(self, connected: bool) -> None:
+        """Stop this process, once, before or after it has connected its first line."""
+        connect = Meeting._connect
+
+        def freeze(self: Meeting, rank: int, address: tuple[str, int]) -> socket.socket:
+            Meeting._connect = connect  # type: ignore[method-assign]
+            sock = connect(self, rank, address) if connected else None
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return sock or connect(self, rank, address)
+
+        Meeting._connect = freeze  # type: ignore[method-assign]
+
+    async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
+        tensor = torch.zeros(count)
+        await self.manager.communicator.recv(tensor, peer, world, tag=tag)
+        await self.manager.communicator.send(tensor, peer, world, tag=tag)
 
     async def close(self, world: str) -> None:
         await self.manager.close_world(world)
