@@ -78,10 +78,18 @@ class Traffic:
         return bool(self._pending)
 
     def open(self, group: ProcessGroup, socks: dict[int, socket.socket], board: Board) -> None:
-        """Operations may start. `socks` are the connections of the lines, by rank."""
+        """Operations may start. `socks` are the connections of the lines, by rank. Raises OSError when the kernel has no room for them."""
+        try:
+            for peer, sock in socks.items():
+                self._lines[peer] = Line(peer, sock, self._lock, self, board)
+        except OSError:
+            for line in self._lines.values():
+                line.close()
+            for sock in socks.values():
+                sock.close()
+            raise
         self._group = group
         self._board = board
-        self._lines = {peer: Line(peer, sock, self._lock, self, board) for peer, sock in socks.items()}
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +132,10 @@ class Traffic:
         if on_cuda:
             operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
         if plan.peer >= 0 and (plan.staged or not on_cuda):
-            self._write(operation) if plan.name == "send" else self._read(operation)
+            if plan.name == "send":
+                self._write(operation)
+            else:
+                self._expect(operation)
             return
         lane = self._collectives if plan.peer < 0 else self._nccl.setdefault(plan.peer, Lane(self._waiters))
         # Copies from a device take their time, and NCCL connects lazily and blocks.
@@ -146,7 +157,7 @@ class Traffic:
         if plan.staged:
             self._waiters.run(partial(self._fetch, letter))
 
-    def _read(self, operation: Operation) -> None:
+    def _expect(self, operation: Operation) -> None:
         plan = operation.plan
         assert plan.buffer is not None
         letter = Letter(operation, sealed(plan.signature))

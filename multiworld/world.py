@@ -45,6 +45,7 @@ _DRAIN_S = 0.2
 _LINGER_S = 1.0
 """How long a leaving member waits for the others to have drained."""
 _READ_S = 0.02
+"""How often what comes meanwhile is read, for an event loop that stands still."""
 _RECLAIM_S = 5.0
 """How long the waiting threads of an ended world may take to come back before we say that they hang."""
 _BUILDER_S = 1.0
