@@ -185,6 +185,7 @@ async def test_a_message_arrives_when_its_receivers_loop_stands_still_while_the_
     coming = sleeper.start("recv", world="w", src=0)
     await sleeper.do("threads")  # it waits by now
     sleeping = sleeper.start("block", seconds=3.0)
+    await until(lambda: "stands still" in sleeper.complaints)
     await manager.communicator.send(torch.full((4,), 5.0), 1, "w")
     await manager.close_world("w")
     assert await coming == [5.0]
