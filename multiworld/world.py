@@ -8,6 +8,7 @@ A world never heals. `break_` is the only way into `broken`, from whatever threa
 aborts the group, wakes everybody who waits, and frees threads, sockets and memory.
 """
 
+import _thread
 import asyncio
 import logging
 import socket
@@ -46,6 +47,7 @@ _LINGER_S = 1.0
 """How long a leaving member waits for the others to have drained."""
 _READ_S = 0.02
 """How often what comes meanwhile is read, for an event loop that stands still."""
+_RECLAIM_RETRY_S = 0.1
 _RECLAIM_S = 5.0
 """How long the waiting threads of an ended world may take to come back before we say that they hang."""
 _BUILDER_S = 1.0
@@ -452,10 +454,15 @@ class World:
             self._watch.settle()
 
     def _start_reclaim(self) -> None:
+        # Not `threading.Thread`: its `start` waits, for ever, for a thread that dies of a lack of memory before it has begun,
+        # and who waits here may be the watchdog of every world of this process.
         try:
-            threading.Thread(target=self._reclaim, name=f"multiworld-{self.name}-reclaim", daemon=True).start()
+            _thread.start_new_thread(self._reclaim, ())
         except RuntimeError:  # there are too many, or the interpreter is ending (Python 3.12 and newer)
-            self._reclaim()
+            if self._watchdog.is_current_thread:  # it must not wait, and others may end meanwhile
+                self._watchdog.call_later(_RECLAIM_RETRY_S, self._start_reclaim)
+            else:
+                self._reclaim()
 
     def _reclaim(self) -> None:
         """Free everything, on a thread of its own: aborting takes milliseconds for Gloo, and may hang for NCCL."""
