@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from server.admin_routes import AdminRoutes
 from server.body import BodyReader
 from server.decode_pool import DecodePool
-from server.http_errors import install_error_handlers
+from server.http_errors import STATUS_OF_REASON, install_error_handlers
 from server.metrics import Metrics
 from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
@@ -79,6 +79,7 @@ def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits,
     )
     app.include_router(predict.router())
     app.include_router(OperationsRoutes(predictor, model, metrics).router())
+    metrics.outcomes(model.name, model.version, ("predict",), {"ok": 200, **STATUS_OF_REASON})
     app.add_middleware(RequestTracker, model=model, metrics=metrics)
     install_error_handlers(app)
     return app

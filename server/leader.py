@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models import LoadedModel
 from multiworld import Cause, WorldManager
-from server.errors import DrainingError, RequestRefused
+from server.errors import DeadlineError, DrainingError, RequestRefused
 from server.link import Link
 from server.metrics import HEDGE_OUTCOMES, Metrics
 from server.payloads import Payloads
@@ -54,6 +54,8 @@ from wire import Message
 
 logger = logging.getLogger(__name__)
 
+_LOST_AFTER_S = 5.0
+"""A request that has heard nothing so long after its deadline would wait for ever. The scheduler lets that happen to none."""
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -98,6 +100,7 @@ class Leader:
         self._plan = plan
         self._settings = settings
         self._metrics = metrics
+        metrics.queue_limit(settings.queue_limit)
         self._on_change = on_change
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -170,7 +173,12 @@ class Leader:
         self._payloads.images[request] = image
         self._feed(RequestArrived(request, deadline_s))
         try:
-            return await future
+            async with asyncio.timeout(deadline_s - time.monotonic() + _LOST_AFTER_S):
+                return await future
+        except TimeoutError:
+            self._metrics.request_lost()
+            logger.exception("request_id=%s was lost: neither answer nor error by its deadline", request_id)
+            raise DeadlineError("no answer by the deadline, which is a bug; please report it") from None
         finally:
             if self._waiting.pop(request, None) is not None:  # nobody has answered: the caller went away
                 self._payloads.images.pop(request, None)
@@ -239,7 +247,13 @@ class Leader:
             return
         compute_s = message.compute_ns / 1e9
         transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
-        self._metrics.batch_answered(flight.stage, link.slot.index, compute_s=compute_s, transfer_s=transfer_s)
+        self._metrics.batch_answered(
+            flight.stage,
+            link.slot.index,
+            compute_s=compute_s,
+            transfer_s=transfer_s,
+            payload_bytes=0 if message.payload is None else message.payload.nbytes,
+        )
         times = self._payloads.times.get(message.batch)
         if times is not None:
             times.compute_s += compute_s
@@ -248,7 +262,8 @@ class Leader:
 
     def on_failed(self, link: Link, batch: int, error: str) -> None:
         logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
-        self._flights.pop((batch, link.id), None)
+        if self._flights.pop((batch, link.id), None) is not None:
+            self._metrics.batch_failed(link.stage, link.slot.index)
         self._feed(BatchFailed(batch, link.id, error))
 
     # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
@@ -334,9 +349,9 @@ class Leader:
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)
         self._flights[action.batch, action.link] = _Flight(time.monotonic(), action.stage)
-        if link := self._recruiter.link(
-            action.link
-        ):  # else it has just ended, and the scheduler is about to learn of it
+        # Else it has just ended, and the scheduler is about to learn of it.
+        if (link := self._recruiter.link(action.link)) and link.state != "broken":
+            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
             link.send(action.batch, payload)
 
     def _answer(self, action: Answer) -> None:
