@@ -11,7 +11,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import Metric
@@ -55,6 +55,11 @@ class NumberSeries(Series):
     def set(self, value: float) -> None:
         """Make it this."""
         self._value = value
+
+    @property
+    def value(self) -> float:
+        """What it is now."""
+        return self._value
 
     def text(self) -> str:
         return f"{self._head}{_number(self._value)}\n"
@@ -108,18 +113,20 @@ class Family(ABC, Generic[SeriesT]):
         self.name = name
         self.label_names = tuple(labels)
         self._documentation = _escaped(documentation)
-        self._series: dict[tuple[object, ...], SeriesT] = {}
+        self._series: dict[tuple[str, ...], SeriesT] = {}
+        self._by_given: dict[tuple[object, ...], SeriesT] = {}
+        """The same by what callers give, which may be numbers: to turn those into text would cost more than the rest."""
 
     def labels(self, *values: object) -> SeriesT:
         """The series with these values for the labels, in their order; it is there from now on."""
-        series = self._series.get(values)
+        series = self._by_given.get(values)
         if series is None:
-            if len(values) != len(self.label_names):
-                raise ValueError(f"{self.name} has the labels {self.label_names}, not so many as {values}")
-            pairs = zip(self.label_names, map(str, values), strict=True)
-            text = ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in pairs)
-            series = self._series.setdefault(values, self._new_series(text))
+            series = self._by_given.setdefault(values, self._named(tuple(map(str, values))))
         return series
+
+    def items(self) -> Iterator[tuple[tuple[str, ...], SeriesT]]:
+        """All series by their labels' values."""
+        return iter(tuple(self._series.items()))  # a copy, because a series may be born meanwhile
 
     def text(self, *, openmetrics: bool) -> str:
         """The family for a scrape. OpenMetrics names a family without its unit of counting."""
@@ -128,8 +135,17 @@ class Family(ABC, Generic[SeriesT]):
             name = name.removesuffix("_total" if self.kind == "counter" else "_info")
         kind = "gauge" if self.kind == "info" and not openmetrics else self.kind
         head = f"# HELP {name} {self._documentation}\n# TYPE {name} {kind}\n"
-        # The copy, because a series may be born while we write.
-        return head + "".join([series.text() for series in tuple(self._series.values())])
+        return head + "".join([series.text() for _, series in self.items()])
+
+    def _named(self, values: tuple[str, ...]) -> SeriesT:
+        if len(values) != len(self.label_names):
+            raise ValueError(f"{self.name} has the labels {self.label_names}, not so many as {values}")
+        with _lock:
+            if (series := self._series.get(values)) is None:
+                pairs = zip(self.label_names, values, strict=True)
+                text = ",".join(f'{name}="{_escaped(value, quotes=True)}"' for name, value in pairs)
+                series = self._series[values] = self._new_series(text)
+        return series
 
     @abstractmethod
     def _new_series(self, labels: str) -> SeriesT: ...

@@ -7,7 +7,9 @@ label is a slot and every `world` label is a name without its epoch, so ten thou
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from prometheus_client import (
@@ -45,6 +47,20 @@ _RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importi
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
+_MOST_LATEST = 10_000
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Requests by outcome, and batches rerouted by stage."""
+
+    answered: int
+    refused: int
+    """4xx: a client's fault, or too much load."""
+    failed: int
+    reroutes: dict[int, int]
+
+
 FamilyT = TypeVar("FamilyT", Counter, Gauge, Histogram, Info)
 
 
@@ -62,6 +78,7 @@ class Metrics:
         # Nothing reads the `_created` series, and they swell every scrape. The library has one switch, for the process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._families = Families()
+        self._latest: deque[float] = deque(maxlen=_MOST_LATEST)
         self._process = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._process)
@@ -170,6 +187,8 @@ class Metrics:
         """It has ended, whatever way; `reason` is "ok" or the refusal's."""
         self._requests_in_flight.dec()
         self._requests.labels(model, version, protocol, code, reason).inc()
+        if code == 200:
+            self._latest.append(duration_s)
         self._request_duration.labels(protocol, code).observe(duration_s)
 
     def queue_depth(self, images: int) -> None:
@@ -277,6 +296,20 @@ class Metrics:
     def worker_restarted(self, slot: str) -> None:
         """The supervisor started a worker again; `slot` is its place, such as "stage0-1", not its process."""
         self._restarts.labels(slot).inc()
+
+    # For the status page
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        codes: Tally[str] = Tally()
+        for (_, _, _, code, _), series in self._requests.items():
+            codes[code[0]] += int(series.value)
+        reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
+        return Totals(codes["2"], codes["4"], codes["5"], reroutes)
+
+    def take_latest(self) -> list[float]:
+        """How many seconds each answer took since this was asked last. For one caller; of a long time, the latest."""
+        return [self._latest.popleft() for _ in range(len(self._latest))]
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text for a scrape and its content type, as the scraper's `Accept` header wants them."""

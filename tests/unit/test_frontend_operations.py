@@ -84,7 +84,7 @@ async def test_index_names_endpoints_that_exist() -> None:
         endpoints = (await frontend.client.get("/")).json()["endpoints"]
         for endpoint in endpoints:
             method, path = endpoint.split()
-            if method == "GET":
+            if method == "GET" and path != "/events":  # that one goes on until its reader goes
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 

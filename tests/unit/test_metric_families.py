@@ -69,3 +69,10 @@ def test_families_can_be_read_through_a_registry() -> None:
 def test_series_with_too_few_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="has the labels"):
         Counter("jobs_total", "Jobs.", ("kind", "place")).labels("a")
+
+
+def test_a_label_given_as_number_and_as_text_is_one_series() -> None:
+    counter = Counter("jobs_total", "Jobs.", ("stage",))
+    counter.labels(0).inc()
+    counter.labels("0").inc()
+    assert counter.text(openmetrics=False).splitlines()[2:] == ['jobs_total{stage="0"} 2']
