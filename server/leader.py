@@ -243,7 +243,9 @@ class Leader:
         now_s = time.monotonic()
         flight = self._flights.pop((message.batch, link.id), None)
         if flight is None:
-            logger.warning("world=%s answered batch %d, which it was not sent", link.id, message.batch)
+            logger.warning(
+                "world=%s epoch=%d batch=%d answered what it was not sent", link.world_name, link.epoch, message.batch
+            )
             return
         compute_s = message.compute_ns / 1e9
         transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
@@ -261,7 +263,7 @@ class Leader:
         self._feed(BatchDone(message.batch, link.id), message.payload)
 
     def on_failed(self, link: Link, batch: int, error: str) -> None:
-        logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
+        logger.warning("world=%s epoch=%d batch=%d failed: %s", link.world_name, link.epoch, batch, error)
         if self._flights.pop((batch, link.id), None) is not None:
             self._metrics.batch_failed(link.stage, link.slot.index)
         self._feed(BatchFailed(batch, link.id, error))
@@ -342,9 +344,10 @@ class Leader:
             payload = self._payloads.input(action.batch)
         if action.kind == "reroute":
             self._metrics.rerouted(action.stage, action.waited_s)
+            world, _, epoch = action.link.partition("#")
             logger.info(
-                "batch=%d stage=%d rerouted to world=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, action.link, action.attempt, action.waited_s),
+                "batch=%d stage=%d rerouted to world=%s epoch=%s attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, world, epoch, action.attempt, action.waited_s),
             )
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)
@@ -382,7 +385,7 @@ class Leader:
         waiting = self._waiting.pop(action.request, None)
         if waiting is None or waiting.future.done():
             return
-        logger.debug("request=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
+        logger.debug("request_id=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
         waiting.future.set_exception(
             RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
         )

@@ -11,7 +11,7 @@ const WORDS = {
 const $ = (id) => document.getElementById(id);
 let points = [];
 let lastEvent = 0;
-const done = new Map(); // batches done by replica: [count, epoch, seconds, rate]
+const done = new Map(); // batches done by replica, when that was, and the rate then
 
 function element(tag, text = "", attributes = {}) {
   const made = document.createElement(tag);
@@ -30,10 +30,10 @@ function duration(seconds) {
 // Batches a second since the snapshot before; of this incarnation only.
 function rate(key, replica) {
   const now = performance.now() / 1000;
-  const [count, epoch, at, last] = done.get(key) ?? [replica.batches_done, replica.epoch, now, 0];
-  if (epoch === replica.epoch && now - at < 0.9) return last;
-  const fresh = epoch === replica.epoch && now > at ? (replica.batches_done - count) / (now - at) : 0;
-  done.set(key, [replica.batches_done, replica.epoch, now, fresh]);
+  const before = done.get(key);
+  if (before?.epoch === replica.epoch && now - before.at < 0.9) return before.rate;
+  const fresh = before?.epoch === replica.epoch ? (replica.batches_done - before.count) / (now - before.at) : 0;
+  done.set(key, { count: replica.batches_done, epoch: replica.epoch, at: now, rate: fresh });
   return fresh;
 }
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,7 +18,10 @@ from PIL import Image
 from deploy.service import LocalService
 from tests.chaos.clients import load_on
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+if TYPE_CHECKING:
+    from playwright import sync_api as playwright
+else:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +49,7 @@ def chromium() -> Iterator[playwright.Browser]:
 class Visit:
     """One visit: the page, what its console complained of, and whom it asked."""
 
-    def __init__(self, browser: playwright.Browser, url: str, **context: object) -> None:
+    def __init__(self, browser: playwright.Browser, url: str, **context: Any) -> None:
         self.page = browser.new_page(**context)
         self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
@@ -89,6 +93,8 @@ def test_page_shows_a_killed_worker_as_broken_and_back(
         page.wait_for_selector("#feed li[data-what=broken]")
         page.wait_for_selector("#feed li[data-what=rejoined]")
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
+        card = page.locator('[data-world="s0.r0"]')
+        playwright.expect(card).to_have_text(re.compile(r"batches a second[1-9]"), timeout=WAIT_MS)
         page.screenshot(path=tmp_path / "light.png", full_page=True)
     states = page.evaluate("window.states")
     assert states[-1] == "ready", states
