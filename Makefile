@@ -6,10 +6,10 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 ARGS     ?=
 PIP_ARGS ?=
-BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost kill_under_load rejoin_cycles
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check fmt bench chaos clean
+.PHONY: help install serve test check fmt bench chaos peers soak clean
 .SILENT:
 
 help: ## Show this list.
@@ -38,12 +38,23 @@ bench: $(STAMP) ## Run the benchmarks, one script a claim; or one: make bench AR
 	set -e; if [ -n "$(ARGS)" ]; then exec $(BIN)/python -m benchmarks.$(ARGS); fi; \
 	for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python -m benchmarks.$$script; done
 
-chaos: $(STAMP) ## Kill, freeze and cut off workers under load, and see that nothing is lost.
-	exec $(BIN)/python -m pytest tests/chaos $(ARGS)
+chaos: $(STAMP) ## Every kind of fault under load, about two minutes; longer: make chaos ARGS="--rounds 6".
+	exec $(BIN)/multiworld chaos $(ARGS)
+
+peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec and this service, side by side.
+	exec $(BIN)/python -m benchmarks.kill_peers --python .venv-peers/bin/python $(ARGS)
+
+soak: $(STAMP) ## Simulate the scheduler with fresh seeds for hours: make soak ARGS="--hours 2".
+	exec $(BIN)/python -m simulation soak $(ARGS)
 
 clean: ## Remove everything that make and the tools made, the virtual environment included.
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-peers/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) ".[peers]"
+	touch $@
 
 # Two makes may start at once: the first installs, the second waits for it and finds it done.
 $(STAMP): pyproject.toml

@@ -1,19 +1,29 @@
-"""What scheduling costs: microseconds an event, by number of links.
+"""What scheduling costs: microseconds an event, by number of workers.
 
-Claim: at most 50 µs an event at 100 links, and growth no worse than logarithmic up to 10,000 links.
+Claim: at most 50 µs an event at 100 workers, and growth no worse than logarithmic up to 10,000 workers.
 
-    python -m benchmarks.scheduler_cost --links 10 100 1000 10000
+    python -m benchmarks.scheduler_cost --plot cost.svg
+    python -m benchmarks.scheduler_cost --workers 10 100 1000 --events 20000
 
-Every link is kept busy: full batches travel through two stages while requests keep arriving, and some links break and
-come back. Only the scheduler is timed (`handle` and `next_wakeup_s`): in CPU time, so that a busy machine does not
-matter, and without what the garbage collector takes to look through all that is alive (`gc.freeze`).
+Every worker is kept busy: full batches travel through two stages while requests keep arriving, and some links break and
+come back. Only the scheduler is timed (`handle` and `next_wakeup_s`): in CPU time, so that a busy machine matters little,
+and without what the garbage collector takes to look through all that is alive (`gc.freeze`). Each figure is the median of
+the repeats, each of them a slice of the same run.
+
+Growth is judged by the fit of a + b·log10(workers) to what up to 1,000 workers cost, and by how much more than that the
+largest fleets cost: memory that no longer fits into a cache counts here too.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log10
+from pathlib import Path
 from random import Random
 from time import process_time
 
@@ -35,12 +45,12 @@ _STAGES = 2
 
 
 class Load:
-    """A closed loop that keeps all links busy, in virtual time."""
+    """A closed loop that keeps all workers busy, in virtual time."""
 
-    def __init__(self, links: int, max_batch_size: int) -> None:
+    def __init__(self, workers: int, max_batch_size: int) -> None:
         self.random = Random(1)
         self.scheduler = Scheduler(
-            SchedulerConfig(num_stages=_STAGES, max_batch_size=max_batch_size, queue_limit=4 * links * max_batch_size)
+            SchedulerConfig(num_stages=_STAGES, max_batch_size=max_batch_size, queue_limit=4 * workers * max_batch_size)
         )
         self.now_s = 0.0
         self.spent_s = 0.0
@@ -49,8 +59,8 @@ class Load:
         self.requests = 0
         self.open = 0
         self.in_flight: deque[SendBatch] = deque()
-        self.target = 3 * links * max_batch_size
-        for number in range(links):
+        self.target = 3 * workers * max_batch_size
+        for number in range(workers):
             self.handle(LinkReady(f"{number}#0", number % _STAGES, "v1"))
 
     def handle(self, event: Event) -> None:
@@ -94,25 +104,93 @@ class Load:
             self.handle(BatchDone(send.batch, send.link))
 
 
+@dataclass(frozen=True)
+class Cost:
+    workers: int
+    slices_us: tuple[float, ...]
+    """µs an event, in each slice of the run."""
+    worst_us: float
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.slices_us)
+
+
+def measure(workers: int, max_batch_size: int, events: int, repeats: int) -> Cost:
+    load = Load(workers, max_batch_size)
+    load.run(3 * load.target)  # until everything is busy
+    gc.collect()
+    gc.freeze()
+    load.worst_s, slices_us = 0.0, []
+    for _ in range(repeats):
+        load.spent_s = 0.0
+        load.run(events)
+        slices_us.append(load.spent_s / events * 1e6)
+    gc.unfreeze()
+    return Cost(workers, tuple(slices_us), load.worst_s * 1e6)
+
+
+def fit(costs: Sequence[Cost]) -> tuple[float, float]:
+    """(a, b) of a + b·log10(workers), least squares."""
+    line = statistics.linear_regression([log10(cost.workers) for cost in costs], [cost.median_us for cost in costs])
+    return line.intercept, line.slope
+
+
+def draw(costs: Sequence[Cost], line: tuple[float, float] | None, file: Path) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only who draws needs it
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    workers = [cost.workers for cost in costs]
+    axes.errorbar(
+        workers,
+        [cost.median_us for cost in costs],
+        yerr=[
+            [cost.median_us - min(cost.slices_us) for cost in costs],
+            [max(cost.slices_us) - cost.median_us for cost in costs],
+        ],
+        fmt="o",
+        capsize=3,
+        label="measured: median, least and most",
+    )
+    if line is not None:
+        axes.plot(workers, [line[0] + line[1] * log10(each) for each in workers], "--", label="logarithmic")
+    axes.set(xscale="log", xlabel="workers", ylabel="µs an event")
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", type=int, nargs="+", default=[10, 100, 1000, 10_000])
-    parser.add_argument("--events", type=int, default=50_000, help="timed events for each number of links")
+    parser.add_argument("--workers", type=int, nargs="+", default=[10, 30, 100, 300, 1000, 3000, 10_000])
+    parser.add_argument("--events", type=int, default=20_000, help="timed events in each repeat")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-batch-size", type=int, default=8)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it too (matplotlib, from the extra `bench`)")
     arguments = parser.parse_args()
-    print(f"{'links':>7} {'events':>8} {'µs/event':>9} {'worst µs':>9} {'events/s':>9}")
-    for links in arguments.links:
-        load = Load(links, arguments.max_batch_size)
-        load.run(3 * load.target)  # until everything is busy
-        gc.collect()
-        gc.freeze()
-        load.spent_s = load.worst_s = 0.0
-        load.run(arguments.events)
-        mean_s = load.spent_s / arguments.events
+    costs: list[Cost] = []
+    print(f"{'workers':>8} {'µs/event':>9} {'least':>6} {'most':>6} {'worst event µs':>15} {'events/s':>9}")
+    for workers in sorted(arguments.workers):
+        cost = measure(workers, arguments.max_batch_size, arguments.events, arguments.repeats)
+        costs.append(cost)
         print(
-            f"{links:>7} {arguments.events:>8} {mean_s * 1e6:>9.1f} {load.worst_s * 1e6:>9.0f} {1 / mean_s:>9.0f}",
+            f"{workers:>8} {cost.median_us:>9.1f} {min(cost.slices_us):>6.1f} {max(cost.slices_us):>6.1f} "
+            f"{cost.worst_us:>15.0f} {1e6 / cost.median_us:>9.0f}",
             flush=True,
         )
+    small = [cost for cost in costs if cost.workers <= 1000]
+    line = fit(small) if len(small) > 1 else None
+    if line is not None:
+        largest = costs[-1]
+        foreseen_us = line[0] + line[1] * log10(largest.workers)
+        print(
+            f"up to 1,000 workers: {line[0]:.1f} + {line[1]:.1f}·log10(workers) µs; at {largest.workers:,} that would be "
+            f"{foreseen_us:.1f} µs, it is {largest.median_us:.1f} µs ({largest.median_us / foreseen_us - 1:+.0%})"
+        )
+    if arguments.plot is not None:
+        draw(costs, line, arguments.plot)
 
 
 if __name__ == "__main__":

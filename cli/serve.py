@@ -24,7 +24,7 @@ def serve(settings: ServeSettings) -> int:
     also be set by the environment variable shown with it, or in a TOML file; the command line wins over the
     environment, and that over the file. Ctrl-C drains and stops everything.
     """
-    from deploy.supervisor import local_workers
+    from deploy.local_workers import local_workers
     from server.app import run
 
     return run(settings, None if settings.external_workers else local_workers)

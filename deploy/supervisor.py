@@ -1,35 +1,24 @@
-"""The local supervisor: worker processes on this machine, each in its slot, started again whenever they end.
-
-A worker's standard input is a pipe whose other end this process holds: when this process is gone, even by SIGKILL, the
-worker reads end-of-file and exits (`--exit-with-parent`). Each worker leads a session of its own, so that Ctrl-C in a
-terminal reaches the leader alone, which drains before it stops the workers.
-"""
+"""The local supervisor: worker processes on this machine, each in its slot, started again whenever they end."""
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from config.settings import ENV_PREFIX
-from config.sources import option
-from server.settings import ServeSettings
-from workers.device import spread
+from deploy.child import KILL_TIMEOUT_S, Child, Reserve, status_text
 
 logger = logging.getLogger(__name__)
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-KILL_TIMEOUT_S = 5.0
-"""Longest wait for the end of a process after SIGKILL; one that takes longer hangs inside the kernel."""
+_LOOK_S = 1.0
+"""Pause between two looks for workers that live and do not come."""
 
 
 @dataclass(frozen=True)
@@ -49,93 +38,6 @@ class Backoff:
         return min(self.max_s, self.initial_s * 2.0 ** min(failures - 2, 30)) * (1 - jitter / 2)
 
 
-class Child:
-    """One process in a session of its own. Only `reap` collects its status: until then, no other can get its number."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it. Raises OSError if that fails."""
-        read_fd, self._write_fd = os.pipe()
-        try:
-            self._process = subprocess.Popen(  # noqa: S603  the command is the caller's own
-                command, stdin=read_fd, env=environment, start_new_session=True
-            )
-        except OSError:
-            os.close(self._write_fd)
-            raise
-        finally:
-            os.close(read_fd)
-        self.pid = self._process.pid
-        self.started_s = time.monotonic()
-
-    def tell(self, line: str) -> bool:
-        """Write one line to its standard input; False when it has ended."""
-        try:
-            return os.write(self._write_fd, line.encode() + b"\n") > len(line.encode())
-        except OSError:
-            return False
-
-    def send(self, signum: int) -> None:
-        """Signal the process, not what it started. To be called before `reap` only."""
-        os.kill(self.pid, signum)
-
-    async def ended(self) -> None:
-        """Wait until it has ended. Cancelling is safe."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        pidfd = os.pidfd_open(self.pid)
-        loop.add_reader(pidfd, event.set)
-        try:
-            await event.wait()
-        finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-    def reap(self) -> int:
-        """SIGKILL its process group, so that nothing it started stays behind, and collect its status.
-
-        Returns the exit status, or minus the number of the signal that ended it.
-        """
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        os.close(self._write_fd)
-        return self._process.wait(KILL_TIMEOUT_S)
-
-
-class Reserve:
-    """One process that has imported everything and waits to be told, on its standard input, which command line to run.
-
-    Importing torch takes seconds; a worker that is started from the reserve has them behind it.
-    """
-
-    def __init__(self, command: Sequence[str] | None, environment: Mapping[str, str]) -> None:
-        """Start nothing yet. Without a `command` there never is a reserve."""
-        self._command = command
-        self._environment = environment
-        self._child: Child | None = None
-
-    def fill(self) -> None:
-        """Start one if there is none."""
-        if self._command is not None and self._child is None:
-            with contextlib.suppress(OSError):  # then the next worker takes longer to start, that is all
-                self._child = Child(self._command, self._environment)
-
-    def take(self, command: Sequence[str]) -> Child | None:
-        """The process, now running `command`; None if there is none that lives."""
-        child, self._child = self._child, None
-        if child is None:
-            return None
-        if child.tell(json.dumps(list(command))):
-            child.started_s = time.monotonic()
-            return child
-        child.reap()
-        return None
-
-    def close(self) -> None:
-        """End it."""
-        if self._child is not None:
-            self._child.reap()
-            self._child = None
-
-
 @dataclass
 class Slot:
     """One place for a worker, and how it went there so far."""
@@ -147,6 +49,8 @@ class Slot:
     restarts: int = 0
     proven: bool = False
     """Whether the process that runs now has shown that it serves."""
+    absent_since_s: float | None = None
+    """Since when it has not been seen with the leader; None while it is."""
 
 
 class Supervisor:
@@ -165,6 +69,7 @@ class Supervisor:
         reserve: Sequence[str] | None = None,
         backoff: Backoff | None = None,
         stop_timeout_s: float = 10.0,
+        absent_timeout_s: float = float("inf"),
         on_restart: Callable[[int], None] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -175,6 +80,7 @@ class Supervisor:
             reserve: command of a process that reads another command line, as a JSON list, from its standard input and
                 goes on as that; one is held ready for the next restart, from when all slots are proven.
             stop_timeout_s: time from SIGTERM to SIGKILL.
+            absent_timeout_s: a process that lives so long without being `present` is killed: it is of no use.
             on_restart: called with the slot each time that its process was started again.
         """
         self._command = command
@@ -182,6 +88,7 @@ class Supervisor:
         self._reserve = Reserve(reserve, self._environment)
         self._backoff = backoff or Backoff()
         self._stop_timeout_s = stop_timeout_s
+        self._absent_timeout_s = absent_timeout_s
         self._on_restart = on_restart or (lambda _slot: None)
         self._slots = [Slot(index) for index in range(count)]
         self._stopping = asyncio.Event()
@@ -206,9 +113,18 @@ class Supervisor:
         if all(slot.proven for slot in self._slots) and not self._stopping.is_set():
             self._reserve.fill()
 
+    def present(self, names: Collection[str]) -> None:
+        """The processes of these names are with the leader, serving or on their way to it, and no others."""
+        for slot in self._slots:
+            if worker_name(slot.index) in names:
+                slot.absent_since_s = None
+            elif slot.absent_since_s is None:
+                slot.absent_since_s = time.monotonic()
+
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         self._keepers = [self._tasks.create_task(self._keep(slot)) for slot in self._slots]
+        self._keepers.append(self._tasks.create_task(self._kill_absent()))
         return self
 
     async def __aexit__(
@@ -265,7 +181,23 @@ class Supervisor:
                 slot.restarts += 1
                 self._on_restart(slot.index)
 
+    async def _kill_absent(self) -> None:
+        """A worker may live and never come back, its threads stuck where no error shows. A new process can do better."""
+        while not await self._stopped_within(_LOOK_S):
+            for slot in self._slots:
+                if slot.child is None or slot.absent_since_s is None:
+                    continue
+                absent_s = time.monotonic() - max(slot.absent_since_s, slot.child.started_s)
+                if absent_s > self._absent_timeout_s:
+                    logger.error(
+                        "worker slot=%d pid=%d has not come to the leader for %.0f s: killing it",
+                        *(slot.index, slot.child.pid, absent_s),
+                    )
+                    slot.child.send(signal.SIGKILL)
+                    slot.absent_since_s = time.monotonic()
+
     def _start(self, slot: Slot) -> bool:
+        slot.absent_since_s = time.monotonic()
         try:
             command = self._command(slot.index)
             slot.child = self._reserve.take(command) or Child(command, self._environment)
@@ -290,68 +222,6 @@ class Supervisor:
         return self._stopping.is_set()
 
 
-def status_text(returncode: int) -> str:
-    """ "0" or "1" for an exit status, "SIGKILL" for a signal."""
-    if returncode >= 0:
-        return str(returncode)
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"
-
-
-def local_workers(
-    settings: ServeSettings, leader: str, *, on_restart: Callable[[int], None] | None = None
-) -> Supervisor:
-    """The supervisor of the local workers, one for each replica of each stage.
-
-    Args:
-        settings: of the leader, the token included. Local workers take theirs from these and from nowhere else.
-        leader: "HOST:PORT" at which this machine reaches the join port.
-        on_restart: called with the slot of each worker that was started again.
-    Raises:
-        UserError: the device is not there.
-    """
-    threads = settings.worker_threads or fair_threads(settings.num_workers)
-    devices = spread(settings.device, settings.num_workers)
-    shared = {
-        "leader": leader,
-        "threads": threads,
-        "heartbeat_interval_s": settings.heartbeat_interval_s,
-        "heartbeat_timeout_s": settings.heartbeat_timeout_s,
-        "join_timeout_s": settings.join_timeout_s,
-        "log_level": settings.log_level,
-        "log_format": settings.log_format,
-    }
-    # -P: a folder named `cli` in the working directory must not be taken for ours.
-    program = [sys.executable, "-P", "-m", "cli.main"]
-    base = [*program, "worker", "--exit-with-parent"]
-    base += [part for name, value in shared.items() for part in (option(name), str(value))]
-    return Supervisor(
-        lambda slot: [*base, "--name", worker_name(slot), "--device", devices[slot]],
-        settings.num_workers,
-        environment=worker_environment(settings, threads),
-        reserve=[*program, "reserve"],
-        on_restart=on_restart,
-    )
-
-
 def worker_name(slot: int) -> str:
     """The name by which the local worker of this slot joins."""
     return f"local-{slot}"
-
-
-def worker_environment(settings: ServeSettings, threads: int) -> dict[str, str]:
-    """This process's environment without the leader's own settings, but with the token, which no argument may show."""
-    assert settings.token is not None, "the token is settled before workers start"
-    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    return {
-        **inherited,
-        **dict.fromkeys(THREAD_VARIABLES, str(threads)),
-        ENV_PREFIX + "TOKEN": settings.token.get_secret_value(),
-    }
-
-
-def fair_threads(num_workers: int) -> int:
-    """Threads for each of so many workers, so that together they use the cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)

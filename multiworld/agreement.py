@@ -1,9 +1,9 @@
 """Checked mode: the members agree on what they are about to do before any data moves.
 
 Gloo ends the process that receives more than it posted, with all its worlds. So in checked mode every collective is preceded by an
-all-gather of one line of fixed length that says what it is (`all_reduce(float32[12], SUM)`), and every message by a frame of
-fixed length that says what it carries; a short message travels in its frame. Who disagrees breaks the world with cause `error`.
-It guards against mistakes, not against a malicious member: who holds the world's secret can still send what it likes.
+all-gather of one line of fixed length that says what it is (`all_reduce(float32[12], SUM)`). Who disagrees breaks the world with cause
+`error`. It guards against mistakes, not against a malicious member: who holds the world's secret can still send what it likes.
+Messages say what they carry anyway (multiworld/line.py).
 """
 
 import functools
@@ -11,16 +11,11 @@ from collections import Counter
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroup, Work
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroup
 
 from multiworld.process_group import FOREVER
 
-TAG_LIMIT = 1 << 29
-"""Tags of messages are below this; their frames use the same tag above it."""
-INLINE_BYTES = 1024
-"""A message up to this size travels in its frame: checking it costs no second message."""
 _LINE_BYTES = 96
-_FRAME_BYTES = _LINE_BYTES + INLINE_BYTES
 
 
 class DisagreementError(Exception):
@@ -59,41 +54,6 @@ def agree_on_splits(group: ProcessGroup, sent_bytes: list[int], expected_bytes: 
     for rank, (comes, expected) in enumerate(zip(announced.tolist(), expected_bytes, strict=True)):
         if comes != expected:
             raise DisagreementError(rank, f"all_to_all: it sends {comes} bytes where {expected} are expected")
-
-
-def send_framed(group: ProcessGroup, data: Tensor, signature: str, dst: int, tag: int) -> list[Work]:
-    """Post a message with its frame. `data` is uint8 [nbytes]."""
-    frame = _tensor(bytearray(_line(signature).ljust(_FRAME_BYTES, b"\0")))
-    size = data.numel()
-    if size > INLINE_BYTES:
-        return [group.send([frame], dst, TAG_LIMIT | tag), group.send([data], dst, tag)]
-    frame.narrow(0, _LINE_BYTES, size).copy_(data)
-    return [group.send([frame], dst, TAG_LIMIT | tag)]
-
-
-class FramedReceive:
-    """A receive in two steps: the frame, which is always of one size, and what did not fit into it."""
-
-    def __init__(self, signature: str, src: int, tag: int) -> None:
-        self._line = _line(signature)
-        self._src = src
-        self._tag = tag
-        self._frame = bytearray(_FRAME_BYTES)
-
-    def post_frame(self, group: ProcessGroup) -> Work:
-        return group.recv([_tensor(self._frame)], self._src, TAG_LIMIT | self._tag)
-
-    def post_rest(self, group: ProcessGroup, data: Tensor) -> Work | None:
-        """Once the frame is here. Fills `data`, uint8 [nbytes]; None when that was all. Raises DisagreementError."""
-        if not self._frame.startswith(self._line):
-            sent, expected = _words(self._frame[:_LINE_BYTES]), _words(self._line)
-            raise DisagreementError(self._src, f"it sent {sent} where {expected} was expected")
-        size = data.numel()
-        if size > INLINE_BYTES:
-            return group.recv([data], self._src, self._tag)
-        if size:
-            data.copy_(torch.frombuffer(self._frame, dtype=torch.uint8, count=size, offset=_LINE_BYTES))
-        return None
 
 
 @functools.lru_cache(256)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multiworld.agreement import TAG_LIMIT
 from multiworld.buffers import check_dense
+
+TAG_LIMIT = 1 << 29
+"""Tags of messages are below this."""
 
 
 @dataclass(frozen=True, slots=True)

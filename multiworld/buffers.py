@@ -96,6 +96,11 @@ class Incoming:
         if not self._direct and not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
 
+    @property
+    def direct(self) -> bool:
+        """Whether nothing has to be delivered."""
+        return self._direct
+
     def open(self, *, load: bool = False) -> Tensor:
         """Where c10d writes to; with `load` it holds what the tensor holds now."""
         if self._direct:

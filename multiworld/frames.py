@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values are some hundred bytes; questions and answers some thousand."""
 MAX_HANDSHAKE_BYTES = 1 << 16
@@ -73,6 +73,11 @@ class FrameReader:
     def __init__(self, limit_bytes: int = MAX_HANDSHAKE_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether a frame has come in part."""
+        return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Take what arrived and give the frames that are whole by now. Raises FrameError on garbage."""

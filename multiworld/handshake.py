@@ -18,7 +18,8 @@ NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a guest wants: a seat (`rank` of `size`) in `world`, or, when `question` is set, an answer.
+    """What a guest wants: a seat (`rank` of `size`) in `world`; or, when `peer` is set, a line for messages to that member of it; or,
+    when `question` is set, an answer.
 
     `epoch` 0 means whichever incarnation of the world forms next.
     """
@@ -28,6 +29,7 @@ class Hello:
     size: int = 0
     epoch: int = 0
     question: str | None = None
+    peer: int | None = None
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -40,7 +42,8 @@ class Hello:
         except (ValueError, TypeError) as error:
             raise FrameError(f"not a hello: {error}") from error
         texts = isinstance(hello.world, str) and isinstance(hello.question, str | None)
-        if not texts or not all(type(value) is int for value in (hello.rank, hello.size, hello.epoch)):
+        numbers = (hello.rank, hello.size, hello.epoch, 0 if hello.peer is None else hello.peer)
+        if not texts or not all(type(value) is int for value in numbers):
             raise FrameError("not a hello: a field has the wrong type")
         return hello
 

@@ -70,6 +70,15 @@ class Lifeline:
         else:
             self._end()
 
+    def hand_over(self) -> socket.socket:
+        """Give the connection away, for something else than frames. Raises FrameError when more has come or has still to go."""
+        if not self._open or self._outbox or self._reader.holds_part:
+            raise FrameError("more than a handshake on a connection for messages")
+        self._open = False
+        self._watchdog.lifelines.discard(self)
+        self._watchdog.unregister(self._sock)
+        return self._sock
+
     def _on_event(self, mask: int) -> None:
         if mask & selectors.EVENT_WRITE and self._open:
             self._flush()

@@ -1,9 +1,9 @@
-"""Sends and receives as plans: their arguments checked, and how they are handed to c10d."""
+"""Sends and receives as plans: their arguments checked, the memory that a line carries, and how NCCL takes them."""
 
 from torch import Tensor
 
 from multiworld.arguments import Ranks, check_tag, described
-from multiworld.buffers import Incoming, Outgoing, flat_bytes
+from multiworld.buffers import Incoming, Outgoing
 from multiworld.operation import Plan
 
 
@@ -20,7 +20,8 @@ def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Plan:
         staged=on_host,
         peer=dst,
         tag=tag,
-        buffer=lambda: flat_bytes(source.open()),
+        size_bytes=tensor.nbytes,
+        buffer=source.open,
     )
 
 
@@ -33,10 +34,11 @@ def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Plan:
         name="recv",
         signature=described(tensor),
         post=lambda group: group.recv([target.open()], src, tag),
-        deliver=target.deliver,
+        deliver=None if target.direct else target.deliver,
         tensors=(tensor,),
         staged=on_host,
         peer=src,
         tag=tag,
-        buffer=lambda: flat_bytes(target.open()),
+        size_bytes=tensor.nbytes,
+        buffer=target.open,
     )

@@ -27,8 +27,8 @@ class Plan:
         tensors: kept alive until c10d has let go of them, whatever the caller does.
         staged: whether `post` has to move data off a device first, which may take long and must not hold up an event loop.
         peer: the other rank of a send or receive, -1 for a collective.
-        tag: of a send or receive.
-        buffer: of a send or receive, its memory as uint8 [nbytes].
+        tag, size_bytes: of a send or receive.
+        buffer: of a send or receive, its data on the host, contiguous.
         splits_bytes: of an all-to-all, how much goes to each rank and how much is expected from each.
     """
 
@@ -40,6 +40,7 @@ class Plan:
     staged: bool = False
     peer: int = -1
     tag: int = 0
+    size_bytes: int = 0
     buffer: Callable[[], Tensor] | None = None
     splits_bytes: tuple[list[int], list[int]] | None = None
 
@@ -67,6 +68,8 @@ class Operation:
     carrier: Carrier
     works: list[Work] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+    posted: bool = False
+    """Whether its caller has it already."""
     stream: Any = None
     """The CUDA stream that was current when it was asked for, where that matters."""
     started_s: float = field(default_factory=time.monotonic)
@@ -107,8 +110,14 @@ class Operation:
 
     def resolve(self, error: BaseException | None) -> None:
         """Wake the caller, from any thread. Harmless when it has gone away, or its loop has."""
+        loop = self.future.get_loop()
         try:
-            self.future.get_loop().call_soon_threadsafe(self._settle, error)
+            if asyncio._get_running_loop() is not loop:
+                loop.call_soon_threadsafe(self._settle, error)
+            elif self.posted:
+                self._settle(error)
+            else:  # done at once: the loop has its turn all the same, or who sends and sends would never let it
+                loop.call_soon(self._settle, error)
         except RuntimeError:
             logger.debug("%s: the event loop that awaited it is closed", self.name)
 

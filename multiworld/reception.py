@@ -1,4 +1,5 @@
-"""Where lifelines arrive: a listening port that many worlds share. Guests prove themselves, then take a seat or ask a question.
+"""Where connections arrive: a listening port that many worlds share. Guests prove themselves, then take a seat, give their connection
+to a member of a world that forms, or ask a question.
 
 Runs on the watchdog's thread, save `bind`. What strangers may cost is bounded: guests, bytes before the proof, and time.
 """
@@ -7,6 +8,7 @@ import logging
 import selectors
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
 from multiworld.errors import Cause
 from multiworld.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
@@ -49,6 +51,17 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+class LineHost(Protocol):
+    """A member of a world that forms, and lets the others connect their lines (multiworld/meeting.py)."""
+
+    world: str
+    epoch: int
+
+    def refusal(self, hello: Hello) -> str | None: ...
+
+    def admit(self, rank: int, sock: socket.socket) -> None: ...
+
+
 class Guest:
     """One accepted connection until it has a seat, an answer, or the door."""
 
@@ -79,8 +92,11 @@ class Guest:
             self._deadline = self._watchdog.call_later(_ANSWER_S, self.reply, None)
             self._reception.question(self, hello.question)
             return
+        if hello.peer is not None:
+            self._reception.connect(self)
+            return
         lifeline.trust()
-        lifeline.send(self._handshake.welcome().encode())
+        self.welcome()
         self._reception.seat(self)
 
     def on_lost(self, lifeline: Lifeline, reason: str) -> None:
@@ -88,6 +104,9 @@ class Guest:
         self._deadline.cancel()
         if self.hello is None:
             logger.debug("a connection from %s ended before its proof: %s", lifeline.peer_host, reason)
+
+    def welcome(self) -> None:
+        self.lifeline.send(self._handshake.welcome().encode())
 
     def refuse(self, reason: str, *, retry: bool) -> None:
         self.lifeline.send(Frame(Kind.REFUSE, (reason.encode(), b"1" if retry else b"0")).encode())
@@ -121,6 +140,7 @@ class Reception:
         self._secret = secret
         self._pulse = pulse
         self._rosters: dict[str, Roster] = {}
+        self._line_hosts: dict[tuple[str, int], LineHost] = {}
         self._guests: dict[Guest, None] = {}  # who has proven itself, oldest first
         self._strangers: dict[Guest, None] = {}  # oldest first
         self._beat_timer: Timer | None = None
@@ -168,6 +188,28 @@ class Reception:
         else:
             self.forget(guest)
             roster.admit(hello.rank, guest.lifeline)
+
+    def expect(self, host: LineHost) -> None:
+        """Let the lines of this world in from now on."""
+        self._line_hosts[host.world, host.epoch] = host
+
+    def expect_no_more(self, host: LineHost) -> None:
+        if self._line_hosts.get((host.world, host.epoch)) is host:
+            del self._line_hosts[host.world, host.epoch]
+
+    def connect(self, guest: Guest) -> None:
+        """Give the connection of this guest to the member that it wants."""
+        hello = guest.hello
+        assert hello is not None
+        host = self._line_hosts.get((hello.world, hello.epoch))
+        reason = f"epoch {hello.epoch} of {hello.world!r} does not form here" if host is None else host.refusal(hello)
+        if host is None or reason is not None:
+            guest.refuse(reason or "", retry=False)
+            return
+        guest.welcome()
+        sock = guest.lifeline.hand_over()
+        self.forget(guest)
+        host.admit(hello.rank, sock)
 
     def question(self, guest: Guest, text: str) -> None:
         if self.on_question is None:

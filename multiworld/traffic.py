@@ -1,30 +1,31 @@
-"""The operations of one world on their way: handed to c10d in order, awaited without holding up anybody, completed or failed.
+"""The operations of one world on their way: handed to a line or to c10d, awaited without holding up anybody, completed or failed.
 
-A send or receive is waited for on a thread of the world's own, for c10d gives it no future: on a lane, as those of one direction,
-peer and tag complete in order. A collective completes through its future. Whatever may take its time before its data moves (checked
-collectives, tensors that cross through host memory, NCCL) does all of it on a lane; what ran on a CUDA stream is done when an
+A send or receive goes over the line to its peer (multiworld/line.py), driven by the event loop on which the world was formed. A
+collective completes through the future that c10d gives it. Whatever may take its time before or after its data moves (checked
+collectives, copies from and to a device, NCCL) does that on a thread of the world's own; what ran on a CUDA stream is done when an
 event on that stream says so.
 """
 
 import asyncio
 import contextlib
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld.agreement import DisagreementError, FramedReceive, agree, agree_on_splits, send_framed
+from multiworld.agreement import DisagreementError, agree, agree_on_splits
+from multiworld.board import Board, board_of
 from multiworld.errors import Cause, WorldError
 from multiworld.lane import Lane
+from multiworld.line import Letter, Line, message_head, sealed
 from multiworld.operation import Operation, Plan
 from multiworld.process_group import FOREVER
 from multiworld.waiters import Waiters
 
-_LANES_KEPT = 64
-"""Tags may be many; lanes that nobody uses are forgotten beyond this."""
 _Posted = TypeVar("_Posted")
 
 
@@ -41,7 +42,10 @@ class TrafficWorld(Protocol):
     def break_(self, cause: Cause, rank: int, detail: str = "") -> None: ...
 
     def on_connection_failed(self, peer: int, detail: str) -> None:
-        """c10d lost a connection, of `peer` where that is known."""
+        """A line to `peer`, or a connection of c10d's, was lost."""
+
+    def on_line_nonsense(self, peer: int, detail: str) -> None:
+        """`peer` sent what nobody waits for."""
 
     def on_drained(self) -> None:
         """Somebody left, and now nothing is pending any more."""
@@ -65,20 +69,32 @@ class Traffic:
         self._casualties: list[Operation] = []
         self._waiters = Waiters(f"multiworld-{world.name}")
         self._collectives = Lane(self._waiters)
-        self._messages: dict[tuple[str, int, int], Lane] = {}
+        self._nccl: dict[int, Lane] = {}  # NCCL has one order for all messages with a peer
+        self._lines: dict[int, Line] = {}
+        self._board: Board | None = None
 
     @property
     def busy(self) -> bool:
         return bool(self._pending)
 
-    def open(self, group: ProcessGroup) -> None:
-        """Operations may start."""
+    def open(self, group: ProcessGroup, socks: dict[int, socket.socket], board: Board) -> None:
+        """Operations may start. `socks` are the connections of the lines, by rank. Raises OSError when the kernel has no room for them."""
+        try:
+            for peer, sock in socks.items():
+                self._lines[peer] = Line(peer, sock, self._lock, self, board)
+        except OSError:
+            for line in self._lines.values():
+                line.close()
+            for sock in socks.values():
+                sock.close()
+            raise
         self._group = group
+        self._board = board
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
     def start(self, plan: Plan, timeout_s: float | None) -> Operation:
-        """Hand an operation to c10d, or to its lane. Returns at once. Raises WorldError when the world cannot be used."""
+        """Hand an operation to its line, to c10d, or to its lane. Returns at once. Raises WorldError when the world cannot be used."""
         loop = asyncio.get_running_loop()
         operation = Operation(plan, timeout_s, loop.create_future(), self)
         with self._lock:  # the world must not end, and its waiting threads with it, before somebody waits
@@ -86,65 +102,126 @@ class Traffic:
                 raise ending
             if self._group is None:
                 raise WorldError(self._world.name, "still joining: await its initialisation before using it")
+            self._come_along(loop)
             self._pending.add(operation)
             try:
                 self._set_off(operation, self._group)
             except RuntimeError as refusal:  # a connection is lost, or no thread is to be had: the world is breaking
-                self._fail(operation, refusal.with_traceback(None))
+                self._fail([operation], operation.peer, refusal.with_traceback(None))
             except BaseException:
                 self._pending.discard(operation)
                 raise
+        operation.posted = True
         if timeout_s is not None and not operation.done():
             operation.timer = loop.call_later(timeout_s, self._expire, operation)
         return operation
 
+    def _come_along(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the lines served by this loop where the one on which the world was formed runs no more."""
+        board = self._board
+        if board is None or board.serves(loop) or board.running:
+            return
+        self._board = board_of(loop)
+        for line in self._lines.values():
+            line.move(self._board)
+
     def _set_off(self, operation: Operation, group: ProcessGroup) -> None:
         """Post it, unless that could take long or would overtake what has still to be posted: then queue it."""
         plan = operation.plan
-        slow = plan.staged or _on_cuda(
-            plan
-        )  # copies from a device take their time, and NCCL connects lazily and blocks
-        lane = self._collectives if plan.peer < 0 else self._lane(plan, slow)
-        if self._checked and plan.name == "recv" and not slow:
-            receive = FramedReceive(plan.signature, plan.peer, plan.tag)
-            operation.works = [receive.post_frame(group)]
-            lane.run(partial(self._carry, operation, partial(self._post_rest, operation, receive)))
-        elif slow or lane.unposted or (self._checked and plan.peer < 0):
-            if _on_cuda(plan):
-                operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
-            lane.unposted += 1
-            lane.run(partial(self._carry, operation, partial(self._post_late, operation, lane)))
-        else:
-            operation.works = self._post(plan, group)
-            if plan.peer >= 0:
-                lane.run(partial(self._carry, operation, None))
+        on_cuda = _on_cuda(plan)
+        if on_cuda:
+            operation.stream = torch.cuda.current_stream(plan.tensors[0].device)
+        if plan.peer >= 0 and (plan.staged or not on_cuda):
+            if plan.name == "send":
+                self._write(operation)
             else:
-                operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
+                self._expect(operation)
+            return
+        lane = self._collectives if plan.peer < 0 else self._nccl.setdefault(plan.peer, Lane(self._waiters))
+        # Copies from a device take their time, and NCCL connects lazily and blocks.
+        if plan.staged or on_cuda or lane.unposted or self._checked:
+            lane.unposted += 1
+            lane.run(partial(self._carry, operation, lane))
+        else:
+            operation.works = [plan.post(group)]
+            operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
-    def _post(self, plan: Plan, group: ProcessGroup) -> list[Work]:
-        if self._checked and plan.name == "send":
-            assert plan.buffer is not None
-            return send_framed(group, plan.buffer(), plan.signature, plan.peer, plan.tag)
-        return [plan.post(group)]
+    def _write(self, operation: Operation) -> None:
+        """Give a message to its line: at once, to keep its place, though its data may still be on a device."""
+        plan = operation.plan
+        assert plan.buffer is not None
+        letter = Letter(operation, message_head(plan.signature, plan.tag, plan.size_bytes))
+        if not plan.staged:
+            letter.put(plan.buffer())
+        self._lines[plan.peer].send(letter, plan.tag)
+        if plan.staged:
+            self._waiters.run(partial(self._fetch, letter))
 
-    def _lane(self, plan: Plan, slow: bool) -> Lane:
-        """Messages of one direction, peer and tag complete in order; NCCL has one order for all with a peer."""
-        key = ("nccl", plan.peer, 0) if slow and not plan.staged else (plan.name, plan.peer, plan.tag)
-        lane = self._messages.get(key)
-        if lane is None:
-            if len(self._messages) >= _LANES_KEPT:
-                self._messages = {key: lane for key, lane in self._messages.items() if lane.busy}
-            lane = self._messages[key] = Lane(self._waiters)
-        return lane
+    def _expect(self, operation: Operation) -> None:
+        plan = operation.plan
+        assert plan.buffer is not None
+        letter = Letter(operation, sealed(plan.signature))
+        letter.put(plan.buffer())
+        self._lines[plan.peer].receive(letter, plan.tag)
 
-    # -- under way (on threads of the world's own) ---------------------------------------------------------------------------
+    # -- messages under way ------------------------------------------------------------------------------------------------------
 
-    def _carry(self, operation: Operation, post: Callable[[], None] | None) -> None:
-        """Post what has not been posted yet, wait, and bring the results to where they belong."""
+    def _fetch(self, letter: Letter) -> None:
+        """Bring the data of a message from its device, and send it. On a thread of the world's own."""
+        operation = letter.operation
+        assert operation.plan.buffer is not None
         try:
             with _stream(operation.stream):
-                if post is not None:
-                    post()
+                data = operation.plan.buffer()
+            with self._lock:
+                letter.put(data)
+                self._lines[operation.peer].advance(operation.plan.tag)
+        except RuntimeError as error:
+            self._fail([operation], operation.peer, error.with_traceback(None))
+
+    def on_carried(self, operation: Operation) -> None:
+        """A line has done its part."""
+        if operation.plan.deliver is None:
+            self._settle(operation)
+            return
+        try:
+            self._waiters.run(partial(self._deliver, operation))
+        except RuntimeError as error:
+            self._fail([operation], operation.peer, error.with_traceback(None))
+
+    def _deliver(self, operation: Operation) -> None:
+        """Bring what came to where its receiver wants it. On a thread of the world's own."""
+        try:
+            with _stream(operation.stream):
+                assert operation.plan.deliver is not None
+                operation.plan.deliver()
+                if operation.stream is not None:
+                    operation.stream.synchronize()
+        except RuntimeError as error:
+            self._fail([operation], operation.peer, error.with_traceback(None))
+        else:
+            self._settle(operation)
+
+    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
+        if operations:  # an idle line is missed when it is used: the lifeline may have a better reason by then
+            self._fail(operations, peer, RuntimeError(reason))
+
+    def on_line_nonsense(self, peer: int, detail: str) -> None:
+        self._world.on_line_nonsense(peer, detail)
+
+    def read(self) -> None:
+        """Take what has come on all lines, for an event loop that may stand still."""
+        with self._lock:
+            for line in self._lines.values():
+                line.read()
+
+    # -- collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
+
+    def _carry(self, operation: Operation, lane: Lane) -> None:
+        """Post it, wait, and bring the results to where they belong."""
+        try:
+            with _stream(operation.stream):
+                self._post_late(operation, lane)
                 self._wait_for(operation)
                 if operation.plan.deliver is not None:
                     operation.plan.deliver()
@@ -152,11 +229,11 @@ class Traffic:
                     operation.stream.synchronize()
         except DisagreementError as error:
             self._world.break_(Cause.ERROR, error.rank, error.detail)
-            self._fail(operation, RuntimeError(error.detail))
+            self._fail([operation], operation.peer, RuntimeError(error.detail))
         except RuntimeError as error:
-            self._fail(operation, error.with_traceback(None))  # a traceback holds tensors
+            self._fail([operation], operation.peer, error.with_traceback(None))  # a traceback holds tensors
         except WorldError as error:
-            self._fail(operation, RuntimeError(str(error)))
+            self._fail([operation], operation.peer, RuntimeError(str(error)))
         else:
             self._settle(operation)
 
@@ -164,27 +241,15 @@ class Traffic:
         """Post an operation that queued; a collective of a checked world once everybody has agreed to it."""
         plan = operation.plan
         try:
-            if self._checked and plan.name == "recv":
-                receive = FramedReceive(plan.signature, plan.peer, plan.tag)
-                operation.works = [self._post_unless_ended(receive.post_frame)]
-                self._post_rest(operation, receive)
-                return
             if self._checked and plan.peer < 0:
                 group = self._post_unless_ended(lambda group: group)
                 agree(group, self._world.size, plan.signature)
                 if plan.splits_bytes is not None:
                     agree_on_splits(group, *plan.splits_bytes)
-            operation.works = self._post_unless_ended(partial(self._post, plan), _on_cuda(plan))
+            operation.works = [self._post_unless_ended(plan.post, _on_cuda(plan))]
         finally:
             with self._lock:
                 lane.unposted -= 1
-
-    def _post_rest(self, operation: Operation, receive: FramedReceive) -> None:
-        """Wait for the frame of a message, and receive what did not fit into it."""
-        assert operation.plan.buffer is not None
-        self._wait_for(operation)
-        rest = self._post_unless_ended(partial(receive.post_rest, data=operation.plan.buffer()))
-        operation.works = [] if rest is None else [rest]
 
     def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], slow: bool = False) -> _Posted:
         """Under the world's lock, unless that could be held for long. What is under way when a member leaves may go on."""
@@ -220,7 +285,7 @@ class Traffic:
             if operation.plan.deliver is not None:
                 operation.plan.deliver()
         except RuntimeError as error:
-            self._fail(operation, error.with_traceback(None))
+            self._fail([operation], operation.peer, error.with_traceback(None))
         else:
             self._settle(operation)
 
@@ -234,21 +299,23 @@ class Traffic:
         if self.draining and not self._pending:
             self._world.on_drained()
 
-    def _fail(self, operation: Operation, error: RuntimeError) -> None:
-        """Its caller learns why once that is known, which is when the world has been broken."""
+    def _fail(self, operations: Sequence[Operation], peer: int, error: RuntimeError) -> None:
+        """Their callers learn why once that is known, which is when the world has been broken."""
         with self._lock:
-            self._pending.discard(operation)
+            self._pending.difference_update(operations)
             ending = self._world.ending()
             if ending is None or self.draining:
-                self._casualties.append(operation)
+                self._casualties += operations
             drained = self.draining and not self._pending
-        operation.works = []
+        for operation in operations:
+            operation.works = []
         if drained:
             self._world.on_drained()
         if ending is None:
-            self._world.on_connection_failed(operation.peer, f"{operation.name}: {error}")
+            self._world.on_connection_failed(peer, f"{operations[0].name}: {error}")
         elif not self.draining:
-            operation.resolve(ending)
+            for operation in operations:
+                operation.resolve(self._world.ending())
 
     def _expire(self, operation: Operation) -> None:
         if operation in self._pending:
@@ -262,9 +329,11 @@ class Traffic:
     # -- ending (on the world's reclaiming thread) ---------------------------------------------------------------------------------
 
     def take_group(self) -> ProcessGroup | None:
-        """The group, to be aborted. Nothing will be posted to it any more."""
+        """The group, to be aborted. Nothing will be posted to it any more, and the lines end."""
         with self._lock:
             group, self._group = self._group, None
+            for line in self._lines.values():
+                line.close()
         return group
 
     def end(self, timeout_s: float) -> bool:

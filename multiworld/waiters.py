@@ -1,6 +1,6 @@
-"""Threads that wait for operations which only a blocking call can complete: Gloo's sends and receives.
+"""Threads for what may take its time: the agreement before a collective, NCCL, copies between devices and into odd strides.
 
-`Work.wait()` releases the GIL, so a waiting thread costs nothing but itself. Threads are made when needed, reused while their world
+All of it releases the GIL, so a waiting thread costs nothing but itself. Threads are made when needed, reused while their world
 lives, and as many as operations are pending at once: a receive that stays pending must not hold up the completion of another.
 """
 

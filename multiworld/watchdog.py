@@ -62,6 +62,11 @@ class WatchDog:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether it is the watchdog's own thread that asks."""
+        return threading.current_thread() is self._thread
+
     def start(self) -> None:
         """Start the thread. A watchdog runs once: after `stop` make another."""
         if self._thread is not None:

@@ -8,6 +8,7 @@ A world never heals. `break_` is the only way into `broken`, from whatever threa
 aborts the group, wakes everybody who waits, and frees threads, sockets and memory.
 """
 
+import _thread
 import asyncio
 import logging
 import socket
@@ -24,8 +25,10 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 
 from multiworld import messages
 from multiworld.arguments import Ranks
+from multiworld.board import Board, board_of
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.handshake import Hello
+from multiworld.meeting import Meeting
 from multiworld.operation import Operation, Plan
 from multiworld.process_group import abort_process_group, make_process_group
 from multiworld.reception import Reception
@@ -42,6 +45,9 @@ _DRAIN_S = 0.2
 """When a member leaves, operations pending elsewhere have this long to complete."""
 _LINGER_S = 1.0
 """How long a leaving member waits for the others to have drained."""
+_READ_S = 0.02
+"""How often what comes meanwhile is read, for an event loop that stands still."""
+_RECLAIM_RETRY_S = 0.1
 _RECLAIM_S = 5.0
 """How long the waiting threads of an ended world may take to come back before we say that they hang."""
 _BUILDER_S = 1.0
@@ -124,6 +130,9 @@ class World:
         self._started = False
         self._forming: asyncio.Future[Any] | None = None
         self._builder: threading.Thread | None = None
+        self._meeting: Meeting | None = None
+        self._host_addr = config.addr
+        self._board: Board | None = None
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} epoch={self.epoch} rank={self.rank}/{self.size} {self.state}>"
@@ -139,6 +148,7 @@ class World:
             WorldClosedError: it was closed meanwhile.
         The world is ended then, and leaves nothing behind. Cancelling ends it too.
         """
+        self._board = board_of(asyncio.get_running_loop())
         deadline = asyncio.timeout(self._config.timeout_s)
         try:
             async with deadline:
@@ -204,12 +214,22 @@ class World:
             assert self._reception is not None
             roster = Roster(self._watchdog, self, seat, self._config.pulse)
             self._watch = roster
+            meeting = self._prepare_meeting()
+        if meeting is not None:
+            meeting.attend(self._reception)
         self._reception.host(roster)
 
     def _join(self, seat: Hello, addresses: list[Address]) -> None:
         with self._lock:
             if self.state is WorldState.JOINING:
                 self._watch = Membership(self._watchdog, self, seat, self._config.pulse, self._config.secret, addresses)
+
+    def _prepare_meeting(self) -> Meeting | None:
+        """What connects the lines of a world that needs some. On the watchdog's thread, before any member may call."""
+        if self.size > 1 and "gloo" in self._config.backends.values():
+            seat = Hello(self.name, self.rank, self.size, self.epoch)
+            self._meeting = Meeting(self._watchdog, seat, self._config.secret, self._config.pulse)
+        return self._meeting
 
     async def _build(self, host: str) -> None:
         """Run the group's constructor, which blocks until all ranks are there, on a thread that nobody has to wait for."""
@@ -236,6 +256,8 @@ class World:
         mode = "checked" if config.checked else "unchecked"
         if self.rank == 0:
             store.set("mode", mode)
+        if self._meeting is not None:
+            self._meeting.gather(self._store, host, (self._host_addr, config.port), config.timeout_s)
         group = make_process_group(store, self.rank, self.size, config.backends, host, config.timeout_s, config.device)
         if self.rank > 0 and (theirs := store.get("mode").decode(errors="replace")) != mode:
             raise JoinError(self.name, f"rank 0 is {theirs}, we are {mode}")
@@ -245,7 +267,8 @@ class World:
         with self._lock:
             if error := self.ending():
                 raise error
-            self._traffic.open(group)
+            assert self._board is not None
+            self._traffic.open(group, self._meeting.take() if self._meeting is not None else {}, self._board)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock: nobody is to hear of its end before
 
@@ -254,6 +277,12 @@ class World:
     def on_all_here(self, epoch: int, local_host: str) -> None:
         self.epoch = epoch
         self._started = True
+        if self.rank > 0 and self._watch is not None:
+            self._host_addr = self._watch.lifelines[0].peer_host
+            with self._lock:
+                if self.state is not WorldState.JOINING:
+                    return
+                self._prepare_meeting()
         self._wake(local_host)
 
     def on_stored(self, key: str, value: bytes) -> None:
@@ -331,6 +360,9 @@ class World:
 
     def on_connection_failed(self, peer: int, detail: str) -> None:
         self._watchdog.call_soon(self._await_verdict, peer, detail, time.monotonic() + _VERDICT_GRACE_S)
+
+    def on_line_nonsense(self, peer: int, detail: str) -> None:
+        self._watchdog.call_soon(self.break_, Cause.ERROR, peer, detail)
 
     def on_drained(self) -> None:
         self._watchdog.call_soon(self._settle_when_drained)
@@ -422,16 +454,23 @@ class World:
             self._watch.settle()
 
     def _start_reclaim(self) -> None:
+        # Not `threading.Thread`: its `start` waits, for ever, for a thread that dies of a lack of memory before it has begun,
+        # and who waits here may be the watchdog of every world of this process.
         try:
-            threading.Thread(target=self._reclaim, name=f"multiworld-{self.name}-reclaim", daemon=True).start()
+            _thread.start_new_thread(self._reclaim, ())
         except RuntimeError:  # there are too many, or the interpreter is ending (Python 3.12 and newer)
-            self._reclaim()
+            if self._watchdog.is_current_thread:  # it must not wait, and others may end meanwhile
+                self._watchdog.call_later(_RECLAIM_RETRY_S, self._start_reclaim)
+            else:
+                self._reclaim()
 
     def _reclaim(self) -> None:
         """Free everything, on a thread of its own: aborting takes milliseconds for Gloo, and may hang for NCCL."""
         if self._traffic.draining or not self._traffic.busy:
-            self._settled.wait(_LINGER_S)
+            self._linger()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
+        if self._meeting is not None:
+            self._meeting.end()
         group = self._traffic.take_group()
         if group is not None:
             abort_process_group(group, self.rank, self.size, self._config.backends)
@@ -441,6 +480,12 @@ class World:
         if self._builder is not None and self._builder is not threading.current_thread():
             self._builder.join(_BUILDER_S)
         self._watchdog.call_soon(self._detach)
+
+    def _linger(self) -> None:
+        """Wait until all have drained; what comes is read here as well, for the event loop may stand still."""
+        until_s = time.monotonic() + _LINGER_S
+        while not self._settled.wait(_READ_S) and time.monotonic() < until_s:
+            self._traffic.read()
 
     def _detach(self) -> None:
         if self._watch is not None:

@@ -57,10 +57,7 @@ class WorldCommunicator:
     async def recv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> None:
-        """Receive into `tensor`: as many elements as rank `src` sends, of the same dtype.
-
-        A longer message ends the process unless the world is checked (Gloo's doing).
-        """
+        """Receive into `tensor`: as many elements as rank `src` sends, of the same dtype; else the world breaks, cause `error`."""
         await self._run(world_name, lambda ranks: messages.recv(ranks, tensor, src, tag), timeout_s)
 
     def isend(

@@ -9,7 +9,7 @@ import platform
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Collection, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -42,6 +42,9 @@ class LocalWorkers(Protocol):
 
     def proven(self, worker: str) -> None:
         """That worker serves: should it end, it is worth starting again at once."""
+
+    def present(self, names: Collection[str]) -> None:
+        """These workers are with the leader, and no others."""
 
 
 class WorkerStarter(Protocol):
@@ -249,9 +252,11 @@ class _Progress:
     def show(self, snapshot: PipelineSnapshot) -> None:
         """A replica changed its state."""
         if self.workers is not None:
-            for replica in (replica for stage in snapshot.stages for replica in stage.replicas):
+            replicas = [*snapshot.spares, *(replica for stage in snapshot.stages for replica in stage.replicas)]
+            for replica in replicas:
                 if replica.state == "ready" and replica.worker is not None:
                     self.workers.proven(replica.worker)
+            self.workers.present({r.worker for r in replicas if r.worker is not None and r.state != "broken"})
         if self._ready:
             return
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)

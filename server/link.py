@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from server.plan import StagePlan
 from server.predictor import ReplicaState
 from server.slots import Slot
@@ -16,6 +16,7 @@ from wire import Channel, JoinRequest, Kind, Message, WireError
 
 logger = logging.getLogger(__name__)
 
+LEADER_RANK = 0
 _WORKER_RANK = 1
 _PIECE_BYTES = 8 << 20
 _FORMING_S = 10.0
@@ -54,6 +55,7 @@ class Link:
         id: the world's name and epoch, "s0.r1#3": it never comes back.
         state: as `ReplicaState`; every change is told to the listener. A spare is "ready" too.
         cause, detail: why it ended, once `state` is "broken".
+        blames_us: whether it was the worker who had not heard from us for too long.
         since_s: when `state` changed last, as `time.monotonic()`.
     """
 
@@ -77,6 +79,7 @@ class Link:
         self.since_s = time.monotonic()
         self.cause: str | None = None
         self.detail = ""
+        self.blames_us = False
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
@@ -113,9 +116,12 @@ class Link:
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
+            self.blames_us = ending.rank == LEADER_RANK
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
+        except JoinError as error:  # it was offered this world, and did not come
+            self._end(Cause.TIMEOUT, str(error))
         except TimeoutError:
             self._end(Cause.TIMEOUT, f"not serving {join_timeout_s:g} s after it joined")
         except (CanaryError, WireError) as error:

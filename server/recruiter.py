@@ -118,6 +118,8 @@ class Recruiter:
             return _AWAY_WHILE_DRAINING_S
         former = self.slots.former_self(request.worker)
         if former is None:
+            if next(self.slots.without_worker(), None) is not None:
+                return 0.0  # a stage has nobody: there is nothing to protect from this worker
             return self._breaker.wait_s(request.worker, time.monotonic())
         if former.state == "joining":  # the world that it was offered never formed: nobody is there who could be alive
             former.give_up(Cause.EXIT, "its worker asks again")
@@ -204,7 +206,8 @@ class Recruiter:
         left = link.cause == Cause.LEFT
         if not left:
             slot.last_failure = FailureSnapshot(link.cause, link.detail, time.time())
-            self._count_failure(link)
+            if not link.blames_us:
+                self._count_failure(link)
         if slot.stage is not None:
             self._tell_metrics(link, left=left)
         if link.id in self._serving:
@@ -242,7 +245,8 @@ class Recruiter:
             )
             self._serves(link)
         after_s = self._settings.reassign_after_s
-        if self._reassigning is None and after_s and any(self.slots.without_worker()) and self.slots.donor():
+        lacking = next(self.slots.without_worker(), None) is not None
+        if self._reassigning is None and after_s and lacking and self.slots.donor() is not None:
             self._reassigning = asyncio.get_running_loop().call_later(after_s, self._reassign)
 
     def _reassign(self) -> None:

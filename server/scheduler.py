@@ -159,7 +159,7 @@ class Scheduler:
     def refusal(self, deadline_s: float, now_s: float, *, ahead: int) -> Refusal | None:
         """What a request that arrived now, after `ahead` others, would be refused for; None if it would be accepted."""
         self._pass_time(now_s)
-        return self._refusal(deadline_s, len(self._backlog.waiting) + ahead)
+        return self._refusal(deadline_s, ahead)
 
     # Figures, all cheap.
 
@@ -224,7 +224,7 @@ class Scheduler:
     def _arrived(self, event: RequestArrived) -> None:
         if event.request in self._backlog.requests:
             raise ValueError(f"request {event.request} is still open")
-        refusal = self._refusal(event.deadline_s, len(self._backlog.waiting))
+        refusal = self._refusal(event.deadline_s, ahead=0)
         if refusal is None:
             now_s = self._turn.now_s
             self._backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, since_s=now_s))
@@ -232,7 +232,7 @@ class Scheduler:
         else:
             self._outcomes.turn_away(event.request, *refusal)
 
-    def _refusal(self, deadline_s: float, waiting: int) -> Refusal | None:
+    def _refusal(self, deadline_s: float, ahead: int) -> Refusal | None:
         if self._draining:
             return Refusal("draining", "the server is stopping")
         if not self._fleet.was_complete:
@@ -242,15 +242,17 @@ class Scheduler:
         patience_s = deadline_s - self._turn.now_s
         if patience_s <= 0:
             return Refusal("deadline", "the deadline had passed on arrival")
-        return self._overload(waiting, patience_s)
+        return self._overload(ahead, patience_s)
 
-    def _overload(self, waiting: int, patience_s: float) -> Refusal | None:
-        usual_s, least_s = self._drain_rate.time_to_drain_s(waiting), self._drain_rate.least_time_s(waiting)
+    def _overload(self, ahead: int, patience_s: float) -> Refusal | None:
+        waiting, open_requests = len(self._backlog.waiting) + ahead, len(self._backlog.requests) + ahead
         if waiting >= self.config.queue_limit:
-            return Refusal("overloaded", f"{waiting} requests are waiting already", usual_s)
-        if least_s > patience_s:
-            detail = f"{waiting} requests are waiting already, which takes {least_s:.1f} s, and its deadline is sooner"
-            return Refusal("overloaded", detail, max(0.0, usual_s - patience_s))
+            retry_after_s = self._drain_rate.time_to_drain_s(waiting)
+            return Refusal("overloaded", f"{waiting} requests are waiting already", retry_after_s)
+        needed_s = self._drain_rate.least_time_s(open_requests)
+        if needed_s > patience_s:
+            detail = f"{open_requests} requests are before it, which takes {needed_s:.1f} s, and its deadline is sooner"
+            return Refusal("overloaded", detail, needed_s - patience_s)
         return None
 
     def _cancelled(self, event: RequestCancelled) -> None:

@@ -78,13 +78,14 @@ class Dispatcher:
         pool.isolated_first = True
 
     def _serve_retries(self, pool: Pool) -> None:
-        while pool.retries:
-            batch = next(iter(pool.retries.values()))
-            link = pool.available.first(excluding=batch.failed_on)
-            if link is None:
+        for batch in tuple(pool.retries.values()):
+            if not len(pool.available):
                 return
-            del pool.retries[batch.id]
-            self._send(batch, link)
+            # One that cannot go where there is room lets the others pass.
+            link = pool.available.first(excluding=batch.failed_on)
+            if link is not None:
+                del pool.retries[batch.id]
+                self._send(batch, link)
 
     def _serve_line(self, pool: Pool) -> None:
         while pool.line and (link := pool.available.first()) is not None:

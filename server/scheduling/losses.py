@@ -54,11 +54,12 @@ class Losses:
             self.fleet_changed()
             self._turn.actions.append(CloseLink(link.id))
 
-    def other_copy_remains(self, copy: Copy) -> bool:
-        """This copy came to nothing. Is another one on its way? Then that one is watched in turn."""
+    def other_copy_remains(self, copy: Copy, *, suspect: bool = False) -> bool:
+        """This copy came to nothing. Is another one on its way? Then that one is watched in turn, unless it is of a
+        suspect: to hedge that again and again would break one world after the other."""
         if copy.kind == "hedge":
             self._counters.hedges["wasted"] += 1
-        for other in copy.batch.copies.values():
+        for other in copy.batch.copies.values() if not suspect else ():
             self._hedging.watch(other, self._turn.now_s)
         return bool(copy.batch.copies)
 
@@ -74,12 +75,13 @@ class Losses:
         """The copy's link broke before it answered. True if its batch is to be split."""
         batch = copy.batch
         self._hedging.forget(copy)
-        worlds_broken = self._blame(batch) if blames else 0
-        if self.other_copy_remains(copy):
+        worlds_broken = self._worlds_broken(batch, one_more=blames)
+        suspect = worlds_broken >= self._config.max_attempts - 1
+        if self.other_copy_remains(copy, suspect=suspect):
             return False
-        if not batch.isolated and worlds_broken >= self._config.max_attempts - 1:
+        if not batch.isolated and suspect:
             return True
-        if batch.isolated and worlds_broken >= self._config.max_attempts:
+        if batch.isolated and blames and worlds_broken >= self._config.max_attempts:
             detail = f"it broke {worlds_broken} worlds, the last one alone"
             self._outcomes.refuse_all(batch, "poison", detail)
         else:
@@ -88,11 +90,11 @@ class Losses:
             self._outcomes.wait(batch, "reroute", at_head=True)
         return False
 
-    def _blame(self, batch: Batch) -> int:
-        """Count a broken world against every request of the batch. Returns the highest count."""
+    def _worlds_broken(self, batch: Batch, *, one_more: bool) -> int:
+        """Count a broken world against every request of the batch, if it is to blame. Returns the highest count."""
         highest = 0
         for _, request in batch.open_requests():
-            request.worlds_broken += 1
+            request.worlds_broken += one_more
             highest = max(highest, request.worlds_broken)
         return highest
 

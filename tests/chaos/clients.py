@@ -5,12 +5,12 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.kill_under_load import photo
-from benchmarks.load import Load, closed_loop
+from chaos import load
+from chaos.images import photo
+from chaos.load import Load, Question
 from deploy.service import LocalService
 
 TOKEN = "a-secret-of-these-tests"
@@ -19,24 +19,13 @@ TOKEN = "a-secret-of-these-tests"
 @contextmanager
 def load_on(service: LocalService, clients: int = 16) -> Iterator[Load]:
     """A closed loop of clients while the block runs; the load is complete after it."""
-    over, total = threading.Event(), Load()
-
-    def run() -> None:
-        done = asyncio.run(closed_loop(service.url, photo(), clients=clients, until=over.is_set))
-        total.samples.extend(done.samples)
-
-    client = threading.Thread(target=run)
-    client.start()
-    try:
+    with load.load_on(service.url, [Question(photo())], clients=clients) as total:
         yield total
-    finally:
-        over.set()
-        client.join()
 
 
-def assert_nothing_lost(service: LocalService, load: Load) -> None:
-    assert load.samples
-    assert not load.failed, load.failed[:3]
+def assert_nothing_lost(service: LocalService, total: Load) -> None:
+    assert total.samples
+    assert not total.failed, total.failed[:3]
     assert service.metric("multiworld_duplicate_answers_total") == 0
     assert service.metric("multiworld_requests_lost_total") == 0
 
@@ -44,8 +33,10 @@ def assert_nothing_lost(service: LocalService, load: Load) -> None:
 def answers(service: LocalService, count: int = 3) -> list[int]:
     """The statuses of so many requests, one after the other."""
     left = iter(range(count))
-    load = asyncio.run(closed_loop(service.url, photo(), clients=1, until=lambda: next(left, None) is None))
-    return [sample.status for sample in load.samples]
+    done = asyncio.run(
+        load.closed_loop(service.url, [Question(photo())], clients=1, until=lambda: next(left, None) is None)
+    )
+    return [sample.status for sample in done.samples]
 
 
 @contextmanager

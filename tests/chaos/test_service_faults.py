@@ -6,22 +6,21 @@ import threading
 
 import pytest
 
-from benchmarks.kill_under_load import make_fault
-from benchmarks.rejoin_cycles import kill_in_each_stage, resources
+from chaos.processes import resources
 from deploy.service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, load_on
+from tests.chaos.injections import make_fault
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(("name", "cause"), [("kill", "exit"), ("freeze", "hang")], ids=["killed", "frozen"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, signum: signal.Signals) -> None:
-    cause = "exit" if signum == signal.SIGKILL else "hang"
+def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, name: str, cause: str) -> None:
     failures = service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause)
     with load_on(service) as load:
-        fault = make_fault(service, stage, 0, signum)
-    assert fault.cause == cause
+        fault = make_fault(service, name, (stage, 0))
+    assert fault.causes == (cause,)
     assert_nothing_lost(service, load)
     assert service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause) == failures + 1
     assert service.metric("multiworld_redundancy") == 1
@@ -29,7 +28,7 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, si
 
 def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
     with load_on(service) as load:
-        kill_in_each_stage(service, [1])
+        make_fault(service, "kill", (0, 1), (1, 1))
     assert_nothing_lost(service, load)
 
 
@@ -60,13 +59,13 @@ def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(service: LocalSe
 
 
 def test_leader_does_not_grow_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
-    kill_in_each_stage(service, [0])
+    make_fault(service, "kill", (0, 0), (1, 0))
     before = resources(service.pid)
     for cycle in range(3):
-        kill_in_each_stage(service, [cycle % 2])
+        make_fault(service, "kill", (0, cycle % 2), (1, cycle % 2))
     after = resources(service.pid)
-    assert after[0] <= before[0] + 2, f"threads {before[0]} -> {after[0]}"
-    assert after[1] <= before[1] + 2, f"descriptors {before[1]} -> {after[1]}"
+    assert after.threads <= before.threads + 2, f"threads {before.threads} -> {after.threads}"
+    assert after.descriptors <= before.descriptors + 2, f"descriptors {before.descriptors} -> {after.descriptors}"
 
 
 def test_no_process_is_left_when_the_leader_is_killed() -> None:

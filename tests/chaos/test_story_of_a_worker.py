@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kill_under_load import make_fault
 from deploy.service import LocalService, LogLine
 from tests.chaos.clients import load_on
+from tests.chaos.injections import make_fault
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,7 +34,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
             watch = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             try:
                 with load_on(service, clients=4):
-                    fault = make_fault(service, 1, 0, signal.SIGSTOP)
+                    fault = make_fault(service, "freeze", (1, 0))
                     service.wait_until_complete(90)
                 wait_for_a_tick = threading.Event()
                 wait_for_a_tick.wait(3)  # the terminal is told within a second
@@ -45,7 +45,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
                 watch.kill()
                 watch.wait()
         lines = service.lines
-    assert fault.cause == "hang"
+    assert fault.causes == ("hang",)
     world = {"world": r"s1\.r0"}
     started = index(lines, -1, **world, epoch="1", stage="1", replica="0")
     worker = str(lines[started]["worker"])

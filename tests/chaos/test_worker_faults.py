@@ -225,7 +225,7 @@ def test_worker_of_a_rich_stage_goes_to_one_that_has_nobody_left(token_file: Pat
             seen = len(service.lines)
             workers["b"].kill()
             moved = service.wait_for(
-                lambda x: x["stage"] == 1 and "->ready" in x.message and x["worker"] in "ac", WAIT_S, after=seen
+                lambda x: x["stage"] == "1" and "->ready" in x.message and x["worker"] in "ac", WAIT_S, after=seen
             )
             assert answers(service) == [200, 200, 200]
         assert_nothing_lost(service, load)

@@ -134,7 +134,7 @@ async def test_both_sides_see_a_hang_when_they_are_cut_off(spawn: Spawn, manager
         await form_over(line, manager, victim, port)
         there = victim.start("recv", world="w", src=0)
         here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
-        line.lifeline.freeze()
+        line.freeze_lifeline()
         line.freeze_data()
         for task, rank in ((here, 1), (there, 0)):
             with pytest.raises(BrokenWorldException) as raised:
@@ -148,7 +148,7 @@ async def test_the_world_breaks_when_only_the_lifeline_is_cut(spawn: Spawn, mana
     async with line_to(port) as line:
         await form_over(line, manager, victim, port)
         there = victim.start("recv", world="w", src=0)
-        line.lifeline.freeze()
+        line.freeze_lifeline()
         with pytest.raises(BrokenWorldException) as raised:
             await manager.communicator.recv(torch.zeros(4), 1, "w")
         assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
@@ -176,7 +176,7 @@ async def test_only_an_operations_own_timeout_sees_it_when_only_the_data_is_cut(
 
 
 async def form_over(line: Line, manager: WorldManager, victim: Member, port: int) -> None:
-    joining = victim.start("join", world="w", rank=1, size=2, port=line.lifeline.port, addr=HOST)
+    joining = victim.start("join", world="w", rank=1, size=2, port=line.port, addr=HOST)
     await manager.initialize_world("w", 0, 2, addr=HOST, port=port)
     await joining
     await line.carries_data.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kill_under_load import make_fault
 from deploy.service import LocalService
 from tests import dashboard_queries as written
 from tests.chaos.clients import load_on
+from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, program, running_prometheus
 
@@ -48,8 +47,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         with load_on(service, clients=4):
             prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
             start_s = time.time()
-            make_fault(service, 0, 0, signal.SIGKILL)
-            make_fault(service, 1, 1, signal.SIGSTOP)
+            make_fault(service, "kill", (0, 0))
+            make_fault(service, "freeze", (1, 1))
             prometheus.wait_for("sum(multiworld_recovery_seconds_count) >= 2 and on () multiworld_redundancy == 1")
             prometheus.wait_for("sum(increase(multiworld_recovery_seconds_count[1m])) > 1")
             prometheus.wait_for("multiworld:failure_detection_seconds:p95_rate15m > 0")

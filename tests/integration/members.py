@@ -31,6 +31,7 @@ import torch
 
 import multiworld
 from multiworld import WorldManager
+from multiworld.meeting import Meeting
 from multiworld.store import LifelineStore
 from tests.integration.parts import Part
 
@@ -128,6 +129,23 @@ class Script:
 
         LifelineStore.set = freeze  # type: ignore[method-assign]
 
+    async def freeze_while_connecting(self, connected: bool) -> None:
+        """Stop this process, once, before or after it has connected its first line."""
+        connect = Meeting._connect
+
+        def freeze(self: Meeting, rank: int, address: tuple[str, int]) -> socket.socket:
+            Meeting._connect = connect  # type: ignore[method-assign]
+            sock = connect(self, rank, address) if connected else None
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return sock or connect(self, rank, address)
+
+        Meeting._connect = freeze  # type: ignore[method-assign]
+
+    async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
+        tensor = torch.zeros(count)
+        await self.manager.communicator.recv(tensor, peer, world, tag=tag)
+        await self.manager.communicator.send(tensor, peer, world, tag=tag)
+
     async def close(self, world: str) -> None:
         await self.manager.close_world(world)
 
@@ -152,7 +170,8 @@ class Script:
         self.events.clear()
 
     async def block(self, seconds: float) -> None:
-        """Hold up the event loop."""
+        """Hold up the event loop, and say so first where a test can see it."""
+        os.write(2, b"the loop stands still\n")
         time.sleep(seconds)  # noqa: ASYNC251
 
     async def resources(self) -> dict[str, int]:

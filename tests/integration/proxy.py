@@ -16,7 +16,7 @@ _ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00.)", re.DOTALL)
 
 
 class Proxy:
-    """Forwards what comes to its port to `target_port` of the same host, until it is frozen."""
+    """Forwards what comes to its port to `target_port` of the same host, until it is frozen: each connection by itself."""
 
     def __init__(self, host: str, target_port: int, translate: Translate | None = None) -> None:
         self.host = host
@@ -24,17 +24,17 @@ class Proxy:
         """Set by the first connection."""
         self._target_port = target_port
         self._translate = translate or (lambda data: data)
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flows: list[asyncio.Event] = []  # one a connection, in the order in which they came
         self._tasks: set[asyncio.Task[None]] = set()
         self._sock = socket.create_server((host, 0))
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self._spawn(self._accept())
 
-    def freeze(self) -> None:
-        """Forward nothing any more; all connections stay open."""
-        self._flows.clear()
+    def freeze(self, connections: slice = slice(None)) -> None:
+        """Forward nothing any more on these connections; all stay open."""
+        for flows in self._flows[connections]:
+            flows.clear()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -61,34 +61,48 @@ class Proxy:
             self._spawn(self._join(here, there))
 
     async def _join(self, here: socket.socket, there: socket.socket) -> None:
+        flows = asyncio.Event()
+        flows.set()
+        self._flows.append(flows)
         with here, there:
-            await asyncio.gather(self._forward(here, there), self._forward(there, here))
+            await asyncio.gather(self._forward(here, there, flows), self._forward(there, here, flows))
 
-    async def _forward(self, source: socket.socket, target: socket.socket) -> None:
+    async def _forward(self, source: socket.socket, target: socket.socket, flows: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(source, 1 << 16):
-                await self._flows.wait()
+                await flows.wait()
                 await loop.sock_sendall(target, self._translate(data))
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
 
 class Line:
-    """All that goes between two members of a world: the lifeline, and the data of its group, each behind a proxy of its own."""
+    """All that goes between two members of a world: behind one proxy the lifeline, which comes first, and the line of their messages;
+    behind others the connections of their group.
+    """
 
     def __init__(self, join_port: int) -> None:
-        self.lifeline = Proxy(HOST, join_port, self._divert)
+        self._joining = Proxy(HOST, join_port, self._divert)
         self.carries_data = asyncio.Event()
         """Set once the members' group is connected through here."""
         self._data: dict[int, Proxy] = {}
 
+    @property
+    def port(self) -> int:
+        """Where the other member joins."""
+        return self._joining.port
+
+    def freeze_lifeline(self) -> None:
+        self._joining.freeze(slice(0, 1))
+
     def freeze_data(self) -> None:
+        self._joining.freeze(slice(1, None))
         for proxy in self._data.values():
             proxy.freeze()
 
     async def close(self) -> None:
-        for proxy in [self.lifeline, *self._data.values()]:
+        for proxy in [self._joining, *self._data.values()]:
             await proxy.close()
 
     def _divert(self, data: bytes) -> bytes:

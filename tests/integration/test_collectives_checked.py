@@ -8,10 +8,11 @@ import torch
 from torch.distributed import ReduceOp
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldCommunicator, WorldManager
-from multiworld.agreement import INLINE_BYTES
 from tests.integration.crew import Crew
 
 t = torch.zeros
+BIG = 3_000_000
+"""float32 elements: more than any socket buffer takes."""
 Call = Callable[[WorldCommunicator, str], Awaitable[None]]
 
 DISAGREEMENTS: dict[str, tuple[str, Call, Call]] = {
@@ -93,17 +94,20 @@ def test_all_to_all_breaks_the_world_when_one_sends_more_than_expected(crew: Cre
     [
         (t(8), t(4)),
         (t(4), t(8)),
-        (t(INLINE_BYTES), t(1)),
-        (t(1), t(INLINE_BYTES)),
-        (t(INLINE_BYTES), t(2 * INLINE_BYTES)),
+        (t(BIG), t(1)),
+        (t(1), t(BIG)),
+        (t(BIG), t(2 * BIG)),
         (t(4), t(4).int()),
         (t(0), t(1)),
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tensor.numel()}",
 )
+@pytest.mark.parametrize("checked", [False, True])
 def test_message_of_another_size_or_dtype_breaks_the_world(
-    crew: Crew, sent: torch.Tensor, expected: torch.Tensor
+    crew: Crew, sent: torch.Tensor, expected: torch.Tensor, checked: bool
 ) -> None:
+    """In either mode: a message says what it is before it is read."""
+
     async def part(manager: WorldManager, world: World) -> Cause:
         here = manager.communicator
         with pytest.raises(BrokenWorldException) as caught:  # noqa: PT012 - a short message is sent before it is judged
@@ -113,12 +117,14 @@ def test_message_of_another_size_or_dtype_breaks_the_world(
             else:
                 await here.recv(expected, 0, world.name)
         assert caught.value.rank == 0
+        sizes = (f"{str(each.dtype).removeprefix('torch.')}[{each.numel()}]" for each in (sent, expected))
+        assert caught.value.detail == "it sent {} where {} was expected".format(*sizes)
         return caught.value.cause
 
     try:
-        assert crew.run(2, part, checked=True) == [Cause.ERROR] * 2
+        assert crew.run(2, part, checked=checked) == [Cause.ERROR] * 2
     finally:
-        crew.fresh(2, checked=True)
+        crew.fresh(2, checked=checked)
 
 
 async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not() -> None:

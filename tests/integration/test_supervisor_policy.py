@@ -7,7 +7,9 @@ import sys
 import pytest
 from pydantic import SecretStr
 
-from deploy.supervisor import Backoff, fair_threads, local_workers, status_text, worker_environment
+from deploy.child import status_text
+from deploy.local_workers import fair_threads, local_workers, worker_environment
+from deploy.supervisor import Backoff
 from server.settings import ServeSettings
 
 SETTINGS = ServeSettings(token=SecretStr("of-the-leader"), stages=2, replicas=3, worker_threads=2, log_format="json")

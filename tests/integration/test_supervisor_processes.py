@@ -334,3 +334,14 @@ async def test_worker_is_started_anew_when_the_reserve_has_died(reports: Reports
         slot, pid, word = await reports.next()
         assert (slot, word) == ("0", "up")
         assert int(pid) not in (first, reserve)
+
+
+async def test_process_that_lives_and_never_comes_to_the_leader_is_killed_and_started_again(reports: Reports) -> None:
+    async with reports.supervisor(FOREVER, 2, absent_timeout_s=2.0, backoff=Backoff(initial_s=0)) as supervisor:
+        pids = {slot: int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
+        supervisor.present({"local-1"})
+        slot, pid, _ = await reports.next()
+        assert slot == "0"
+        assert int(pid) != pids["0"]
+        assert supervisor.pids[1] == pids["1"]
+        supervisor.present({"local-0", "local-1"})

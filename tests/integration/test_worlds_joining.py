@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager, WorldState
-from multiworld.frames import Frame, FrameReader, Kind
+from multiworld.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind
 from multiworld.handshake import NONCE_BYTES
 from multiworld.process_group import UnsupportedBackendError
 from multiworld.reception import bind
@@ -65,7 +65,9 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
     sock.setblocking(False)
     heard = b""
     with sock:
-        await loop.sock_sendall(sock, Frame(Kind.CHALLENGE, (b"\x01", os.urandom(NONCE_BYTES))).encode())
+        await loop.sock_sendall(
+            sock, Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), os.urandom(NONCE_BYTES))).encode()
+        )
         while not any(frame.kind is Kind.HELLO for frame in FrameReader().feed(heard)):
             heard += await loop.sock_recv(sock, 1 << 16)
         await loop.sock_sendall(sock, b"".join(frame.encode() for frame in frames))

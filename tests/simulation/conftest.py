@@ -9,6 +9,10 @@ import os
 
 import pytest
 
+SEEDS = (1, 2, 3)
+EVENTS = 14_000
+"""Of each run: over all scenarios and seeds together more than a million."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
@@ -19,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sim_seed" in metafunc.fixturenames:
         seed = _option(metafunc.config, "--sim-seed", "MULTIWORLD_SIM_SEED")
-        metafunc.parametrize("sim_seed", [1, 2] if seed is None else [seed])
+        metafunc.parametrize("sim_seed", SEEDS if seed is None else [seed])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,7 +41,7 @@ def sim_events(pytestconfig: pytest.Config) -> int:
 
 def _events(config: pytest.Config) -> int:
     events = _option(config, "--sim-events", "MULTIWORLD_SIM_EVENTS")
-    return 6_000 if events is None else events
+    return EVENTS if events is None else events
 
 
 def _option(config: pytest.Config, name: str, variable: str) -> int | None:

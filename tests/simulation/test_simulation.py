@@ -1,53 +1,54 @@
-"""The scheduler under every kind of load and misfortune. All promises are asserted after every event (checker.py)."""
+"""The scheduler under every kind of load and misfortune. All promises are asserted after every event (simulation/checker.py)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import get_args
 
 import pytest
 
-from tests.simulation.scenarios import SCENARIOS, Scenario
-from tests.simulation.simulator import Simulator
-
-_ENOUGH_EVENTS = 3_000
-"""In a shorter run it may be that no fault fired, or that the pipeline was just down."""
+from simulation.report import replay_command, shrink_command
+from simulation.scenario import Fault, Load, Scenario, Tail
+from simulation.scenarios import SCENARIOS
+from simulation.simulator import Simulator
+from simulation.verdict import Case, check_liveliness, check_outcomes
+from tests.simulation.conftest import EVENTS, SEEDS
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_scheduler_keeps_its_promises_when_simulated(
-    scenario: Scenario, sim_seed: int, sim_events: int, request: pytest.FixtureRequest
-) -> None:
+def test_scheduler_keeps_its_promises_when_simulated(scenario: Scenario, sim_seed: int, sim_events: int) -> None:
     simulator = Simulator(scenario, sim_seed)
     try:
         simulator.run(sim_events)
+        check_outcomes(simulator)
+        check_liveliness(simulator)
     except Exception as error:
+        case = Case(scenario, sim_seed)
         error.add_note(
-            f"seed {sim_seed}, event {simulator.events}, t={simulator.agenda.now_s:.6f} s. Replay:\n"
-            f'pytest "{request.node.nodeid}" --sim-seed {sim_seed} --sim-events {sim_events}'
+            f"seed {sim_seed}, event {simulator.events}, t={simulator.agenda.now_s:.6f} s\n"
+            f"replay: {replay_command(case, sim_events)}\nshrink: {shrink_command(case, sim_events)}"
         )
         raise
-    _check_outcomes(simulator)
 
 
-def _check_outcomes(simulator: Simulator) -> None:
-    """Beyond the promises: what a whole run must have come to."""
-    scenario, outcomes = simulator.scenario, simulator.checker.outcomes
-    print(simulator.events, simulator.agenda.now_s, Counter(outcomes.values()), simulator.scheduler.counters)
-    permitted = {"answered", "cancelled", "not_ready", "draining", *scenario.permits}
-    healthy = Counter(outcome for request, outcome in outcomes.items() if request not in simulator.fates)
-    assert set(healthy) <= permitted, "a healthy request was refused for no good reason"
-    guilty = {"kill": "poison", "hang": "poison", "raise": "stage_error"}
-    for request, fate in simulator.fates.items():
-        assert outcomes[request] in {guilty[fate], "cancelled", "draining", *scenario.permits}
-    if simulator.events >= _ENOUGH_EVENTS:
-        assert healthy["answered"] > 0.3 * sum(healthy.values()) or "overloaded" in scenario.permits
-        assert not scenario.faults or simulator.faults, "no fault did fire"
+def test_scenarios_leave_nothing_out() -> None:
+    assert len(SCENARIOS) * len(SEEDS) * EVENTS >= 1_000_000
+    assert {fault for scenario in SCENARIOS for fault in scenario.faults} == set(get_args(Fault))
+    assert {scenario.load for scenario in SCENARIOS} == set(get_args(Load))
+    assert {scenario.tail for scenario in SCENARIOS} | {"none"} == set(get_args(Tail))
+    for share in ("cancelled", "poison", "hanging", "failing", "flaky"):
+        assert any(getattr(scenario, share) for scenario in SCENARIOS)
 
 
-def test_simulation_repeats_itself_when_given_the_same_seed() -> None:
-    scenario = next(scenario for scenario in SCENARIOS if scenario.name == "everything")
-    first, second = Simulator(scenario, 7), Simulator(scenario, 7)
+@pytest.mark.parametrize("name", ["everything-and-versions-and-moves", "doubles", "kills-in-turn"])
+def test_recording_gives_the_same_run_when_played(name: str) -> None:
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
+    first, again, played = (Simulator(scenario, 7) for _ in range(3))
+    for simulator in (first, again, played):
+        simulator.trace = []
     first.run(2000)
-    second.run(2000)
-    assert first.checker.outcomes == second.checker.outcomes
-    assert first.agenda.now_s == second.agenda.now_s
+    again.run(2000)
+    played.play(first.recording)
+    assert first.trace
+    assert again.trace == first.trace
+    assert played.trace == first.trace
+    assert played.outcomes == first.outcomes

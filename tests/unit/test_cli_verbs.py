@@ -16,7 +16,7 @@ import pytest
 from cli.main import main
 from cli.status import duration
 from config import Settings, UserError
-from deploy.supervisor import local_workers
+from deploy.local_workers import local_workers
 from server.settings import ServeSettings
 from workers.settings import WorkerSettings
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from multiworld.frames import Frame, FrameError, Kind
+from multiworld.frames import PROTOCOL_VERSION, Frame, FrameError, Kind
 from multiworld.handshake import NONCE_BYTES, GuestHandshake, Hello, HostHandshake
 
 SEAT = Hello("w", 1, 2, 3)
@@ -108,9 +108,9 @@ def test_a_body_that_is_no_hello_is_refused(body: bytes) -> None:
     "frame",
     [
         Frame(Kind.HEARTBEAT),
-        Frame(Kind.CHALLENGE, (b"\x01",)),
-        Frame(Kind.CHALLENGE, (b"\x02", b"n" * NONCE_BYTES)),
-        Frame(Kind.CHALLENGE, (b"\x01", b"short")),
+        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]),)),
+        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION + 1]), b"n" * NONCE_BYTES)),
+        Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), b"short")),
     ],
 )
 def test_a_guest_turns_away_from_what_is_no_host(frame: Frame) -> None:

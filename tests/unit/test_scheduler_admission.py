@@ -130,8 +130,8 @@ def test_request_is_refused_at_once_when_its_deadline_is_sooner_than_the_queue_i
     driver.handle(RequestArrived(100_000, 1e6))
     driver.answer_all([next(iter(driver.in_flight.values()))])
     saturated(driver, 5.0)
-    waiting = driver.scheduler.queue_depth
-    needed_s = waiting / 40
+    before_it = driver.scheduler.open_requests
+    needed_s = before_it / 40
     assert refused(driver.arrive(timeout_s=needed_s * 1.3)) == {}
     refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Refuse)
     assert refusal.reason == "overloaded"

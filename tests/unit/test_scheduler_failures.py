@@ -266,3 +266,17 @@ def test_links_are_kept_when_it_is_the_request_that_makes_every_replica_raise() 
             following = sends(actions)
             actions = driver.failed(following[0]) if following else []
             assert not of(actions, BreakLink)
+
+
+def test_retry_that_cannot_go_where_there_is_room_lets_the_one_behind_it_pass() -> None:
+    driver = Driver(max_batch_size=1, window=1)
+    first, second = sends(driver.arrive(2))
+    assert (first.link, second.link) == ("s0r0", "s0r1")
+    driver.arrive(2)  # they wait, and go where room is made
+    driver.failed(second)  # may only go to s0r0, which is busy; s0r1 takes a waiting one
+    (busy,) = driver.on("s0r1")
+    driver.failed(first)  # may only go to s0r1, which is busy; s0r0 takes the retry of the second
+    assert [send.batch for send in driver.on("s0r0")] == [second.batch]
+    driver.failed(driver.on("s0r0")[0]) if driver.on("s0r0")[0].batch != second.batch else None
+    again = sends(driver.done(busy))
+    assert [(send.batch, send.link, send.kind) for send in again] == [(first.batch, "s0r1", "retry")]

@@ -1,66 +1,9 @@
-"""What is simulated: loads, workers and misfortunes."""
+"""What is simulated by the tests and the soak: every load and every misfortune, alone and together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal
-
 from server.scheduler import SchedulerConfig
-
-Load = Literal["poisson", "bursts", "closed"]
-Fault = Literal[
-    "kill",
-    "freeze",  # computing never returns, heartbeats go on: only the hang timeout finds it
-    "stop",  # the whole process stands still: heartbeats find it
-    "slow",
-    "flap",  # dies on every batch for a while
-    "partition",  # its answers are held up, and come after the heartbeat timeout or before
-    "leave",
-    "vanish",  # leaves without finishing what it had
-    "join",
-    "move",  # leaves, and comes back for another stage
-    "blackout",  # all replicas of a stage at once
-    "upgrade",  # comes back with the next version
-    "garbage",  # events about things that are not, or no longer, there
-    "storm",  # many requests with hardly any time
-    "mass_cancel",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """Times in virtual seconds, rates per virtual second."""
-
-    name: str
-    config: SchedulerConfig
-    replicas: int = 3
-    load: Load = "poisson"
-    rate: float = 150.0
-    """Arrivals of an open load."""
-    clients: int = 24
-    """Of a closed load."""
-    timeout_s: tuple[float, float] = (2.0, 20.0)
-    work_s: float = 0.01
-    """Typical time of one row in one stage; a further row costs a quarter of it."""
-    recovery_s: float = 1.0
-    """From a worker's death until it serves again, typically."""
-    faults: Mapping[Fault, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Rate of each."""
-    cancelled: float = 0.0
-    """Share of requests whose client goes away."""
-    poison: float = 0.0
-    """Share of requests that kill the worker, every time."""
-    hanging: float = 0.0
-    """Share of requests on which computing never returns."""
-    failing: float = 0.0
-    """Share of requests on which the stage raises, every time."""
-    flaky: float = 0.0
-    """Share of batches on which the stage raises, this time."""
-    permits: frozenset[str] = frozenset()
-    """Reasons for which a healthy request may be refused."""
-
+from simulation.scenario import Fault, Scenario
 
 _TWO_STAGES = SchedulerConfig(
     num_stages=2, queue_limit=64, hang_timeout_s=2.0, recovery_grace_s=3.0, hedge_floor_s=0.02
@@ -78,10 +21,14 @@ _EVERYTHING: dict[Fault, float] = {
     "stop": 0.1,
     "slow": 0.2,
     "flap": 0.05,
-    "partition": 0.2,
+    "sour": 0.05,
+    "cut_to": 0.07,
+    "cut_from": 0.07,
+    "cut": 0.07,
     "leave": 0.3,
     "vanish": 0.1,
     "join": 0.1,
+    "double": 0.05,
     "blackout": 0.03,
     "garbage": 2.0,
     "storm": 0.2,
@@ -126,8 +73,8 @@ SCENARIOS = (
         name="slow-and-partitioned",
         config=_THREE_STAGES,
         replicas=4,
-        faults={"slow": 0.5, "partition": 0.5, "garbage": 2.0},
-        permits=frozenset({"deadline", "overloaded", "poison", "no_replica"}),
+        faults={"slow": 0.5, "cut_to": 0.2, "cut_from": 0.2, "cut": 0.2, "garbage": 2.0},
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
     ),
     Scenario(
         name="hangs",
@@ -135,7 +82,7 @@ SCENARIOS = (
         load="closed",
         timeout_s=(5.0, 30.0),
         faults={"freeze": 0.6, "stop": 0.6},
-        permits=frozenset({"deadline", "no_replica", "poison"}),
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
     ),
     Scenario(
         name="poison-without-other-faults",
@@ -176,7 +123,7 @@ SCENARIOS = (
         flaky=0.1,
         failing=0.01,
         cancelled=0.3,
-        permits=frozenset({"no_replica", "poison", "stage_error", "deadline"}),
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
     ),
     Scenario(
         name="one-replica-that-comes-and-goes",
@@ -189,6 +136,66 @@ SCENARIOS = (
         failing=0.01,
         cancelled=0.05,
         permits=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+    ),
+    Scenario(
+        name="two-stages-hit-at-once",
+        config=_THREE_STAGES,
+        load="closed",
+        timeout_s=(20.0, 30.0),
+        recovery_s=0.3,
+        faults={"pair": 2.0},
+    ),
+    Scenario(
+        name="stage-lost-for-less-than-the-grace",
+        config=_TWO_STAGES,
+        load="closed",
+        timeout_s=(20.0, 30.0),
+        recovery_s=1.5,
+        recovery_varies=False,
+        faults={"blackout": 0.2},
+    ),
+    Scenario(
+        name="stage-lost-for-longer-than-the-grace",
+        config=_TWO_STAGES,
+        recovery_s=4.0,
+        recovery_varies=False,
+        faults={"blackout": 0.1},
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
+    ),
+    Scenario(
+        name="doubles",
+        config=_TWO_STAGES,
+        load="closed",
+        recovery_s=0.5,
+        faults={"double": 1.0},
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+    ),
+    Scenario(
+        name="sour-and-flapping",
+        config=_THREE_STAGES,
+        load="closed",
+        recovery_s=0.1,
+        faults={"sour": 0.5, "flap": 0.3, "join": 0.1},
+        cancelled=0.02,
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+    ),
+    Scenario(
+        name="heavy-tails",
+        config=_THREE_STAGES,
+        replicas=4,
+        tail="heavy",
+        timeout_s=(20.0, 30.0),
+        permits=frozenset({"overloaded", "deadline"}),
+    ),
+    Scenario(
+        name="hanging-requests",
+        config=_TWO_STAGES,
+        replicas=4,
+        load="closed",
+        timeout_s=(60.0, 90.0),
+        recovery_s=0.1,
+        hanging=0.002,
+        permits=frozenset({"overloaded", "no_replica", "poison"}),
     ),
     Scenario(
         name="rolling-versions",
@@ -204,7 +211,7 @@ SCENARIOS = (
         recovery_s=0.5,
         faults={"upgrade": 5.0, "kill": 0.5},
         failing=0.002,
-        permits=frozenset({"no_replica", "poison", "deadline", "overloaded"}),
+        permits=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
     ),
     Scenario(
         name="everything",

@@ -14,10 +14,17 @@ class Agenda:
         self._entries: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
+    @property
+    def next_s(self) -> float:
+        """When the next thing is to be done; infinity if there is nothing left."""
+        return self._entries[0][0] if self._entries else float("inf")
+
     def after(self, delay_s: float, do: Callable[[], None]) -> None:
+        """Put something down for later."""
         self.at(self.now_s + delay_s, do)
 
     def at(self, time_s: float, do: Callable[[], None]) -> None:
+        """Put something down for a time that is not past."""
         self._count += 1
         heappush(self._entries, (time_s, self._count, do))
 

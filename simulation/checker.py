@@ -1,7 +1,29 @@
 """The scheduler's promises, asserted after every event.
 
+Those of DESIGN.md, with what makes them certain:
+
+1. Every accepted request gets exactly one answer or refusal, or is cancelled: nothing that is closed is closed again,
+   the rows of an answer are those of its own requests, and the scheduler's count of open requests is ours.
+2. No later than its deadline plus one tick: after an event at `now_s` no open request's deadline has passed, and a tick is
+   asked for before the next deadline, hang, end of a grace or batch falls due.
+3. A batch goes only to a link that is ready and not draining, of the right stage and version; new ones are of the newest
+   version that is complete; an output is used once, of the copy that has just come back, in the order of stages.
+4. At most `window` in flight a link, and the scheduler's count is ours; at most `queue_limit` newcomers wait; so many
+   batches are kept at most as back pressure allows; nothing is kept that nobody waits for, and at the end nothing at all.
+5. Poison: refused as such after `max_attempts` broken worlds, the last one broken alone; suspects travel alone in their
+   batch and on their link; nobody is blamed for a draining link or for one that left. No request breaks more than one
+   world beyond `max_attempts`.
+6. A stage without replicas holds its work for `recovery_grace_s`, not shorter and not longer.
+7. The least loaded replica first; first come first served, reroutes before the rest; a batch is sent again only for a
+   loss, a failure (once, elsewhere) or as a hedge (a second copy, elsewhere, never of a suspect, within `hedge_budget`).
+8. A link that is silent for `hang_timeout_s` with something in flight is broken, and none earlier; a link broken for
+   errors has raised; a drained link is closed, when it is empty.
+9. Nothing idles: no batch and no due request waits while a replica that could take it has room.
+10. Refusals are true: each reason's condition holds by our own account.
+
 The checker keeps accounts of its own (`Ledger`) from what goes in and comes out. Of the scheduler it reads only the
-public figures, to compare them with its own.
+public figures, to compare them with its own. Causes of broken links and reasons of refusals that it does not know pass:
+what is permitted then is the scenario's business (verdict.py).
 """
 
 from __future__ import annotations
@@ -26,7 +48,7 @@ from server.scheduler import (
     Scheduler,
     SendBatch,
 )
-from tests.simulation.ledger import BatchEntry, Ledger, LinkEntry, RequestEntry
+from simulation.ledger import BatchEntry, Ledger, LinkEntry, RequestEntry
 
 
 class Checker:
@@ -41,11 +63,17 @@ class Checker:
         self._rows_sent = 0
         self._hedge_rows_sent = 0
         self._versions_seen: set[str] = set()
-        self.outcomes: dict[int, str] = {}
-        """What became of each request: "answered", "cancelled" or the reason of its refusal."""
+        self._waiting_before = self._open_before = 0
 
-    def check(self, event: Event, actions: list[Action], now_s: float) -> None:
+    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
+        """Assert all promises after this event.
+
+        Args:
+            actions: what the scheduler made of it.
+            wakeup_s: its `next_wakeup_s()` afterwards.
+        """
         self._now_s = now_s
+        self._wakeup_s = wakeup_s
         self._event = event
         self._landed: BatchEntry | None = None
         self._claimed = False
@@ -65,48 +93,42 @@ class Checker:
     # Events: what the world says.
 
     def _take_in(self, event: Event) -> None:
-        ledger = self._ledger
+        ledger, now_s = self._ledger, self._now_s
         match event:
             case RequestArrived():
-                self._waiting_before = sum(not self._may_be_isolated(request) for request in ledger.waiting())
-                ledger.arrive(event, self._now_s)
+                isolated = sum(self._may_be_isolated(request) for request in ledger.suspects.values())
+                self._waiting_before = len(ledger.waiting) - isolated
+                self._open_before = len(ledger.requests)
+                ledger.arrive(event, now_s)
             case RequestCancelled():
                 if (request := ledger.requests.get(event.request)) is not None:
-                    self._close(request, "cancelled")
+                    ledger.close(request)
             case LinkReady():
                 self._versions_seen.add(event.version)
-                ledger.add_link(event, self._now_s)
+                ledger.add_link(event, now_s)
             case LinkDraining():
                 if (link := ledger.links.get(event.link)) is not None and not link.draining:
-                    ledger.stop_link(link, self._now_s)
-                    link.draining = True
+                    ledger.drain_link(link, now_s)
             case LinkBroken():
                 if (link := ledger.links.get(event.link)) is not None:
                     self._write_off(link, blames=event.cause != "left")
             case BatchDone():
-                self._land(event.batch, event.link)
+                self._landed = ledger.land(event.batch, event.link, now_s)
             case BatchFailed():
-                self._land(event.batch, event.link)
-                if self._landed is not None:
-                    self._fail(self._landed, event.link)
+                self._take_in_failure(event)
             case Drain():
                 self._draining = True
 
-    def _land(self, batch_id: int, link_id: str) -> None:
-        link = self._ledger.links.get(link_id)
-        batch = link.in_flight.pop(batch_id, None) if link else None
-        if link is None or batch is None:
-            return
-        link.silent_since_s = self._now_s
-        if link_id in batch.copies:
-            batch.copies.discard(link_id)
-            self._landed = batch
-
-    def _fail(self, batch: BatchEntry, link: str) -> None:
-        batch.failed_on = link
-        for request in self._open(batch):
-            request.errors += 1
-            request.suspect = True
+    def _take_in_failure(self, event: BatchFailed) -> None:
+        link = self._ledger.links.get(event.link)
+        if link is not None and event.batch in link.in_flight:
+            link.failures += 1
+        self._landed = batch = self._ledger.land(event.batch, event.link, self._now_s)
+        if batch is not None:
+            batch.failed_on = event.link
+            for request in batch.open_requests():
+                request.errors += 1
+                self._ledger.suspect(request)
 
     def _write_off(self, link: LinkEntry, *, blames: bool) -> None:
         """The link is gone: so many copies are lost."""
@@ -115,13 +137,15 @@ class Checker:
             if link.id not in batch.copies:
                 continue
             batch.lost, batch.failed_on = True, None
-            requests = self._open(batch) if blames and not link.draining else []
+            requests = batch.open_requests() if blames and not link.draining else []
             for request in requests:
                 request.worlds_broken += 1
                 request.broke_alone = alone and len(batch.requests) == 1
+                # One more than the limit where two copies were in flight when it was reached.
+                assert request.worlds_broken <= self._config.max_attempts + 1, "one request eats all replicas"
             if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
                 for request in requests:
-                    request.suspect = True
+                    self._ledger.suspect(request)
         self._ledger.remove_link(link, self._now_s)
 
     # Actions: what the scheduler says.
@@ -139,15 +163,21 @@ class Checker:
             case ForgetBatch():
                 self._ledger.forget(self._batch(action.batch))
             case BreakLink():
-                link = self._ledger.links[action.link]
-                assert link.in_flight, "broke an idle link"
-                assert self._now_s >= link.silent_since_s + self._config.hang_timeout_s, "broke a link too early"
-                self._write_off(link, blames=True)
+                self._follow_break(action)
             case CloseLink():
                 link = self._ledger.links[action.link]
                 assert link.draining
                 assert not link.in_flight, "closed a link with something in flight"
                 self._ledger.remove_link(link, self._now_s)
+
+    def _follow_break(self, action: BreakLink) -> None:
+        link = self._ledger.links[action.link]
+        if action.cause == "hang":
+            assert link.in_flight, "broke an idle link for its silence"
+            assert self._now_s >= link.silent_since_s + self._config.hang_timeout_s, "broke a link too early"
+        elif action.cause == "error":
+            assert link.failures, "broke a link for errors that there were not"
+        self._write_off(link, blames=action.cause != "left")
 
     def _follow_send(self, action: SendBatch) -> None:
         link = self._ledger.links.get(action.link)
@@ -156,20 +186,16 @@ class Checker:
         assert link.stage == action.stage, "sent to the wrong stage"
         assert link.version == action.version, "sent to the wrong version"
         assert len(link.in_flight) < self._config.window, "window exceeded"
-        assert not link.carries_suspect, "sent over a link that carries a suspect"
+        assert not link.suspects, "sent over a link that carries a suspect"
         batch = self._ledger.batches.get(action.batch) or self._follow_new_batch(action)
         assert tuple(request.id for request in batch.requests) == action.requests, "the rows of a batch changed"
         assert (batch.version, batch.stage, batch.isolated) == (action.version, action.stage, action.isolated)
-        assert any(self._open(batch)), "sent a batch that nobody waits for"
+        assert batch.open, "sent a batch that nobody waits for"
         assert not batch.isolated or not link.in_flight, "a suspect must travel alone on its link"
         self._check_kind(action, batch)
         self._check_least_loaded(batch, link, action)
         self._check_reroutes_go_first(action, batch)
-        if not link.in_flight:
-            link.silent_since_s = self._now_s
-        link.in_flight[batch.id] = batch
-        batch.copies.add(link.id)
-        batch.sent, batch.lost, batch.failed_on = True, False, None
+        self._ledger.send(batch, link, self._now_s)
 
     def _follow_new_batch(self, action: SendBatch) -> BatchEntry:
         assert action.batch > self._ledger.newest_batch, "a batch id was used twice"
@@ -215,39 +241,33 @@ class Checker:
     def _check_least_loaded(self, batch: BatchEntry, link: LinkEntry, action: SendBatch) -> None:
         if self._has_suspects():
             return  # a link may be reserved, which only the scheduler knows
-        rivals = [
-            other
-            for other in self._ledger.replicas(link.stage, link.version)
-            if len(other.in_flight) < self._config.window
-            and other.id not in batch.copies
-            and (action.kind != "retry" or other.id != batch.failed_on)
-        ]
-        assert link.rows <= min(other.rows for other in rivals), "not the least loaded replica"
+        window, elsewhere = self._config.window, batch.failed_on if action.kind == "retry" else None
+        for other in self._ledger.replicas(link.stage, link.version).values():
+            if other.rows < link.rows and len(other.in_flight) < window and other.id not in batch.copies:
+                assert other.id == elsewhere, "not the least loaded replica"
 
     def _check_reroutes_go_first(self, action: SendBatch, batch: BatchEntry) -> None:
         if action.kind != "first" or batch.isolated:
             return
-        for other in self._ledger.batches.values():
-            rerouted = other.lost and not other.copies and not other.isolated
+        for other in self._ledger.held_back.values():
+            rerouted = other.lost and not other.isolated
             same_line = (other.stage, other.version) == (batch.stage, batch.version)
             assert not (rerouted and same_line), f"batch {other.id} lost its link and has to wait"
 
     def _follow_keep(self, action: KeepOutput) -> None:
         batch = self._claim_output(action.batch, action.link)
         assert action.stage == batch.stage + 1 < self._config.num_stages
-        batch.stage = action.stage
-        batch.sent, batch.lost, batch.failed_on, batch.retries = False, False, None, 0
-        batch.copies.clear()
+        self._ledger.advance(batch)
 
     def _follow_answer(self, action: Answer) -> None:
         batch = self._claim_output(action.batch, action.link)
         assert batch.stage == self._config.num_stages - 1, "answered before the last stage"
         assert tuple(batch.path) == action.path
         assert action.version == batch.version
-        assert [request for request, _ in action.rows] == [request.id for request in self._open(batch)]
+        assert [request for request, _ in action.rows] == [request.id for request in batch.open_requests()]
         for request_id, row in action.rows:
             assert batch.requests[row].id == request_id, "somebody else's row"
-            self._close(batch.requests[row], "answered")
+            self._ledger.close(batch.requests[row])
 
     def _claim_output(self, batch_id: int, link: str) -> BatchEntry:
         """The output may be used once, of the copy that has just come back."""
@@ -265,16 +285,16 @@ class Checker:
         assert request is not None, f"refused {action.request} ({action.reason}), which is not open"
         newcomer = isinstance(self._event, RequestArrived) and self._event.request == action.request
         assert newcomer or action.reason not in ("overloaded", "not_ready", "draining")
-        assert (action.retry_after_s is not None) == (action.reason == "overloaded")
+        assert action.retry_after_s is None or 0 < action.retry_after_s <= 60, "no honest Retry-After"
         self._check_reason(action, request)
-        self._close(request, action.reason)
+        self._ledger.close(request)
 
     def _check_reason(self, action: Refuse, request: RequestEntry) -> None:
         match action.reason:
             case "overloaded":
-                assert self._waiting_before >= self._config.queue_limit, "refused with room in the queue"
+                full = self._waiting_before >= self._config.queue_limit
+                assert full or self._open_before, "refused with room in the queue and nothing before it"
                 assert action.retry_after_s is not None
-                assert 0 < action.retry_after_s <= 60
             case "deadline":
                 assert self._now_s >= request.deadline_s, "refused before the deadline"
             case "no_replica":
@@ -295,7 +315,7 @@ class Checker:
     def _is_lost(self, request: RequestEntry) -> bool:
         """The stage that it needs, or for one in the queue some stage, has been empty for the grace."""
         grace_ends_s = self._now_s - self._config.recovery_grace_s
-        if self._ledger.complete_versions():
+        if self._ledger.complete_versions:
             return False
         if request.batch is not None:
             empty_since_s = self._ledger.empty_since_s.get((request.batch.version, request.batch.stage))
@@ -305,102 +325,95 @@ class Checker:
     # Afterwards.
 
     def _check_state(self) -> None:
-        ledger, config, now_s = self._ledger, self._config, self._now_s
-        assert self._scheduler.open_requests == len(ledger.requests), "requests lost or double"
-        waiting = ledger.waiting()
-        assert self._scheduler.queue_depth == len(waiting)
-        newcomers = sum(not request.travelled for request in waiting)
-        assert newcomers <= config.queue_limit, "queue limit exceeded"
-        if ledger.requests:
-            assert min(request.deadline_s for request in ledger.requests.values()) > now_s, "a deadline was missed"
-        for link in ledger.links.values():
-            assert len(link.in_flight) == self._scheduler.in_flight(link.id)
-            if link.in_flight:
-                assert now_s < link.silent_since_s + config.hang_timeout_s, "a silent link was not broken"
+        ledger, config, now_s, scheduler = self._ledger, self._config, self._now_s, self._scheduler
+        assert scheduler.open_requests == len(ledger.requests), "requests lost or double"
+        assert scheduler.queue_depth == len(ledger.waiting)
+        assert ledger.newcomers <= config.queue_limit, "queue limit exceeded"
+        deadline_s = ledger.next_deadline_s()
+        assert deadline_s > now_s, "a deadline was missed"
+        silent_since_s = self._check_links()
+        hang_s = silent_since_s + config.hang_timeout_s
+        assert now_s < hang_s, "a silent link was not broken"
+        self._suspects_about = bool(ledger.suspects or ledger.isolated_in_flight) and self._has_suspects()
+        self._check_batches()
+        self._check_nothing_idles()
+        lost_s = float("inf")
+        if ledger.waiting and ledger.empty_since_s and len(self._versions_seen) == 1:
+            lost_s = min(ledger.empty_since_s.values()) + config.recovery_grace_s
+            assert now_s < lost_s, "waits for a stage that is lost"
+        self._check_wakeup(min(deadline_s, hang_s, lost_s))
+
+    def _check_links(self) -> float:
+        """Returns since when the most silent of those that owe an answer has been silent; infinity if there is none."""
+        silent_since_s, in_flight = float("inf"), self._scheduler.in_flight
+        for link in self._ledger.links.values():
+            owed = len(link.in_flight)
+            assert owed == in_flight(link.id), "batches in flight lost or double"
+            if owed:
+                silent_since_s = min(silent_since_s, link.silent_since_s)
             else:
                 assert not link.draining, "a drained link was not closed"
-        self._suspects_about = self._has_suspects()
-        self._check_batches()
-        self._check_nothing_idles(waiting)
-        if waiting and len(self._versions_seen) == 1:
-            oldest_gap_s = min(ledger.empty_since_s.values(), default=now_s)
-            assert now_s < oldest_gap_s + config.recovery_grace_s, "waits for a stage that is lost"
-        self._check_wakeup(waiting)
+        return silent_since_s
 
-    def _check_wakeup(self, waiting: list[RequestEntry]) -> None:
+    def _check_wakeup(self, due_s: float) -> None:
         """A tick is wanted in the future, and before anything falls due."""
-        ledger, config = self._ledger, self._config
-        wakeup_s = self._scheduler.next_wakeup_s()
+        ledger, wakeup_s = self._ledger, self._wakeup_s
         assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
-        due_s = [request.deadline_s for request in ledger.requests.values()]
-        due_s += [link.silent_since_s + config.hang_timeout_s for link in ledger.links.values() if link.in_flight]
-        if waiting and len(self._versions_seen) == 1:
-            due_s += [since_s + config.recovery_grace_s for since_s in ledger.empty_since_s.values()]
-        if waiting and self._entry_has_room() and all(batch.copies for batch in ledger.batches.values()):
-            due_s.append(min(request.arrived_s for request in waiting) + config.batch_timeout_s)
-        if due_s:
+        if ledger.waiting and not ledger.held_back and self._entry_has_room():
+            due_s = min(due_s, self._oldest_arrival_s() + self._config.batch_timeout_s)
+        if due_s < float("inf"):
             assert wakeup_s is not None, "no wakeup, and something will fall due"
-            assert wakeup_s <= min(due_s) + 1e-9, "a wakeup after something has fallen due"
+            assert wakeup_s <= due_s + 1e-9, "a wakeup after something has fallen due"
 
     def _check_batches(self) -> None:
         ledger, config = self._ledger, self._config
-        kept = sum(1 for batch in ledger.batches.values() if not batch.isolated)
-        versions = max(1, len(self._versions_seen))
+        suspects, versions = ledger.isolated_batches, max(1, len(self._versions_seen))
         limit = (config.window + 1) * ledger.most_links + config.num_stages
-        assert kept <= limit * versions, "more batches are kept than back pressure allows"
-        suspects = len(ledger.batches) - kept
+        assert len(ledger.batches) - suspects <= limit * versions, "more batches are kept than back pressure allows"
         assert suspects <= 2 * config.num_stages * versions, "more suspects travel than isolation allows"
-        for batch in ledger.batches.values():
-            assert any(self._open(batch)), "a batch is kept that nobody waits for"
+        assert not ledger.unwanted, "a batch is kept that nobody waits for"
 
-    def _check_nothing_idles(self, waiting: list[RequestEntry]) -> None:
+    def _check_nothing_idles(self) -> None:
         """No work waits that a replica could take."""
+        ledger, config = self._ledger, self._config
         if self._suspects_about:
             return
-        held_back = False
-        for batch in self._ledger.batches.values():
-            if batch.copies:
-                continue
-            held_back = True
-            replicas = self._ledger.replicas(batch.stage, batch.version)
-            assert replicas or not self._ledger.complete_versions(), f"batch {batch.id} is stranded"
-            for link in replicas:
-                roomy = len(link.in_flight) < self._config.window and link.id != batch.failed_on
+        for batch in ledger.held_back.values():
+            replicas = ledger.replicas(batch.stage, batch.version)
+            assert replicas or not ledger.complete_versions, f"batch {batch.id} is stranded"
+            for link in replicas.values():
+                roomy = len(link.in_flight) < config.window and link.id != batch.failed_on
                 assert not roomy, f"batch {batch.id} waits while {link.id} has room"
-        if held_back or not waiting:
+        if ledger.held_back or not ledger.waiting or not self._entry_has_room():
             return
-        due = min(request.arrived_s for request in waiting) + self._config.batch_timeout_s <= self._now_s
-        if due or len(waiting) >= self._config.max_batch_size or self._draining:
-            assert not self._entry_has_room(), "requests wait while the first stage has room"
+        full = len(ledger.waiting) >= config.max_batch_size or self._draining
+        assert not full, "a full batch waits while the first stage has room"
+        due_s = self._oldest_arrival_s() + config.batch_timeout_s
+        assert self._now_s < due_s, "requests wait while the first stage has room"
+
+    def _oldest_arrival_s(self) -> float:
+        return min(request.arrived_s for request in self._ledger.waiting.values())
 
     def _entry_has_room(self) -> bool:
         """Whatever the current version is, and nothing is reserved for suspects."""
-        versions = self._ledger.complete_versions()
+        versions = self._ledger.complete_versions
         return bool(versions) and not self._suspects_about and all(self._has_room(version) for version in versions)
 
     def _has_room(self, version: str) -> bool:
-        return any(len(link.in_flight) < self._config.window for link in self._ledger.replicas(0, version))
+        window = self._config.window
+        return any(len(link.in_flight) < window for link in self._ledger.replicas(0, version).values())
 
     def _may_be_isolated(self, request: RequestEntry) -> bool:
         """A suspect that waits is, unless it was sent back to start again under another version."""
-        return request.suspect and len(self._versions_seen) == 1
+        return request.batch is None and len(self._versions_seen) == 1
 
     def _has_suspects(self) -> bool:
         """Somebody is isolated, or may be."""
-        return any(
-            request.suspect and (request.batch is None or request.batch.isolated)
-            for request in self._ledger.requests.values()
-        ) or any(link.carries_suspect for link in self._ledger.links.values())
+        return self._ledger.isolated_in_flight > 0 or any(
+            request.batch is None or request.batch.isolated for request in self._ledger.suspects.values()
+        )
 
     def _batch(self, batch_id: int) -> BatchEntry:
         batch = self._ledger.batches.get(batch_id)
         assert batch is not None, "a batch that does not exist or was forgotten"
         return batch
-
-    def _open(self, batch: BatchEntry) -> list[RequestEntry]:
-        return [request for request in batch.requests if request.batch is batch and self._ledger.is_open(request)]
-
-    def _close(self, request: RequestEntry, outcome: str) -> None:
-        assert request.id not in self.outcomes, "a second outcome for one request"
-        self.outcomes[request.id] = outcome
-        self._ledger.close(request)

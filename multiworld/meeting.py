@@ -1,0 +1,210 @@
+"""How the members of a world that forms connect their lines: each one calls those of lower rank, and lets those of higher rank in.
+
+Rank 0 is called on the port where its lifelines arrive, any other member on a port of its own that it opens for this, publishes through
+the world's store, and closes when all are there. Who calls proves itself, and is proven to, as on a lifeline: for this world, this epoch
+and these two ranks.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from multiworld.errors import JoinError
+from multiworld.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
+from multiworld.handshake import GuestHandshake, Hello
+from multiworld.reception import Reception, bind
+from multiworld.rendezvous import Pulse
+from multiworld.store import LifelineStore
+from multiworld.watchdog import WatchDog
+
+_ATTEMPT_S = 5.0
+"""How long one attempt to call a member may take."""
+_PAUSE_S = 0.1
+
+
+class Meeting:
+    """One member's part in it. `gather` blocks, on a thread of its own; `end` wakes it. `refusal` and `admit` run on the watchdog's thread.
+
+    Args:
+        seat: our own; its epoch says which world, exactly.
+    """
+
+    def __init__(self, watchdog: WatchDog, seat: Hello, secret: bytes, pulse: Pulse) -> None:
+        self.world = seat.world
+        self.epoch = seat.epoch
+        self._watchdog = watchdog
+        self._seat = seat
+        self._secret = secret
+        self._pulse = pulse
+        self._changed = threading.Condition()
+        self._socks: dict[int, socket.socket] = {}
+        self._call: socket.socket | None = None
+        self._over = False
+        self._leave: Callable[[], None] = lambda: None
+
+    # -- being called (on the watchdog's thread) ---------------------------------------------------------------------------
+
+    def attend(self, reception: Reception) -> None:
+        """Let the others in at this port from now on."""
+        reception.expect(self)
+        self._leave = lambda: reception.expect_no_more(self)
+
+    def refusal(self, hello: Hello) -> str | None:
+        """Why who says this cannot be let in; None when it can."""
+        if hello.size != self._seat.size or not self._seat.rank < hello.rank < hello.size:
+            return f"rank {hello.rank} of {hello.size} calls rank {self._seat.rank} of {self._seat.size}"
+        if hello.peer != self._seat.rank:
+            return f"this is rank {self._seat.rank}, not {hello.peer}"
+        return "too late" if self._over else None
+
+    def admit(self, rank: int, sock: socket.socket) -> None:
+        """Take the line to `rank`. Of two the later stands: the caller gave the first one up."""
+        with self._changed:
+            former = self._socks.get(rank)
+            if self._over:
+                former = sock
+            else:
+                self._socks[rank] = sock
+            self._changed.notify_all()
+        if former is not None:
+            former.close()
+
+    # -- calling -------------------------------------------------------------------------------------------------------------
+
+    def gather(self, store: LifelineStore, local_host: str, host: tuple[str, int], timeout_s: float) -> None:
+        """Connect with every other member. Blocks.
+
+        Args:
+            local_host: our address as the others reach it.
+            host: where rank 0 listens.
+        Raises:
+            JoinError: a member refused us, or did not come; or it has ended.
+            DistStoreError: a member did not say where it listens.
+        """
+        until_s = time.monotonic() + timeout_s
+        if 0 < self._seat.rank < self._seat.size - 1:
+            port = self._open_port(local_host)
+            store.set(_key(self._seat.rank), f"{port} {local_host}")
+        for rank in range(self._seat.rank):
+            address = host if rank == 0 else _address(store.get(_key(rank)))
+            self.admit(rank, self._reach(rank, address, until_s))
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or len(self._socks) == self._seat.size - 1, timeout_s)
+            self._raise_if_over()
+            missing = {*range(self._seat.size)} - {self._seat.rank, *self._socks}
+        self._watchdog.call_soon(self._dismiss)
+        if missing:
+            raise JoinError(self.world, f"ranks {', '.join(map(str, sorted(missing)))} did not connect to us")
+
+    def take(self) -> dict[int, socket.socket]:
+        """The lines by rank; they are the caller's now."""
+        with self._changed:
+            socks, self._socks, self._over = self._socks, {}, True
+        return socks
+
+    def end(self) -> None:
+        """Wake whoever gathers, and close what has not been taken. Idempotent, from any thread."""
+        for sock in self.take().values():
+            sock.close()
+        with self._changed:
+            self._changed.notify_all()
+            if self._call is not None:
+                with contextlib.suppress(OSError):
+                    self._call.shutdown(socket.SHUT_RDWR)
+        self._watchdog.call_soon(self._dismiss)
+
+    def _open_port(self, host: str) -> int:
+        reception = Reception(self._watchdog, bind(host, 0), self._secret, self._pulse)
+
+        def close() -> None:
+            reception.expect_no_more(self)
+            reception.close()
+
+        def open_() -> None:
+            reception.open()
+            reception.expect(self)
+            self._leave = close
+            if self._over:
+                self._dismiss()
+
+        self._watchdog.call_soon(open_)
+        return reception.port
+
+    def _dismiss(self) -> None:
+        leave, self._leave = self._leave, lambda: None
+        leave()
+
+    def _reach(self, rank: int, address: tuple[str, int], until_s: float) -> socket.socket:
+        while True:
+            try:
+                return self._connect(rank, address)
+            except PermissionError as error:
+                raise JoinError(self.world, f"rank {rank} at {address[0]}:{address[1]}: {error}") from None
+            except (OSError, FrameError) as error:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over, _PAUSE_S)
+                    self._raise_if_over()
+                if time.monotonic() > until_s:
+                    detail = f"rank {rank} cannot be reached at {address[0]}:{address[1]}: {error}"
+                    raise JoinError(self.world, detail) from error
+
+    def _connect(self, rank: int, address: tuple[str, int]) -> socket.socket:
+        seat = self._seat
+        handshake = GuestHandshake(self._secret, Hello(seat.world, seat.rank, seat.size, seat.epoch, peer=rank))
+        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            with self._calling(sock):
+                sock.settimeout(_ATTEMPT_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.connect(address)
+                frames = FrameReader(MAX_HANDSHAKE_BYTES)
+                sock.sendall(handshake.hello(_next_frame(sock, frames)).encode())
+                answer = _next_frame(sock, frames)
+            if answer.kind is Kind.REFUSE and answer.fields:
+                raise PermissionError(f"it refused us: {answer.fields[0].decode(errors='replace')}")
+            handshake.check_welcome(answer)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    @contextlib.contextmanager
+    def _calling(self, sock: socket.socket) -> Iterator[None]:
+        with self._changed:
+            self._raise_if_over()
+            self._call = sock
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._call = None
+
+    def _raise_if_over(self) -> None:
+        if self._over:
+            raise JoinError(self.world, "ended while its members connected")
+
+
+def _key(rank: int) -> str:
+    return f"multiworld/line/{rank}"
+
+
+def _address(value: bytes) -> tuple[str, int]:
+    port, _, host = value.decode(errors="replace").partition(" ")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise FrameError(f"not an address: {value[:60]!r}")
+    return host, int(port)
+
+
+def _next_frame(sock: socket.socket, frames: FrameReader) -> Frame:
+    """The next frame that says something, and nothing behind it. Raises FrameError."""
+    while True:
+        data = sock.recv(1 << 12)
+        if not data:
+            raise FrameError("the connection ended")
+        come = [frame for frame in frames.feed(data) if frame.kind is not Kind.HEARTBEAT]
+        if come:
+            if len(come) > 1 or frames.holds_part:
+                raise FrameError("more than a handshake")
+            return come[0]

@@ -1,0 +1,81 @@
+"""`multiworld chaos` for real: a service of its own, a kill and a freeze, its table, its JSON and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def chaos(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "cli.main", "chaos", *map(str, arguments)]
+    # As in a pipe: with COLUMNS, which readline exports, it would be as narrow as a terminal.
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
+
+
+def test_chaos_ends_with_status_0_when_a_kill_and_a_freeze_cost_no_request(tmp_path: Path) -> None:
+    file = tmp_path / "chaos.json"
+    done = chaos("--faults", "kill,freeze", "--set", "image_size=32", "--clients", 4, "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok: nothing lost" in done.stdout
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert rows["kill"][1:5] == ["1", "0", "0", "0"]
+    assert rows["freeze"][1:5] == ["1", "0", "0", "0"]
+    found = json.loads(file.read_text())
+    assert (found["verdict"], found["failed"], found["doubles"], found["left_out"]) == ("ok", 0, 0, {})
+    assert found["requests"] > 0
+    causes = {injection["fault"]: injection["causes"] for injection in found["injections"]}
+    assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "the faults did fire"
+    assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in found["injections"])
+    assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
+
+
+def test_chaos_ends_with_status_1_when_requests_were_lost(tmp_path: Path) -> None:
+    """A grace of nothing, and a whole stage killed: somebody has to be refused, and that is told."""
+    file = tmp_path / "chaos.json"
+    settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
+    done = chaos("--faults", "stage", "--clients", 4, "--json", file, *settings)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert found["failed"] > 0
+    assert {failure["status"] for failure in found["failures"]} == {503}
+    assert found["faults"][0]["failed"] == found["failed"]
+    assert "failed that a replica could have saved" in found["verdict"][0]
+
+
+def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_process(service: LocalService) -> None:
+    done = chaos("--url", service.url, "--faults", "kill,deadline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "LEFT OUT: kill: the processes of local-0, local-1, local-2, local-3 are not known" in done.stdout
+    assert "deadline" in done.stdout
+    assert all(replica["state"] == "ready" for stage in service.status()["stages"] for replica in stage["replicas"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--faults", "explode"), "there is no such fault"),
+        (("--duration", "soon"), "--duration soon: must be a time"),
+        (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
+        (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "a running one has its settings"),
+    ],
+)
+def test_chaos_is_refused_in_one_line_when_used_wrongly(arguments: tuple[str, ...], says: str) -> None:
+    done = chaos(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+def test_chaos_says_so_when_nothing_answers() -> None:
+    done = chaos("--url", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("multiworld: error: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,338 @@
+"""Messages of worlds whose members hurry, crowd, stall, die half-way, or are strangers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManager, WorldState, line
+from multiworld.frames import FrameReader
+from multiworld.handshake import GuestHandshake, Hello
+from tests.integration.crew import Crew
+from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
+
+BIG = 10_000_000
+"""float32: 40 MB, more than all buffers on the way take."""
+PATIENT_S = 30.0
+PULSE_S = 2.0
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
+        yield make
+
+
+@pytest.fixture
+async def manager() -> AsyncIterator[WorldManager]:
+    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
+        yield made
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, BIG // 4], ids=["small", "large"])
+def test_tags_may_cross(crew: Crew, count: int) -> None:
+    """Sent in one order and awaited in the other: nobody holds up anybody."""
+
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name = manager.communicator, world.name
+        if world.rank == 0:
+            sends = [here.isend(torch.full((count,), float(tag)), 1, name, tag=tag) for tag in range(4)]
+            for operation in sends:
+                await operation
+        else:
+            for tag in (2, 3, 1, 0):
+                tensor = torch.zeros(count)
+                await here.recv(tensor, 0, name, tag=tag)
+                assert tensor[0] == tensor[-1] == tag
+
+    crew.run(2, part)
+
+
+def test_nothing_is_kept_of_messages_that_nobody_waits_for(crew: Crew) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name = manager.communicator, world.name
+        if world.rank == 0:
+            sends = [here.isend(torch.full((1,), float(tag)), 1, name, tag=tag) for tag in range(3000)]
+            await here.barrier(name)
+            assert not any(operation.done() for operation in sends)
+            await here.barrier(name)
+            for operation in sends:
+                await operation
+        else:
+            await here.barrier(name)
+            await here.barrier(name)
+            for tag in reversed(range(3000)):
+                tensor = torch.zeros(1)
+                await here.recv(tensor, 0, name, tag=tag)
+                assert tensor.item() == tag
+
+    crew.run(2, part)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_everybody_may_send_large_messages_to_everybody_first(crew: Crew, size: int) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name, count = manager.communicator, world.name, 3_000_000
+        peers = [rank for rank in range(size) if rank != world.rank]
+        sends = [
+            here.isend(torch.full((count,), float(10 * world.rank + step)), peer, name)
+            for step in range(3)
+            for peer in peers
+        ]
+        await asyncio.sleep(0.1)
+        for step in range(3):
+            for peer in peers:
+                tensor = torch.zeros(count)
+                await here.recv(tensor, peer, name)
+                assert tensor[0] == tensor[-1] == 10 * peer + step
+        for operation in sends:
+            await operation
+
+    crew.run(size, part)
+
+
+def test_a_sender_that_never_pauses_leaves_the_loop_its_turns(crew: Crew) -> None:
+    async def part(manager: WorldManager, world: World) -> None:
+        here, name, total = manager.communicator, world.name, 2000
+        if world.rank == 1:
+            for operation in [here.irecv(torch.zeros(1), 0, name) for _ in range(total)]:
+                await operation
+            return
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        for _ in range(total):
+            await here.send(torch.zeros(1), 1, name)
+        counting.cancel()
+        assert turns >= total
+
+    crew.run(2, part)
+
+
+# -- event loops -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def test_operations_of_one_world_run_from_several_loops_at_once(spawn: Spawn, manager: WorldManager) -> None:
+    peer = await spawn()
+    await form("w", manager.listen(), manager, peer)
+
+    async def exchange(tags: range) -> list[float]:
+        got = []
+        for tag in tags:
+            await manager.communicator.send(torch.full((50_000,), float(tag)), 1, "w", tag=tag)
+            tensor = torch.zeros(50_000)
+            await manager.communicator.recv(tensor, 1, "w", tag=tag)
+            got += sorted(set(tensor.tolist()))
+        return got
+
+    answers = [peer.start("return_what_comes", world="w", peer=0, count=50_000, tag=tag) for tag in range(60)]
+    with another_loop() as loop:
+        there = asyncio.run_coroutine_threadsafe(exchange(range(30)), loop)
+        here = await exchange(range(30, 60))
+        assert await asyncio.wrap_future(there) == [float(tag) for tag in range(30)]
+    assert here == [float(tag) for tag in range(30, 60)]
+    await asyncio.gather(*answers)
+
+
+async def test_a_world_outlives_the_loop_on_which_it_was_formed(spawn: Spawn, manager: WorldManager) -> None:
+    peer = await spawn()
+    port = manager.listen()
+    with another_loop() as loop:
+        joining = peer.start("join", world="w", rank=1, size=2, port=port)
+        forming = manager.initialize_world("w", 0, 2, port=port)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(forming, loop))
+        await joining
+    for value in (1.0, 2.0):
+        coming = peer.start("recv", world="w", src=0)
+        await manager.communicator.send(torch.full((4,), value), 1, "w")
+        assert await coming == [value]
+
+
+async def test_a_message_arrives_when_its_receivers_loop_stands_still_while_the_sender_leaves(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    sleeper = await spawn()
+    await form("w", manager.listen(), manager, sleeper)
+    coming = sleeper.start("recv", world="w", src=0)
+    await sleeper.do("threads")  # it waits by now
+    sleeping = sleeper.start("block", seconds=3.0)
+    await until(lambda: "stands still" in sleeper.complaints)
+    await manager.communicator.send(torch.full((4,), 5.0), 1, "w")
+    await manager.close_world("w")
+    assert await coming == [5.0]
+    await sleeping
+
+
+# -- half-way ----------------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"),
+    pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen"),
+]
+
+
+@pytest.mark.parametrize(("signum", "cause"), FAULTS)
+@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
+async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_middle_of_a_message(
+    spawn: Spawn,
+    manager: WorldManager,
+    signum: signal.Signals,
+    cause: Cause,
+    sends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(line, "_TURN_BYTES", 1 << 16)  # of 40 MB, so that the middle lasts
+    victim = await spawn()
+    await form("w", manager.listen(), manager, victim)
+    neighbour = await spawn()
+    await form("v", manager.listen(), manager, neighbour)
+    ours = manager.world("w")._traffic._lines[1]
+    if sends:
+        operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
+        victim.start("send", world="w", dst=0, count=BIG)
+        await until(lambda: ours._filled > 0)
+        victim.signal(signum)
+    else:
+        victim.start("recv", world="w", src=0, count=BIG)
+        await victim.do("threads")
+        victim.signal(signal.SIGSTOP)
+        await victim.stopped()
+        operation = manager.communicator.isend(torch.zeros(BIG), 1, "w")
+        await until(lambda: ours._begun)
+        victim.signal(signum)
+    with pytest.raises(BrokenWorldException) as raised:
+        await operation
+    assert (raised.value.cause, raised.value.rank) == (cause, 1)
+    coming = neighbour.start("recv", world="v", src=0)
+    await manager.communicator.send(torch.ones(4), 1, "v")
+    assert await coming == [1.0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the loop has to run for it
+            await asyncio.sleep(0)
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("signum", "cause"), FAULTS)
+@pytest.mark.parametrize("connected", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("victim_rank", [1, 2])
+async def test_a_world_breaks_when_a_member_fails_while_lines_connect(
+    spawn: Spawn, manager: WorldManager, victim_rank: int, connected: bool, signum: signal.Signals, cause: Cause
+) -> None:
+    port = manager.listen()
+    warm = await spawn()
+    await form("warm", port, manager, warm)  # what the first world brings stays
+    await manager.close_world("warm")
+    before = _descriptors()
+    victim, other = await spawn(), await spawn()
+    spawned = _descriptors() - before
+    await victim.do("freeze_while_connecting", connected=connected)
+    ranks: dict[int, Member] = {victim_rank: victim, 3 - victim_rank: other}
+    joining = [member.start("join", world="w", rank=rank, size=3, port=port) for rank, member in ranks.items()]
+    forming = asyncio.create_task(manager.initialize_world("w", 0, 3, port=port))
+    await victim.stopped()
+    victim.signal(signum)
+    for task in (forming, joining[1]):
+        with pytest.raises((BrokenWorldException, JoinError)) as raised:
+            await task
+        if task is forming:
+            assert isinstance(raised.value, BrokenWorldException)
+            assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
+    for world in manager._ended:
+        assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+    await until(lambda: _descriptors() <= before + spawned)
+
+
+async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(spawn: Spawn) -> None:
+    """Rank 1's own port, which is open while rank 2 has not called yet."""
+    victim = await spawn(secret="right", heartbeat_timeout_s=PATIENT_S)
+    await victim.do("freeze_while_connecting", connected=False)
+    first, second = (WorldManager(secret="right", heartbeat_timeout_s=PATIENT_S) for _ in range(2))
+    async with first, second:
+        port = first.listen()
+        victim.start("join", world="w", rank=2, size=3, port=port)
+        forming = [
+            asyncio.create_task(manager.initialize_world("w", rank, 3, port=port))
+            for rank, manager in enumerate((first, second))
+        ]
+        await victim.stopped()
+        address = None
+        async with asyncio.timeout(PATIENCE_S):
+            while address is None or address.fileno() < 0:
+                await asyncio.sleep(0.01)
+                meeting = second.world("w")._meeting
+                value = second.world("w")._store._values.get("multiworld/line/1") if meeting is not None else None
+                if value is not None:
+                    line_port = int(value.split()[0])
+                    address = socket.create_connection(("127.0.0.1", line_port))
+        strangers = [address]  # which says nothing
+        for greeting in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"):
+            strangers.append(socket.create_connection(("127.0.0.1", line_port)))
+            strangers[-1].sendall(greeting)
+        for secret, hello, words in (
+            ("wrong", Hello("w", 2, 3, 1, peer=1), b"wrong secret"),
+            ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
+            ("right", Hello("w", 2, 3, 2, peer=1), b"does not form here"),
+            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 calls rank 1 of 3"),
+            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 calls"),
+            ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
+        ):
+            refusal = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
+            assert words in refusal
+        victim.signal(signal.SIGCONT)
+        worlds = await asyncio.gather(*forming)
+        assert all(world.state is WorldState.READY for world in worlds)
+        coming = victim.start("recv", world="w", src=1)
+        await second.communicator.send(torch.ones(4), 2, "w")
+        assert await coming == [1.0]
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(ConnectionRefusedError):
+                while True:
+                    socket.create_connection(("127.0.0.1", line_port)).close()
+                    await asyncio.sleep(0.01)
+        for stranger in strangers:
+            stranger.close()
+
+
+def _ask_for_a_line(port: int, secret: bytes, hello: Hello) -> bytes:
+    """The reason for which it is refused."""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
+        frames, handshake = FrameReader(), GuestHandshake(secret, hello)
+        (challenge,) = frames.feed(sock.recv(1 << 12))
+        sock.sendall(handshake.hello(challenge).encode())
+        (refusal,) = frames.feed(sock.recv(1 << 12))
+        return refusal.fields[0]

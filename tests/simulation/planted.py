@@ -1,0 +1,56 @@
+"""Schedulers with a bug, to see that the simulation finds it."""
+
+from __future__ import annotations
+
+from server.scheduler import Action, Answer, Event, LinkBroken, RequestCancelled, Scheduler
+
+
+class LosesBatches(Scheduler):
+    """Forgets what was in flight when a link breaks."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, LinkBroken) and (link := self._fleet.links.get(event.link)):
+            for copy in link.copies.values():
+                self._hedging.forget(copy)
+            link.copies.clear()
+        return super().handle(event, now_s)
+
+
+class AnswersTwice(Scheduler):
+    """Answers a request again when it was rerouted on its way."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        actions = super().handle(event, now_s)
+        return [each for action in actions for each in _twice_if_rerouted(action)]
+
+
+class ComputesForNobody(Scheduler):
+    """Does not hear of clients that go away."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        return super().handle(RequestCancelled(0) if isinstance(event, RequestCancelled) else event, now_s)
+
+
+class MissesDeadlines(Scheduler):
+    """Answers in its own time."""
+
+    def _expire_deadlines(self) -> None:
+        self._backlog.deadlines.pop_until(self._turn.now_s)
+
+
+class LosesBatchesOfDoubleFaults(Scheduler):
+    """Forgets what was in flight when a second link of a stage breaks within a second of the first."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, LinkBroken) and (link := self._fleet.links.get(event.link)):
+            broke_s = vars(self).setdefault("broke_s", {})
+            if now_s - broke_s.get(link.pool.stage, -1e9) < 1.0:
+                for copy in link.copies.values():
+                    self._hedging.forget(copy)
+                link.copies.clear()
+            broke_s[link.pool.stage] = now_s
+        return super().handle(event, now_s)
+
+
+def _twice_if_rerouted(action: Action) -> list[Action]:
+    return [action, action] if isinstance(action, Answer) and action.attempts > 1 else [action]

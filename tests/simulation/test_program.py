@@ -1,0 +1,51 @@
+"""`python -m simulation`: what it finds is printed with the command that finds it again."""
+
+from __future__ import annotations
+
+import shlex
+from functools import partial
+
+import pytest
+
+import simulation.__main__ as program
+from simulation import soak
+from simulation.verdict import Case
+from tests.simulation.planted import LosesBatches
+
+_SOAK = ["soak", "--hours", "0.0003", "--events", "2000", "--processes", "1", "--first-seed", "5"]
+
+
+def test_soak_is_quiet_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(_SOAK) == 0
+    assert "from seed 5 on" in capsys.readouterr().out
+
+
+def test_soak_prints_what_replays_and_shrinks_it_when_a_promise_breaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (soak, program):
+        monkeypatch.setattr(module, "Case", partial(Case, scheduler=LosesBatches))
+    assert program.main([*_SOAK, "--scenario", "kills-in-turn"]) == 1
+    printed = capsys.readouterr().out
+    commands = [line.partition(": ")[2] for line in printed.splitlines() if ": python -m simulation" in line]
+    replay, shrink = (shlex.split(command)[3:] for command in commands)
+
+    assert program.main([*replay, "--trace"]) == 1
+    replayed = capsys.readouterr().out
+    assert replayed.splitlines()[0] in printed
+    assert "LinkBroken" in replayed
+
+    assert program.main(shrink) == 1
+    assert "kill strikes" in capsys.readouterr().out
+
+
+def test_soak_uses_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([*_SOAK[:-4], "--processes", "2", "--scenario", "calm"]) == 0
+    assert "0 failed" in capsys.readouterr().out
+
+
+def test_replay_says_so_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["replay", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0
+    assert "no promise was broken" in capsys.readouterr().out
+    assert program.main(["shrink", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0
+    assert "nothing to shrink" in capsys.readouterr().out

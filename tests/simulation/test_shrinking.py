@@ -1,0 +1,75 @@
+"""A planted bug is found, comes again from the printed seed, and is shrunk to what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from server.scheduler import Scheduler, SchedulerConfig
+from simulation.injections import Arrival, Start, Strike
+from simulation.report import describe
+from simulation.scenarios import SCENARIOS
+from simulation.shrinking import Shrinker
+from simulation.verdict import Case, Failure
+from tests.simulation import planted
+
+_EVENTS = 6_000
+
+
+@dataclass(frozen=True)
+class Bug:
+    scheduler: type[Scheduler]
+    scenario: str
+    injections: int
+    """At most so many are left."""
+    strikes: int
+    """Exactly so many misfortunes are among them."""
+
+
+BUGS = (
+    Bug(planted.LosesBatches, "everything", 5, 1),
+    Bug(planted.AnswersTwice, "kills-in-turn", 6, 1),
+    Bug(planted.ComputesForNobody, "everything", 3, 0),
+    Bug(planted.MissesDeadlines, "overload-with-short-deadlines", 4, 0),
+    Bug(planted.LosesBatchesOfDoubleFaults, "everything", 8, 2),
+)
+
+
+def _found(bug: Bug) -> tuple[Case, Failure]:
+    scenario = next(scenario for scenario in SCENARIOS if scenario.name == bug.scenario)
+    for seed in range(1, 10):
+        case = Case(scenario, seed, bug.scheduler)
+        if (failure := case.run(_EVENTS)) is not None:
+            return case, failure
+    raise AssertionError("not found")
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.scheduler.__name__)
+def test_planted_bug_is_found_replayed_and_shrunk(bug: Bug) -> None:
+    case, failure = _found(bug)
+    again = case.run(_EVENTS)
+    assert again is not None
+    assert (str(again), again.recording) == (str(failure), failure.recording), "the seed did not replay it"
+
+    shrunk = Shrinker(case, failure).shrink()
+    left = shrunk.recording.injections
+    print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{describe(shrunk)}")
+    assert len(left) <= bug.injections
+    assert sum(isinstance(each, Strike) for each in left) == bug.strikes
+
+
+class GivesUpEarly(Scheduler):
+    """Its grace is shorter than the scenario counts on: it keeps every rule, and requests are lost."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(replace(config, recovery_grace_s=0.5))
+
+
+def test_lost_request_is_found_and_shrunk_though_every_rule_was_kept() -> None:
+    case, failure = _found(Bug(GivesUpEarly, "stage-lost-for-less-than-the-grace", 0, 0))
+    assert failure.of_outcome
+    shrunk = Shrinker(case, failure, max_runs=60).shrink()
+    kinds = [type(each) for each in shrunk.recording.injections]
+    assert "no_replica" in str(shrunk)
+    assert (kinds.count(Start), kinds.count(Strike), kinds.count(Arrival)) == (6, 1, 1)
