@@ -1,11 +1,15 @@
 """`multiworld status`: how a running service stands."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cli.service import DEFAULT_URL, AsJson, ServiceError, TimeoutS, Url, ask, service
+from config import UserError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 EPILOG = """
@@ -13,34 +17,56 @@ EPILOG = """
 
 multiworld status
 
+multiworld status --watch
+
 multiworld status --json --url http://10.0.0.1:8000
 """
 
 STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
 
 
-def status(url: Url = DEFAULT_URL, as_json: AsJson = False, timeout_s: TimeoutS = 10.0) -> int:
+Watch = Annotated[bool, typer.Option("--watch", help="Stay, and show each change as it happens, until Ctrl-C.")]
+
+
+def status(url: Url = DEFAULT_URL, as_json: AsJson = False, watch: Watch = False, timeout_s: TimeoutS = 10.0) -> int:
     """Show the stages of a running service, their replicas, and how each failed last."""
+    if watch:
+        return _watch(url, timeout_s, as_json=as_json)
     with service(url, timeout_s) as client:
         response = ask(client, "GET", "/status", headers={"Accept": "application/json"})
     if as_json:
         print(response.text)
         return 0
+    from cli.console import console
+
     try:
-        _show(response.json())
+        picture = drawn(response.json())
     except (ValueError, KeyError, TypeError) as error:
         raise ServiceError(f"{url} answers, but not as a multiworld service of this version does") from error
+    console().print(picture)
     return 0
 
 
-def _show(snapshot: dict[str, Any]) -> None:
-    from cli.console import console
+def _watch(url: str, timeout_s: float, *, as_json: bool) -> int:
+    if as_json:
+        raise UserError("--watch and --json cannot go together: programs read GET /events")
+    from cli.watch import watch
 
-    out = console()
-    out.print(_headline(snapshot), markup=False)
-    out.print(_table(snapshot["stages"]))
+    try:
+        return watch(url, timeout_s)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"{url} answers, but not as a multiworld service of this version does") from error
+
+
+def drawn(snapshot: dict[str, Any]) -> "RenderableType":
+    """What GET /status says, for rich. Raises KeyError or TypeError when it is something else."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(_headline(snapshot)), _table(snapshot["stages"])]
     if spares := snapshot["spares"]:
-        out.print("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares), markup=False)
+        parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
+    return Group(*parts)
 
 
 def _headline(snapshot: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from config import UserError, raise_descriptor_limit
 from models import LoadedModel, load_model
 from server.admin_routes import AdminRoutes
+from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
 from server.leader import Leader
 from server.metrics import Metrics
@@ -94,8 +95,14 @@ async def _serve(
         {"version": version("multiworld-serving"), "torch": torch.__version__, "python": platform.python_version()}
     )
     progress = _Progress(settings, sockets)
-    leader = Leader(model, plan, settings, metrics, on_change=progress.show)
-    app = create_app(leader, _served(model), _limits(settings), metrics)
+    feed = EventsFeed(metrics)
+
+    def changed(snapshot: PipelineSnapshot) -> None:
+        progress.show(snapshot)
+        feed.observe(snapshot)
+
+    leader = Leader(model, plan, settings, metrics, on_change=changed)
+    app = create_app(leader, _served(model), _limits(settings), metrics, feed)
     try:
         await leader.__aenter__()
     except OSError as error:
@@ -258,7 +265,7 @@ class _Progress:
             logger.info("workers: %s", stages)
         if snapshot.ready:
             self._ready = True
-            logger.info("ready after %.1f s; try:", time.monotonic() - self._started_s)
+            logger.info("ready after %.1f s, to be seen at %s; try:", time.monotonic() - self._started_s, self._http)
             print(f"\n    curl -s -F image=@photo.jpg {self._http}/predict\n", flush=True)  # noqa: T201
 
 

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 from server.admin_routes import AdminRoutes
 from server.body import BodyReader
 from server.decode_pool import DecodePool
-from server.http_errors import install_error_handlers
+from server.events_feed import EventsFeed
+from server.http_errors import STATUS_OF_REASON, install_error_handlers
 from server.metrics import Metrics
 from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
@@ -43,9 +44,17 @@ class FrontendLimits:
     """How many classes are answered when the request does not say."""
 
 
-def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits, metrics: Metrics) -> FastAPI:
-    """The application. Starts nothing by itself; its lifespan ends the decoding threads.
+def create_app(
+    predictor: Predictor,
+    model: ServedModel,
+    limits: FrontendLimits,
+    metrics: Metrics,
+    feed: EventsFeed | None = None,
+) -> FastAPI:
+    """The application. Starts nothing by itself; its lifespan runs the feed, and ends the decoding threads.
 
+    Args:
+        feed: shown each change of a replica's state by the leader; without one, events are as late as a second.
     Raises:
         ValueError: the model's sizes cannot be, or it has no classes.
     """
@@ -53,11 +62,12 @@ def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits,
         raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
     if not model.labels:
         raise ValueError("the model must have a label for each of its classes, and has none")
+    feed = feed or EventsFeed(metrics)
     decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with decoders:
+        async with decoders, feed.running(predictor.snapshot):
             yield
 
     app = FastAPI(
@@ -66,6 +76,7 @@ def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits,
         version=importlib.metadata.version("multiworld-serving"),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's page loads its scripts from a CDN; /openapi.json has the same for tools
         redoc_url=None,
     )
     predict = PredictRoute(
@@ -78,7 +89,8 @@ def create_app(predictor: Predictor, model: ServedModel, limits: FrontendLimits,
         top_k=limits.top_k,
     )
     app.include_router(predict.router())
-    app.include_router(OperationsRoutes(predictor, model, metrics).router())
+    app.include_router(OperationsRoutes(predictor, model, metrics, feed).router())
+    metrics.outcomes(model.name, model.version, ("predict",), {"ok": 200, **STATUS_OF_REASON})
     app.add_middleware(RequestTracker, model=model, metrics=metrics)
     install_error_handlers(app)
     return app

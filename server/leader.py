@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models import LoadedModel
 from multiworld import Cause, WorldManager
-from server.errors import DrainingError, RequestRefused
+from server.errors import DeadlineError, DrainingError, RequestRefused
 from server.link import Link
 from server.metrics import HEDGE_OUTCOMES, Metrics
 from server.payloads import Payloads
@@ -54,6 +54,8 @@ from wire import Message
 
 logger = logging.getLogger(__name__)
 
+_LOST_AFTER_S = 0.5
+"""A request that has heard nothing so long after its deadline would wait for ever. The scheduler lets that happen to none."""
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -98,6 +100,7 @@ class Leader:
         self._plan = plan
         self._settings = settings
         self._metrics = metrics
+        metrics.queue_limit(settings.queue_limit)
         self._on_change = on_change
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -170,7 +173,12 @@ class Leader:
         self._payloads.images[request] = image
         self._feed(RequestArrived(request, deadline_s))
         try:
-            return await future
+            await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
+            if future.done():
+                return future.result()
+            self._metrics.request_lost()
+            logger.error("request_id=%s was lost: neither answer nor error by its deadline", request_id)
+            raise DeadlineError("no answer by the deadline, which is a bug; please report it")
         finally:
             if self._waiting.pop(request, None) is not None:  # nobody has answered: the caller went away
                 self._payloads.images.pop(request, None)
@@ -235,11 +243,19 @@ class Leader:
         now_s = time.monotonic()
         flight = self._flights.pop((message.batch, link.id), None)
         if flight is None:
-            logger.warning("world=%s answered batch %d, which it was not sent", link.id, message.batch)
+            logger.warning(
+                "world=%s epoch=%d batch=%d answered what it was not sent", link.world_name, link.epoch, message.batch
+            )
             return
         compute_s = message.compute_ns / 1e9
         transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
-        self._metrics.batch_answered(flight.stage, link.slot.index, compute_s=compute_s, transfer_s=transfer_s)
+        self._metrics.batch_answered(
+            flight.stage,
+            link.slot.index,
+            compute_s=compute_s,
+            transfer_s=transfer_s,
+            payload_bytes=0 if message.payload is None else message.payload.nbytes,
+        )
         times = self._payloads.times.get(message.batch)
         if times is not None:
             times.compute_s += compute_s
@@ -247,8 +263,9 @@ class Leader:
         self._feed(BatchDone(message.batch, link.id), message.payload)
 
     def on_failed(self, link: Link, batch: int, error: str) -> None:
-        logger.warning("world=%s batch=%d failed: %s", link.id, batch, error)
-        self._flights.pop((batch, link.id), None)
+        logger.warning("world=%s epoch=%d batch=%d failed: %s", link.world_name, link.epoch, batch, error)
+        if self._flights.pop((batch, link.id), None) is not None:
+            self._metrics.batch_failed(link.stage, link.slot.index)
         self._feed(BatchFailed(batch, link.id, error))
 
     # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
@@ -327,16 +344,17 @@ class Leader:
             payload = self._payloads.input(action.batch)
         if action.kind == "reroute":
             self._metrics.rerouted(action.stage, action.waited_s)
+            world, _, epoch = action.link.partition("#")
             logger.info(
-                "batch=%d stage=%d rerouted to world=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, action.link, action.attempt, action.waited_s),
+                "batch=%d stage=%d rerouted to world=%s epoch=%s attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, world, epoch, action.attempt, action.waited_s),
             )
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)
         self._flights[action.batch, action.link] = _Flight(time.monotonic(), action.stage)
-        if link := self._recruiter.link(
-            action.link
-        ):  # else it has just ended, and the scheduler is about to learn of it
+        # Else it has just ended, and the scheduler is about to learn of it.
+        if (link := self._recruiter.link(action.link)) and link.state != "broken":
+            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
             link.send(action.batch, payload)
 
     def _answer(self, action: Answer) -> None:
@@ -367,7 +385,7 @@ class Leader:
         waiting = self._waiting.pop(action.request, None)
         if waiting is None or waiting.future.done():
             return
-        logger.debug("request=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
+        logger.debug("request_id=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
         waiting.future.set_exception(
             RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
         )

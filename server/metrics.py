@@ -7,22 +7,21 @@ label is a slot and every `world` label is a name without its epoch, so ten thou
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
-    Gauge,
     GCCollector,
-    Histogram,
-    Info,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
 
+from server.metric_families import Counter, Families, Gauge, Histogram, Info
 from server.predictor import ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
@@ -31,7 +30,11 @@ HedgeOutcome = Literal["won", "lost", "wasted"]
 """The second copy answered first, the first copy did, or the second one failed or was not wanted any more."""
 
 HEDGE_OUTCOMES: tuple[HedgeOutcome, ...] = get_args(HedgeOutcome)
-_CAUSES = ("exit", "hang", "transport", "error", "left", "timeout", "aborted")
+Direction = Literal["sent", "received"]
+"""Of bytes on a link, as the leader sees them."""
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+CAUSES = ("exit", "hang", "transport", "error", "left", "timeout", "aborted")
+"""Of a world's failure; a cause that is not among them is counted all the same."""
 _REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
 
 # Edges in seconds. Each set is dense where its usual values lie and reaches past the timeout that ends the wait.
@@ -44,24 +47,49 @@ _RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importi
 _BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
+_MOST_LATEST = 10_000
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Requests by outcome, and batches rerouted by stage."""
+
+    answered: int
+    refused: int
+    """4xx: a client's fault, or too much load."""
+    failed: int
+    reroutes: dict[int, int]
+
+
+FamilyT = TypeVar("FamilyT", Counter, Gauge, Histogram, Info)
+
+
 class Metrics:
-    """All series of one leader, in a registry of their own. Thread-safe; calls cost a few microseconds.
+    """All series of one leader. Thread-safe; calls cost about a microsecond.
 
     Args:
         build: labels of `multiworld_build_info`, such as {"version": "0.1.0", "torch": "2.15.0"}.
+
+    Attributes:
+        registry: the same for whatever knows prometheus_client. Slow: a scrape asks `exposition`.
     """
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         # Nothing reads the `_created` series, and they swell every scrape. The library has one switch, for the process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._families = Families()
+        self._latest: deque[float] = deque(maxlen=_MOST_LATEST)
+        self._process = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._process)
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
+        self.registry.register(self._families)
         self._define_requests()
         self._define_stages()
         self._define_failures()
-        Info("multiworld_build", "What this leader was built from.", registry=self.registry).info(build or {})
+        build = build or {}
+        info = self._add(Info("multiworld_build_info", "What this leader was built from.", tuple(build)))
+        info.labels(*build.values()).set(1)
 
     def _define_requests(self) -> None:
         self._requests = self._counter(
@@ -73,16 +101,21 @@ class Metrics:
             _REQUEST_S,
             ("protocol", "code"),
         )
-        self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.")
-        self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.")
+        self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.").labels()
+        self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
+        self._queue_limit = self._gauge("queue_limit", "Images waiting at which requests are refused.").labels()
         self._queue_duration = self._histogram(
             "queue_duration_seconds", "Time an image waited in the leader before its batch was sent.", _QUEUE_S
-        )
-        self._batch_size = self._histogram("batch_size", "Images in a batch when it was formed.", _BATCH_REQUESTS)
-        self._lost = self._counter("requests_lost", "Requests that got neither answer nor error in time: a bug.")
+        ).labels()
+        self._batch_size = self._histogram(
+            "batch_size", "Images in a batch when it was formed.", _BATCH_REQUESTS
+        ).labels()
+        self._lost = self._counter(
+            "requests_lost", "Requests that got neither answer nor error in time: a bug."
+        ).labels()
         self._duplicates = self._counter(
             "duplicate_answers", "Answers dropped because the request had one: late or hedged batches."
-        )
+        ).labels()
 
     def _define_stages(self) -> None:
         self._stage_duration = self._histogram(
@@ -91,12 +124,20 @@ class Metrics:
             _STAGE_S,
             ("stage", "replica", "phase"),
         )
+        self._link_bytes = self._counter(
+            "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
+        )
+        self._replica_in_flight = self._gauge(
+            "replica_in_flight", "Batches sent to a replica and not answered.", ("stage", "replica")
+        )
         self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
         self._redundancy = self._gauge(
             "redundancy", "Fewest ready replicas of any stage, minus one; -1 means that it does not serve."
-        )
-        self._spares = self._gauge("spares", "Workers that hold all stages ready and serve none.")
-        self._kept_away = self._gauge("workers_kept_away", "Workers that fail again and again and may not join now.")
+        ).labels()
+        self._spares = self._gauge("spares", "Workers that hold all stages ready and serve none.").labels()
+        self._kept_away = self._gauge(
+            "workers_kept_away", "Workers that fail again and again and may not join now."
+        ).labels()
         self._world_up = self._gauge("world_up", "1 while the link's world is ready.", ("world", "stage", "replica"))
 
     def _define_failures(self) -> None:
@@ -108,18 +149,33 @@ class Metrics:
         )
         self._reroute_duration = self._histogram(
             "reroute_seconds", "From a break to its batch being sent to another replica.", _REROUTE_S
-        )
+        ).labels()
         self._recovery = self._histogram(
             "recovery_seconds", "From a break until the slot served again.", _RECOVERY_S, ("cause",)
         )
         self._reroutes = self._counter("reroutes", "Batches moved to another replica after a break.", ("stage",))
         self._retries = self._counter("retries", "Batches sent again, for whatever reason.", ("stage",))
         self._hedges = self._counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        # A series that is born with its first event has no increase for Prometheus to see: these are there before.
         for outcome in HEDGE_OUTCOMES:
             self._hedges.labels(outcome)
+        for cause in CAUSES:
+            self._detection.labels(cause)
+            self._recovery.labels(cause)
         self._restarts = self._counter("worker_restarts", "Workers started again by the supervisor.", ("slot",))
 
     # Requests
+
+    def outcomes(self, model: str, version: str, protocols: Sequence[Protocol], codes: Mapping[str, int]) -> None:
+        """These may come: show them as 0 before they do, so that the first one is an increase.
+
+        Args:
+            codes: HTTP status by reason, that of success included.
+        """
+        for protocol in protocols:
+            for reason, code in codes.items():
+                self._requests.labels(model, version, protocol, code, reason)
+            self._request_duration.labels(protocol, 200)
 
     def request_started(self) -> None:
         """An inference request has come in."""
@@ -131,11 +187,17 @@ class Metrics:
         """It has ended, whatever way; `reason` is "ok" or the refusal's."""
         self._requests_in_flight.dec()
         self._requests.labels(model, version, protocol, code, reason).inc()
+        if code == 200:
+            self._latest.append(duration_s)
         self._request_duration.labels(protocol, code).observe(duration_s)
 
     def queue_depth(self, images: int) -> None:
         """So many images are accepted and not in flight."""
         self._queue_depth.set(images)
+
+    def queue_limit(self, images: int) -> None:
+        """With so many waiting, requests are refused."""
+        self._queue_limit.set(images)
 
     def queued(self, seconds: float) -> None:
         """An image waited this long before its batch was sent."""
@@ -155,26 +217,44 @@ class Metrics:
 
     # Stages and worlds
 
-    def batch_answered(self, stage: int, replica: int, *, compute_s: float, transfer_s: float) -> None:
-        """A replica answered a batch: seconds it computed, and seconds on the link both ways."""
+    def batch_sent(self, stage: int, replica: int, payload_bytes: int) -> None:
+        """A batch of so many bytes went to a replica."""
+        self._replica_in_flight.labels(stage, replica).inc()
+        self._link_bytes.labels(stage, replica, "sent").inc(payload_bytes)
+
+    def batch_answered(
+        self, stage: int, replica: int, *, compute_s: float, transfer_s: float, payload_bytes: int
+    ) -> None:
+        """A replica answered a batch with so many bytes: seconds it computed, and seconds on the link both ways."""
+        self._replica_in_flight.labels(stage, replica).dec()
+        self._link_bytes.labels(stage, replica, "received").inc(payload_bytes)
         self._stage_duration.labels(stage, replica, "compute").observe(compute_s)
         self._stage_duration.labels(stage, replica, "transfer").observe(transfer_s)
+
+    def batch_failed(self, stage: int, replica: int) -> None:
+        """A replica raised on a batch."""
+        self._replica_in_flight.labels(stage, replica).dec()
 
     def world_ready(self, world: str, stage: int, replica: int) -> None:
         """A link serves. `world` is the name without the epoch."""
         self._world_up.labels(world, stage, replica).set(1)
-        for cause in _CAUSES:  # a series that is born with its first failure has no increase for Prometheus to see
+        self._replica_in_flight.labels(stage, replica).set(0)
+        for direction in _DIRECTIONS:
+            self._link_bytes.labels(stage, replica, direction)
+        for cause in CAUSES:
             self._world_failures.labels(stage, replica, cause)
 
     def world_closed(self, world: str, stage: int, replica: int) -> None:
         """A link ended on purpose."""
         self._world_up.labels(world, stage, replica).set(0)
+        self._replica_in_flight.labels(stage, replica).set(0)
 
     def world_broken(
         self, world: str, stage: int, replica: int, *, cause: str, detected_after_s: float | None = None
     ) -> None:
         """A link failed; `detected_after_s` runs from the last sign of life, None when that is not known."""
         self._world_up.labels(world, stage, replica).set(0)
+        self._replica_in_flight.labels(stage, replica).set(0)
         self._world_failures.labels(stage, replica, cause).inc()
         if detected_after_s is not None:
             self._detection.labels(cause).observe(detected_after_s)
@@ -217,18 +297,37 @@ class Metrics:
         """The supervisor started a worker again; `slot` is its place, such as "stage0-1", not its process."""
         self._restarts.labels(slot).inc()
 
+    # For the status page
+
+    def totals(self) -> Totals:
+        """What was counted since the start."""
+        codes: Tally[str] = Tally()
+        for (_, _, _, code, _), series in self._requests.items():
+            codes[code[0]] += int(series.value)
+        reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
+        return Totals(codes["2"], codes["4"], codes["5"], reroutes)
+
+    def take_latest(self) -> list[float]:
+        """How many seconds each answer took since this was asked last. For one caller; of a long time, the latest."""
+        return [self._latest.popleft() for _ in range(len(self._latest))]
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text for a scrape and its content type, as the scraper's `Accept` header wants them."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        ours = self._families.text(openmetrics=content_type.startswith("application/openmetrics-text"))
+        return ours.encode() + encode(self._process), content_type
 
     def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(f"multiworld_{name}_total", documentation, labels, registry=self.registry)
+        return self._add(Counter(f"multiworld_{name}_total", documentation, labels))
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(f"multiworld_{name}", documentation, labels, registry=self.registry)
+        return self._add(Gauge(f"multiworld_{name}", documentation, labels))
 
     def _histogram(
         self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
-        return Histogram(f"multiworld_{name}", documentation, labels, buckets=buckets, registry=self.registry)
+        return self._add(Histogram(f"multiworld_{name}", documentation, buckets, labels))
+
+    def _add(self, family: FamilyT) -> FamilyT:
+        self._families.all.append(family)
+        return family

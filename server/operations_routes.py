@@ -1,8 +1,9 @@
-"""What probes, scrapers and operators ask: alive, ready, metrics, status."""
+"""What probes, scrapers, operators and browsers ask: alive, ready, metrics, status, and the page that shows it live."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,10 +12,13 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from server.errors import DrainingError, NotReadyError, RequestRefused
+from server.event_stream import EventStream
+from server.events_feed import EventsFeed
 from server.http_errors import ErrorBody, error_documentation, refusal_response
 from server.metrics import Metrics
 from server.predictor import PipelineSnapshot, Predictor, ServedModel
 from server.request_record import RequestRecord
+from server.status_files import file_response, page_response
 
 
 class Alive(BaseModel):
@@ -45,11 +49,15 @@ class OperationsRoutes:
     predictor: Predictor
     model: ServedModel
     metrics: Metrics
+    feed: EventsFeed
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
         router = APIRouter(tags=["operations"])
         router.add_api_route("/", self.index, response_model=dict[str, Any])
+        router.add_api_route("/events", self.events, response_class=Response, responses=_EVENTS_DOCUMENTATION)
+        for name in ("page.css", "page.js"):
+            router.add_api_route(f"/status-page/{name}", partial(_file, name), include_in_schema=False)
         router.add_api_route("/healthz", self.healthz, response_model=Alive)
         ready_errors = error_documentation((503,))
         ready_errors[503]["model"] = NotReady
@@ -58,22 +66,32 @@ class OperationsRoutes:
         router.add_api_route("/metrics", self.scrape, response_class=Response, responses=_METRICS_DOCUMENTATION)
         return router
 
-    async def index(self) -> dict[str, Any]:
-        """What there is."""
-        return {
+    async def index(self, request: Request) -> Any:
+        """What there is; for browsers, the status page."""
+        if "text/html" in request.headers.get("accept", ""):
+            return page_response()
+        endpoints = {
+            "GET /": "this list; for browsers, the status page",
+            "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
+            "GET /healthz": "alive?",
+            "GET /readyz": "ready for requests?",
+            "GET /status": "stages and replicas as they are now",
+            "GET /events": "the same and what happens, live, as server-sent events",
+            "GET /metrics": "for Prometheus",
+            "GET /openapi.json": "the API, for tools",
+        }
+        content = {
             "service": "multiworld-serving",
             "model": self.model.name,
             "version": self.model.version,
-            "endpoints": {
-                "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
-                "GET /healthz": "alive?",
-                "GET /readyz": "ready for requests?",
-                "GET /status": "stages and replicas as they are now",
-                "GET /metrics": "for Prometheus",
-                "GET /docs": "the API, to try out",
-                "GET /openapi.json": "the API, for tools",
-            },
+            "endpoints": endpoints,
         }
+        return JSONResponse(content, headers={"Vary": "Accept"})
+
+    async def events(self, request: Request) -> Response:
+        """How the pipeline stands (`status`) and serves (`points`), each second, and what happens (`event`), at once."""
+        last_id = request.headers.get("last-event-id", "")
+        return EventStream(self.feed, self.predictor, int(last_id) if last_id.isdecimal() and len(last_id) < 19 else 0)
 
     async def healthz(self) -> Alive:
         """Whether the process answers. It says nothing about workers: a restart of the leader would not heal those."""
@@ -97,6 +115,10 @@ class OperationsRoutes:
         return metrics_response(self.metrics, request)  # not async: a scrape of many workers takes milliseconds
 
 
+async def _file(name: str) -> Response:
+    return file_response(name)
+
+
 def metrics_response(metrics: Metrics, request: Request) -> Response:
     """The answer to a scrape."""
     text, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -116,4 +138,8 @@ def _why_not_ready(snapshot: PipelineSnapshot) -> RequestRefused:
 
 _METRICS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
     200: {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+_EVENTS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events.", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    **error_documentation((429,)),
 }

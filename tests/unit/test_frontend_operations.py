@@ -84,7 +84,7 @@ async def test_index_names_endpoints_that_exist() -> None:
         endpoints = (await frontend.client.get("/")).json()["endpoints"]
         for endpoint in endpoints:
             method, path = endpoint.split()
-            if method == "GET":
+            if method == "GET" and path != "/events":  # that one goes on until its reader goes
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 
@@ -113,7 +113,8 @@ async def test_only_inference_is_counted_as_requests() -> None:
             await frontend.client.get(path)
         await frontend.client.get("/predict")
         text = (await frontend.client.get("/metrics")).text
-    counted = [line for line in text.splitlines() if line.startswith("multiworld_requests_total{")]
+    requests = [line for line in text.splitlines() if line.startswith("multiworld_requests_total{")]
+    counted = [line for line in requests if not line.endswith(" 0")]
     assert len(counted) == 1
     assert 'code="405"' in counted[0]
 

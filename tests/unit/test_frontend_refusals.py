@@ -174,9 +174,11 @@ async def test_the_request_is_counted_when_its_task_is_cancelled() -> None:
 
 async def test_no_task_is_left_behind_when_requests_have_ended() -> None:
     async with running_frontend() as frontend:
+        before = asyncio.all_tasks()
         await asyncio.gather(*(frontend.assert_serves() for _ in range(20)))
         await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_decoding_is_refused_when_too_many_wait_for_a_thread() -> None:

@@ -13,9 +13,14 @@ NAMES = {
     "multiworld_request_duration_seconds": ("histogram", {"protocol", "code"}),
     "multiworld_requests_in_flight": ("gauge", set()),
     "multiworld_queue_depth": ("gauge", set()),
+    "multiworld_queue_limit": ("gauge", set()),
     "multiworld_queue_duration_seconds": ("histogram", set()),
     "multiworld_batch_size": ("histogram", set()),
     "multiworld_stage_duration_seconds": ("histogram", {"stage", "replica", "phase"}),
+    "multiworld_link_bytes_total": ("counter", {"stage", "replica", "direction"}),
+    "multiworld_replica_in_flight": ("gauge", {"stage", "replica"}),
+    "multiworld_spares": ("gauge", set()),
+    "multiworld_workers_kept_away": ("gauge", set()),
     "multiworld_world_up": ("gauge", {"world", "stage", "replica"}),
     "multiworld_world_failures_total": ("counter", {"stage", "replica", "cause"}),
     "multiworld_failure_detection_seconds": ("histogram", {"cause"}),
@@ -28,8 +33,6 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
-    "multiworld_spares": ("gauge", set()),
-    "multiworld_workers_kept_away": ("gauge", set()),
     "multiworld_worker_restarts_total": ("counter", {"slot"}),
     "multiworld_build_info": ("gauge", {"version"}),
 }
@@ -50,7 +53,10 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.queue_depth(3)
     metrics.queued(0.001)
     metrics.batch_formed(8)
-    metrics.batch_answered(0, 1, compute_s=0.01, transfer_s=0.002)
+    metrics.batch_sent(0, 1, 3 * 224 * 224)
+    metrics.batch_answered(0, 1, compute_s=0.01, transfer_s=0.002, payload_bytes=4000)
+    metrics.batch_sent(0, 1, 100)
+    metrics.batch_failed(0, 1)
     metrics.world_ready("stage0-1", 0, 1)
     metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
     metrics.world_recovered(cause="exit", seconds=1.4)
@@ -123,6 +129,29 @@ def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics
     value = metrics.registry.get_sample_value
     assert value("multiworld_stage_replicas", {"stage": "0", "state": "joining"}) == 0
     assert value("multiworld_stage_replicas", {"stage": "0", "state": "ready"}) == 2
+
+
+def test_bytes_and_batches_in_flight_are_counted_for_each_link(metrics: Metrics) -> None:
+    value, link = metrics.registry.get_sample_value, {"stage": "0", "replica": "1"}
+    metrics.world_ready("s0.r1", 0, 1)
+    for _ in range(3):
+        metrics.batch_sent(0, 1, 100)
+    metrics.batch_answered(0, 1, compute_s=0.01, transfer_s=0.002, payload_bytes=7)
+    metrics.batch_failed(0, 1)
+    assert value("multiworld_link_bytes_total", link | {"direction": "sent"}) == 300
+    assert value("multiworld_link_bytes_total", link | {"direction": "received"}) == 7
+    assert value("multiworld_replica_in_flight", link) == 1
+    metrics.world_broken("s0.r1", 0, 1, cause="exit")
+    assert value("multiworld_replica_in_flight", link) == 0
+
+
+def test_outcomes_are_zero_before_the_first_request(metrics: Metrics) -> None:
+    metrics.outcomes("m", "v", ("predict",), {"ok": 200, "deadline": 504})
+    labels = {"model": "m", "version": "v", "protocol": "predict", "code": "504", "reason": "deadline"}
+    assert metrics.registry.get_sample_value("multiworld_requests_total", labels) == 0
+    metrics.request_started()
+    metrics.request_finished(model="m", version="v", protocol="predict", code=504, reason="deadline", duration_s=30)
+    assert metrics.registry.get_sample_value("multiworld_requests_total", labels) == 1
 
 
 def test_two_leaders_in_one_process_do_not_share_series() -> None:

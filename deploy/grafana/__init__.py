@@ -1,0 +1,1 @@
+"""Grafana's dashboards as code, and what provisions them."""

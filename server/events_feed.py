@@ -1,0 +1,234 @@
+"""What the status page is told, live: how the pipeline stands, each second, and what happened, at once.
+
+Nobody has to report anything for it: what happened is the difference between two snapshots, and the leader shows one after
+each change of a replica's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from server.errors import OverloadedError
+from server.metrics import Metrics, Totals
+from server.predictor import PipelineSnapshot, ReplicaSnapshot
+
+Happening = Literal["joining", "serves", "rejoined", "takes_over", "draining", "broken", "left", "rerouted"]
+
+_TICK_S = 1.0
+_MOST_POINTS = 300
+_MOST_EVENTS = 100
+_MOST_SUBSCRIBERS = 32
+_MOST_WAITING = 64
+"""Messages that wait for one reader: a minute's worth."""
+_KEEP_ALIVE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the feed.
+
+    Attributes:
+        id: rises by one; a reader that comes back names the last one that it has.
+        detail: the cause and what was seen of it, or how many batches.
+    """
+
+    id: int
+    at_unix_s: float
+    what: Happening
+    stage: int
+    replica: int | None = None
+    worker: str | None = None
+    epoch: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One second of service. Rates are a second's, latencies in milliseconds; None when nothing was answered."""
+
+    at_unix_s: float
+    answered: float
+    refused: float
+    failed: float
+    p50_ms: float | None
+    p99_ms: float | None
+
+
+class Subscription:
+    """What one reader has yet to get. It ends when the reader is too slow, or the service stops."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._over = False
+
+    def put(self, message: bytes) -> None:
+        """Add a message. A reader with too many of them is dropped: it would get old news only."""
+        if len(self._waiting) >= _MOST_WAITING:
+            self.end()
+        if not self._over:
+            self._waiting.append(message)
+            self._news.set()
+
+    def end(self) -> None:
+        """No further messages."""
+        self._over = True
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._waiting:
+                yield self._waiting.popleft()
+            if self._over:
+                return
+            self._news.clear()
+            try:
+                async with asyncio.timeout(_KEEP_ALIVE_S):
+                    await self._news.wait()
+            except TimeoutError:
+                yield b": still here\n\n"
+
+
+class EventsFeed:
+    """Watches one pipeline for all who read along."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._points: deque[Point] = deque(maxlen=_MOST_POINTS)
+        self._subscriptions: set[Subscription] = set()
+        self._replicas: dict[tuple[int, int], ReplicaSnapshot] = {}
+        self._totals = metrics.totals()
+        self._tick_s = time.monotonic()
+        self._next_id = 1
+
+    @asynccontextmanager
+    async def running(self, snapshot: Callable[[], PipelineSnapshot]) -> AsyncIterator[None]:
+        """Tell each second how it stands, while the block lasts."""
+        task = asyncio.create_task(self._run(snapshot))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._end_all()
+
+    def observe(self, snapshot: PipelineSnapshot) -> None:
+        """A replica may have changed its state."""
+        for stage in snapshot.stages:
+            for replica in stage.replicas:
+                before = self._replicas.get((stage.index, replica.slot))
+                self._replicas[stage.index, replica.slot] = replica
+                self._compare(stage.index, before, replica)
+        if snapshot.draining:
+            self._tell("status", asdict(snapshot))
+            self._end_all()
+
+    @contextmanager
+    def subscribe(self, snapshot: PipelineSnapshot, last_id: int = 0) -> Iterator[Subscription]:
+        """Read along while the block lasts: first how it stands, what it was like, and what happened after event `last_id`.
+
+        Raises:
+            OverloadedError: there are too many readers.
+        """
+        if len(self._subscriptions) >= _MOST_SUBSCRIBERS:
+            raise OverloadedError(
+                f"{_MOST_SUBSCRIBERS} readers follow the events already; close one, or ask GET /status"
+            )
+        subscription = Subscription()
+        subscription.put(b"retry: 2000\n\n" + _message("status", asdict(snapshot)))
+        subscription.put(_message("points", [asdict(point) for point in self._points]))
+        missed = [event for event in self._events if event.id > last_id or last_id >= self._next_id]
+        for event in missed[-_MOST_WAITING // 2 :]:
+            subscription.put(_message("event", asdict(event), event.id))
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.discard(subscription)
+
+    async def _run(self, snapshot: Callable[[], PipelineSnapshot]) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tick(snapshot())
+
+    def _tick(self, snapshot: PipelineSnapshot) -> None:
+        totals, now_s = self._metrics.totals(), time.monotonic()
+        point = _point(self._totals, totals, now_s - self._tick_s, self._metrics.take_latest())
+        for stage, reroutes in totals.reroutes.items():
+            if moved := reroutes - self._totals.reroutes.get(stage, 0):
+                self._happened("rerouted", stage, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
+        self._totals, self._tick_s = totals, now_s
+        self._points.append(point)
+        self._tell("status", asdict(snapshot))
+        self._tell("points", [asdict(point)])
+        self.observe(snapshot)
+
+    def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
+        if before is not None and (before.state, before.epoch, before.world) == (now.state, now.epoch, now.world):
+            return
+        what: Happening | None = None
+        detail = ""
+        if now.state == "broken":
+            failure = now.last_failure
+            if failure is None or (before is not None and before.last_failure == failure):
+                what = "left"
+            else:
+                what, detail = "broken", f"{failure.cause}: {failure.detail}"
+        elif now.state == "ready":
+            own = f"s{stage}.r{now.slot}"
+            what = "takes_over" if now.world != own else "serves" if now.epoch == 1 else "rejoined"
+        elif now.state in ("joining", "draining"):
+            what = now.state
+        if what is not None and now.world is not None:
+            self._happened(what, stage, now, detail)
+
+    def _happened(self, what: Happening, stage: int, replica: ReplicaSnapshot | None = None, detail: str = "") -> None:
+        if replica is None:
+            event = Event(self._next_id, time.time(), what, stage, detail=detail)
+        else:
+            where = (replica.slot, replica.worker, replica.epoch)
+            event = Event(self._next_id, time.time(), what, stage, *where, detail)
+        self._next_id += 1
+        self._events.append(event)
+        self._tell("event", asdict(event), event.id)
+
+    def _tell(self, kind: str, content: object, event_id: int | None = None) -> None:
+        if not self._subscriptions:
+            return
+        message = _message(kind, content, event_id)
+        for subscription in self._subscriptions:
+            subscription.put(message)
+
+    def _end_all(self) -> None:
+        for subscription in self._subscriptions:
+            subscription.end()
+
+
+def _message(kind: str, content: object, event_id: int | None = None) -> bytes:
+    """In the format of server-sent events."""
+    number = "" if event_id is None else f"id: {event_id}\n"
+    return f"event: {kind}\n{number}data: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def _point(before: Totals, now: Totals, seconds: float, took_s: list[float]) -> Point:
+    took_s.sort()
+
+    def quantile_ms(share: float) -> float | None:
+        return round(1000 * took_s[int(share * (len(took_s) - 1))], 1) if took_s else None
+
+    return Point(
+        at_unix_s=time.time(),
+        answered=round((now.answered - before.answered) / seconds, 1),
+        refused=round((now.refused - before.refused) / seconds, 1),
+        failed=round((now.failed - before.failed) / seconds, 1),
+        p50_ms=quantile_ms(0.5),
+        p99_ms=quantile_ms(0.99),
+    )

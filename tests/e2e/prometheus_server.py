@@ -1,0 +1,140 @@
+"""A real Prometheus that scrapes one leader by the configuration that is deployed, faster."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
+
+
+@dataclass(frozen=True)
+class PrometheusServer:
+    """
+    Attributes:
+        url: where its API is.
+    """
+
+    url: str
+
+    def query_range(self, expr: str, start_s: float, end_s: float, step_s: float = 1.0) -> list[dict[str, Any]]:
+        """All series of an expression over that time. Raises AssertionError when Prometheus does not understand it."""
+        found = self._ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)
+        series: list[dict[str, Any]] = found["result"]
+        return series
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """All series of an expression now."""
+        series: list[dict[str, Any]] = self._ask("query", query=expr)["result"]
+        return series
+
+    def alerts(self) -> dict[str, str]:
+        """The state of each alert that is not inactive: "pending" or "firing"."""
+        return {alert["labels"]["alertname"]: alert["state"] for alert in self._ask("alerts")["alerts"]}
+
+    def wait_for(self, expr: str, timeout_s: float = 60.0) -> None:
+        """Wait until an expression has a series."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.query(expr):
+            assert time.monotonic() < deadline_s, f"{expr} has nothing after {timeout_s:g} s"
+            time.sleep(0.2)
+
+    def _ask(self, what: str, **parameters: object) -> dict[str, Any]:
+        answer = (
+            httpx.post(f"{self.url}/api/v1/{what}", data=parameters, timeout=30.0)
+            if parameters
+            else httpx.get(f"{self.url}/api/v1/{what}", timeout=30.0)
+        )
+        body = answer.json()
+        assert body["status"] == "success", f"{parameters}: {body.get('error')}"
+        data: dict[str, Any] = body["data"]
+        return data
+
+
+def program(name: str) -> str:
+    """Path of Prometheus or Alertmanager; skips the test where it is missing."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
+    return path
+
+
+@contextlib.contextmanager
+def running_prometheus(
+    folder: Path, metrics_url: str, *, alertmanager: str = "", alert_for: str | None = None
+) -> Iterator[PrometheusServer]:
+    """Run one while the block lasts; it evaluates and scrapes every second.
+
+    Args:
+        folder: for its configuration and data.
+        alertmanager: HOST:PORT; none by default.
+        alert_for: how long every alert's condition must hold, in place of what the rules say.
+    """
+    binary = program("prometheus")
+    shutil.copytree(DEPLOYED / "rules", folder / "rules")
+    if alert_for is not None:
+        alerts = folder / "rules" / "alerts.yml"
+        alerts.write_text(re.sub(r"\bfor: \w+", f"for: {alert_for}", alerts.read_text()))
+    config = (DEPLOYED / "prometheus.yml").read_text()
+    config = config.replace("127.0.0.1:8002", urlsplit(metrics_url).netloc)
+    config = config.replace("127.0.0.1:9093", alertmanager or "127.0.0.1:9")
+    (folder / "prometheus.yml").write_text(re.sub(r"_interval: 5s", "_interval: 1s", config))
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        (folder / "prometheus.log").open("w") as log,
+        process(
+            binary,
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={address}",
+            log=log,
+        ),
+    ):
+        wait_until_answers(f"http://{address}/-/ready")
+        yield PrometheusServer(f"http://{address}")
+
+
+@contextlib.contextmanager
+def process(*command: str, log: Any) -> Iterator[None]:
+    """A process while the block lasts."""
+    running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        running.terminate()
+        try:
+            running.wait(20)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+def free_port() -> int:
+    """One that nobody listens on now: neither program can tell which it has taken when asked for any."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until_answers(url: str, timeout_s: float = 60.0) -> None:
+    """Wait for a 200."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"{url} does not answer")

@@ -1,0 +1,118 @@
+"""Alerts of a real run: they fire, go through a real Alertmanager to a webhook, and are taken back when the fault is healed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+from tests.e2e.prometheus_server import free_port, process, program, running_prometheus, wait_until_answers
+
+pytestmark = pytest.mark.timeout(400)
+
+DEPLOYED = Path(__file__).parents[2] / "deploy" / "alertmanager" / "alertmanager.yml"
+
+
+class Webhook:
+    """What a pager and a ticket system were told: (path, alert, status), in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, str]] = []
+        self.news = threading.Condition()
+
+    def wait_for(self, path: str, alert: str, status: str, timeout_s: float = 90.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        with self.news:
+            while (path, alert, status) not in self.told:
+                assert self.news.wait(deadline_s - time.monotonic()), f"no {alert} {status} at {path}: {self.told}"
+
+
+@contextmanager
+def webhook() -> Iterator[tuple[Webhook, int]]:
+    """One while the block lasts, and its port."""
+    heard = Webhook()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with heard.news:
+                for alert in message["alerts"]:
+                    heard.told.append((self.path, alert["labels"]["alertname"], alert["status"]))
+                heard.news.notify_all()
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield heard, server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def alertmanager(folder: Path, webhook_port: int) -> Iterator[str]:
+    """A real one by the configuration that is deployed, which waits a second and not a minute. Gives HOST:PORT."""
+    binary = program("prometheus-alertmanager")
+    config = DEPLOYED.read_text().replace("127.0.0.1:9095", f"127.0.0.1:{webhook_port}")
+    folder.mkdir()
+    (folder / "alertmanager.yml").write_text(re.sub(r"(group_wait|group_interval): \w+", r"\1: 1s", config))
+    address = f"127.0.0.1:{free_port()}"
+    with (
+        (folder / "log").open("w") as log,
+        process(
+            binary,
+            f"--config.file={folder / 'alertmanager.yml'}",
+            f"--storage.path={folder / 'data'}",
+            f"--web.listen-address={address}",
+            "--cluster.listen-address=",
+            log=log,
+        ),
+    ):
+        wait_until_answers(f"http://{address}/-/ready")
+        yield address
+
+
+def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_path: Path) -> None:
+    prometheus_folder = tmp_path / "prometheus"
+    prometheus_folder.mkdir()
+    metrics_port = free_port()
+    with (
+        webhook() as (heard, port),
+        alertmanager(tmp_path / "alertmanager", port) as address,
+        running_prometheus(
+            prometheus_folder, f"http://127.0.0.1:{metrics_port}/metrics", alertmanager=address, alert_for="0s"
+        ) as prometheus,
+    ):
+        heard.wait_for("/page", "LeaderDown", "firing")
+        with LocalService(
+            model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, metrics_port=metrics_port
+        ) as service:
+            heard.wait_for("/page", "LeaderDown", "resolved")
+            prometheus.wait_for("multiworld_redundancy == 1")
+            # Frozen and not killed: the supervisor replaces a killed one at once, and the alert is to be seen.
+            first, second = service.worker_pids().values()
+            os.kill(first, signal.SIGSTOP)
+            heard.wait_for("/ticket", "RedundancyLost", "firing")
+            os.kill(second, signal.SIGSTOP)
+            heard.wait_for("/page", "StageDown", "firing")
+            for pid in (first, second):
+                os.kill(pid, signal.SIGCONT)
+            heard.wait_for("/page", "StageDown", "resolved")
+            heard.wait_for("/ticket", "RedundancyLost", "resolved")
+            assert "RequestsLost" not in {alert for _, alert, _ in heard.told}

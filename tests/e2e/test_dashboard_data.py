@@ -1,0 +1,101 @@
+"""Every query of every panel, annotation and rule shows data: a real Prometheus watched a real service lose workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+from tests import dashboard_queries as written
+from tests.chaos.clients import load_on
+from tests.chaos.injections import make_fault
+from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
+from tests.e2e.prometheus_server import PrometheusServer, program, running_prometheus
+
+pytestmark = pytest.mark.timeout(400)
+
+MOST = {"percentunit": 1.1, "s": 60.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "bytes": 1e12, "none": 1e7}
+"""Beyond this a number of that unit cannot be; least is 0, but for redundancy."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run that is over, in Prometheus."""
+
+    prometheus: PrometheusServer
+    start_s: float
+    end_s: float
+
+    def range(self, expr: str) -> list[dict[str, object]]:
+        return self.prometheus.query_range(expr, self.start_s, self.end_s)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """One worker was killed and one frozen under load, and both came back."""
+    program("prometheus")
+    with (
+        LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32) as service,
+        running_prometheus(tmp_path_factory.mktemp("prometheus"), service.metrics_url) as prometheus,
+    ):
+        prometheus.wait_for("multiworld_redundancy == 1")
+        with load_on(service, clients=4):
+            prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
+            start_s = time.time()
+            make_fault(service, "kill", (0, 0))
+            make_fault(service, "freeze", (1, 1))
+            prometheus.wait_for("sum(multiworld_recovery_seconds_count) >= 2 and on () multiworld_redundancy == 1")
+            prometheus.wait_for("sum(increase(multiworld_recovery_seconds_count[1m])) > 1")
+            prometheus.wait_for("multiworld:failure_detection_seconds:p95_rate15m > 0")
+            end_s = time.time()
+        yield Watched(prometheus, start_s, end_s)
+
+
+def values(series: list[dict[str, object]]) -> list[float]:
+    return [float(value) for each in series for _, value in each["values"]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
+def test_every_query_of_a_dashboard_shows_plausible_data(watched: Watched, file: Path) -> None:
+    problems = []
+    for query in dashboard_queries(file):
+        found = values(watched.range(query.filled_in("30s", "1m")))
+        if not found:
+            problems.append(f"{query.where} is empty: {query.expr}")
+        elif not all(math.isfinite(value) for value in found):
+            problems.append(f"{query.where} is not finite: {query.expr}")
+        elif not (-1 if "redundancy" in query.expr else 0) <= min(found) <= max(found) <= MOST.get(query.unit, 1e12):
+            problems.append(f"{query.where} is {min(found):g} to {max(found):g} {query.unit}: {query.expr}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", sorted(recorded_names()))
+def test_every_recording_rule_has_made_a_series(watched: Watched, name: str) -> None:
+    found = values(watched.range(name))
+    assert found
+    assert all(value >= 0 for value in found if not math.isnan(value))
+    assert any(math.isfinite(value) for value in found)
+
+
+def test_every_selector_of_every_rule_finds_series(watched: Watched) -> None:
+    empty = [each for each in sorted(set(selectors(rules_text()))) if not watched.range(each)]
+    assert not empty
+
+
+def test_faults_are_found_with_stage_replica_and_cause(watched: Watched) -> None:
+    found = watched.prometheus.query("multiworld_world_failures_total > 0")
+    faults = {(each["metric"]["stage"], each["metric"]["replica"], each["metric"]["cause"]) for each in found}
+    assert faults == {("0", "0", "exit"), ("1", "1", "hang")}
+    assert all(each["value"][1] == "1" for each in found)
+
+
+def test_nothing_was_lost_and_the_timeline_shows_both_worlds_down_and_up_again(watched: Watched) -> None:
+    assert set(values(watched.range("multiworld_requests_lost_total"))) == {0.0}
+    for world in ("s0.r0", "s1.r1"):
+        seen = values(watched.range(f'multiworld_world_up{{world="{world}"}}'))
+        assert (seen[0], min(seen), seen[-1]) == (1, 0, 1)

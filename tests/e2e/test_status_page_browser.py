@@ -1,0 +1,154 @@
+"""The status page in a real Chromium, before a real service that loses a worker."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+from PIL import Image
+
+from deploy.service import LocalService
+from tests.chaos.clients import load_on
+
+if TYPE_CHECKING:
+    from playwright import sync_api as playwright
+else:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_MS = 90_000
+
+
+@pytest.fixture(scope="module")
+def small_service() -> Iterator[LocalService]:
+    with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[playwright.Browser]:
+    """Debian's, or where that is missing the one that `playwright install chromium` brings."""
+    path = shutil.which("chromium")
+    with playwright.sync_playwright() as started:
+        if path is None and not Path(started.chromium.executable_path).exists():
+            pytest.skip("there is no Chromium: apt-get install chromium, or playwright install chromium")
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """One visit: the page, what its console complained of, and whom it asked."""
+
+    def __init__(self, browser: playwright.Browser, url: str, **context: Any) -> None:
+        self.page = browser.new_page(**context)
+        self.page.set_default_timeout(WAIT_MS)
+        self.complaints: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+        self.page.goto(url)
+        self.page.wait_for_selector(".replica[data-state=ready]")
+
+    def assert_clean(self, url: str) -> None:
+        assert not self.complaints
+        assert self.hosts <= {urlsplit(url).netloc, ""}, "it asked somebody else"
+
+
+def photo() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), (200, 80, 40)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def test_page_shows_a_killed_worker_as_broken_and_back(
+    small_service: LocalService, chromium: playwright.Browser, tmp_path: Path
+) -> None:
+    visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
+    page = visit.page
+    assert page.locator(".stage").count() == 2
+    assert page.locator(".replica").count() == 4
+    assert page.locator("#state").inner_text().startswith("ready")
+    page.evaluate(
+        """() => { window.states = []; new MutationObserver(() => {
+             const state = document.querySelector('[data-world="s0.r0"]')?.dataset.state;
+             if (state !== window.states.at(-1)) window.states.push(state);
+           }).observe(document.getElementById('pipeline'), {childList: true, subtree: true}); }"""
+    )
+    worker = small_service.worker_at(0, 0)
+    assert worker is not None
+    with load_on(small_service, clients=4):
+        playwright.expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"), timeout=WAIT_MS)
+        os.kill(small_service.worker_pids()[worker], signal.SIGKILL)
+        page.wait_for_selector("#feed li[data-what=broken]")
+        page.wait_for_selector("#feed li[data-what=rejoined]")
+        page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
+        card = page.locator('[data-world="s0.r0"]')
+        playwright.expect(card).to_have_text(re.compile(r"batches a second[1-9]"), timeout=WAIT_MS)
+        page.screenshot(path=tmp_path / "light.png", full_page=True)
+    states = page.evaluate("window.states")
+    assert states[-1] == "ready", states
+    assert any(state != "ready" for state in states), "the card never turned"
+    feed = page.locator("#feed li[data-what=broken]").first.inner_text()
+    assert "stage 0 replica 0" in feed
+    assert "exit" in feed
+    assert "exit" in page.locator('[data-world="s0.r0"]').inner_text(), "the card says how it failed last"
+    assert page.locator("#throughput polyline.ok").get_attribute("points")
+    visit.assert_clean(small_service.url)
+    page.close()
+
+
+def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chromium: playwright.Browser) -> None:
+    visit = Visit(chromium, small_service.url)
+    page = visit.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": photo()})
+    page.focus("#image")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answer li")
+    assert page.locator("#answer li").count() == 5
+    page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answer .wrong")
+    assert "image" in page.locator("#answer .wrong").inner_text()
+    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser notes the refusal
+    visit.assert_clean(small_service.url)
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_fits_a_phone_in_both_colour_schemes(
+    small_service: LocalService, chromium: playwright.Browser, tmp_path: Path, scheme: str
+) -> None:
+    visit = Visit(
+        chromium, small_service.url, viewport={"width": 360, "height": 740}, color_scheme=scheme, is_mobile=True
+    )
+    page = visit.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360, "it scrolls sideways"
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(246, 247, 249)")
+    page.screenshot(path=tmp_path / f"phone-{scheme}.png", full_page=True)
+    visit.assert_clean(small_service.url)
+    page.close()
+
+
+def test_service_stops_quietly_while_somebody_looks(chromium: playwright.Browser) -> None:
+    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as service:
+        visit = Visit(chromium, service.url)
+        assert service.stop() == 0
+        visit.page.wait_for_selector("#state[data-state=gone]")
+        errors = [line.message for line in service.lines if line["level"] == "error"]
+        assert not errors, errors
+        visit.page.close()

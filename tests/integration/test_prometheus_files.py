@@ -1,0 +1,78 @@
+"""What Prometheus and Alertmanager are told: valid, tested by promtool, and every alert explained."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from server.metrics import Metrics
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
+ALERTS = re.findall(r"- alert: (\w+)", (PROMETHEUS / "rules" / "alerts.yml").read_text())
+
+
+def tool(name: str) -> str:
+    """Where a program of Debian's packages `prometheus` and `prometheus-alertmanager` is."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
+    return path
+
+
+def check(*command: str | Path, stdin: bytes | None = None) -> None:
+    done = subprocess.run(command, input=stdin, capture_output=True, check=False, cwd=PROMETHEUS)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.docker.yml"])
+def test_configuration_is_valid(name: str) -> None:
+    check(tool("promtool"), "check", "config", name)
+
+
+def test_kubernetes_configuration_is_valid_but_for_the_discovery_that_debian_leaves_out(tmp_path: Path) -> None:
+    text = (PROMETHEUS / "prometheus.kubernetes.yml").read_text()
+    discovery = text[text.index("    kubernetes_sd_configs:") : text.index("    relabel_configs:")]
+    shutil.copytree(PROMETHEUS / "rules", tmp_path / "rules")
+    (tmp_path / "prometheus.yml").write_text(text.replace(discovery, ""))
+    check(tool("promtool"), "check", "config", tmp_path / "prometheus.yml")
+
+
+def test_alertmanager_configuration_is_valid() -> None:
+    check(tool("amtool"), "check-config", DEPLOY / "alertmanager" / "alertmanager.yml")
+
+
+@pytest.mark.parametrize("file", RULES, ids=lambda file: file.name)
+def test_rules_are_valid(file: Path) -> None:
+    check(tool("promtool"), "check", "rules", file)
+
+
+@pytest.mark.parametrize("file", sorted((PROMETHEUS / "tests").glob("*.yml")), ids=lambda file: file.name)
+def test_rules_do_what_their_tests_say(file: Path) -> None:
+    check(tool("promtool"), "test", "rules", file)
+
+
+def test_exposed_metrics_are_named_as_prometheus_wants() -> None:
+    metrics = Metrics({"version": "1"})
+    metrics.world_ready("s0.r0", 0, 0)
+    metrics.batch_answered(0, 0, compute_s=0.1, transfer_s=0.1, payload_bytes=1)
+    check(tool("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_alert_is_tested_and_has_a_runbook_section(alert: str) -> None:
+    tests = "".join(file.read_text() for file in (PROMETHEUS / "tests").glob("*.yml"))
+    fires = re.search(rf"alertname: {alert}\n\s+eval_time: .*\n\s+exp_alerts:\n\s+- exp_labels", tests)
+    stays = re.search(rf"alertname: {alert}, eval_time: \S+ exp_alerts: \[\]", tests)
+    assert fires, "no test in which it fires"
+    assert stays, "no test in which it stays silent"
+    rule = (PROMETHEUS / "rules" / "alerts.yml").read_text().split(f"- alert: {alert}\n")[1].split("- alert:")[0]
+    found = re.search(r"runbook_url: (docs/\w+\.md)#(\w+)\n", rule)
+    assert found, "no runbook_url"
+    headings = re.findall(r"^## (\w+)$", (DEPLOY.parent / found[1]).read_text(), re.MULTILINE)
+    assert found[2] in [heading.lower() for heading in headings]
