@@ -17,7 +17,7 @@ from torch import Tensor
 
 from server.answer_headers import HEADER_DOCUMENTATION, answer_headers
 from server.body import BodyReader, shortened
-from server.connection import while_connected
+from server.connection import LATE_S, while_connected
 from server.decode_pool import DecodePool
 from server.errors import MediaTypeError, StageError
 from server.form import FIELD, form_image
@@ -29,9 +29,6 @@ from server.v2.statistics import Inference
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
-
-LATE_S = 1.0
-"""The predictor itself keeps the deadline, and says better why; this long after it nobody waits for that."""
 
 
 class Prediction(BaseModel):

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from server.answer_headers import answer_headers
 from server.body import BodyReader, shortened
-from server.connection import while_connected
+from server.connection import LATE_S, while_connected
 from server.decode_pool import DecodePool
 from server.errors import InferenceRequestError
 from server.images import image_tensor
-from server.predict_route import LATE_S
 from server.predictor import Answer, Predictor
 from server.request_record import RequestRecord
 from server.v2.compression import accepted_encoding, content_encoding, pack, unpack
