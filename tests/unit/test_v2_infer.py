@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gzip
 import time
-import zlib
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from server.v2.infer_answer import HEADER_LENGTH
 from tests.unit.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.v2_requests import (
     INFER,
+    PACK,
     SIDE,
     binary_tensor,
     elements,
@@ -158,7 +157,7 @@ async def test_infer_decodes_files_as_predict_does() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
 async def test_infer_unpacks_the_body(encoding: str) -> None:
     arguments = request(binary_tensor("UINT8", SHAPE, TWO.numpy().tobytes()))
-    pack = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding.lower(), bytes)
+    pack = PACK.get(encoding.lower(), bytes)
     arguments["content"] = pack(arguments["content"])
     arguments["headers"]["Content-Encoding"] = encoding
     async with running_frontend() as frontend:

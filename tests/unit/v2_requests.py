@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import struct
+import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,6 +21,8 @@ from tests.unit.frontend_app import MODEL
 SIGNATURE = Signature(MODEL, max_images=8)
 SIDE = MODEL.crop_size
 INFER = f"/v2/models/{MODEL.name}/infer"
+PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": partial(gzip.compress, mtime=0), "deflate": zlib.compress}
+"""How bodies are compressed, by their Content-Encoding; not with our own code."""
 COLOURS = ("red", "green", "blue")
 
 
