@@ -91,6 +91,23 @@ class BodyReader:
         finally:
             self._held_bytes -= len(body)
 
+    @contextmanager
+    def hold(self, more_bytes: int, *, beside: int) -> Iterator[None]:
+        """Count what was made of a body as held too, until the block is left: a compressed body may have become much more.
+
+        Args:
+            beside: bytes that are held for the same request already. Alone, a request is never refused.
+        Raises:
+            OverloadedError: `max_held_bytes` are held.
+        """
+        if self._held_bytes > beside:
+            self._check_held(more_bytes)
+        self._held_bytes += more_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= more_bytes
+
     async def _fill(self, body: bytearray, receive: Receive) -> None:
         more = True
         while more:
@@ -108,6 +125,9 @@ class BodyReader:
             raise BodyTooLargeError(
                 f"the body is longer than the limit of {self._max_body_bytes} bytes; send a smaller image"
             )
+        self._check_held(more_bytes)
+
+    def _check_held(self, more_bytes: int) -> None:
         if self._held_bytes + more_bytes > self._max_held_bytes:
             raise OverloadedError(
                 f"the images being received fill the {self._max_held_bytes} bytes set aside for them; try again later",

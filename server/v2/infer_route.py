@@ -75,17 +75,22 @@ class InferRoute:
             self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
             async with while_connected(request.receive, deadline_s=deadline_s):
                 asked = await self.decoders.run(partial(self._parse, body, encoding, json_bytes))
-                del body  # the images are copies, and what is left may have to wait for its turn
                 record.take_id(asked.answer.id or "")
                 if asked.timeout_s is not None:
                     deadline_s = min(deadline_s, record.started_s + asked.timeout_s)
                 self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting + len(asked.images) - 1)
-                images = [await self._decoded(image) for image in asked.images]
+                with self.bodies.hold(self._image_bytes(asked.images), beside=len(body)):
+                    images = [await self._decoded(image) for image in asked.images]
         return asked.answer, images, deadline_s
 
     def _parse(self, body: bytes, encoding: str | None, json_bytes: int | None) -> InferRequest:
         plain = body if encoding is None else unpack(body, encoding, self.bodies.max_body_bytes)
         return parse_infer_request(plain, json_bytes, self.signature)
+
+    def _image_bytes(self, images: Sequence[Image]) -> int:
+        """What the images take until they are all decoded."""
+        files = sum(len(image) for image in images if isinstance(image, bytes))
+        return files + len(images) * self.signature.image_values
 
     async def _decoded(self, image: Image) -> Tensor:
         """One at a time for each request: a neighbour's image waits for one image and not for a batch of them."""

@@ -64,8 +64,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a surrogate": (text(b'{"id": "\\ud800"}'), "not valid JSON"),
     "NaN": (text(b'{"inputs": NaN}'), "not valid JSON"),
     "infinity in data": (request(tensor("FP32", SHAPE, data=[float("inf")] + [0.0] * 767)), "not valid JSON"),
-    "deep": (text(b"[" * 50_000), "not valid JSON"),
-    "many lists": (text(b"[" + b"[],\n" * 49_000 + b"[]]"), "expected a JSON object"),
+    "deep": (text(b"[" * 15_000), "not valid JSON"),
+    "many lists": (text(b"[" + b"[],\n" * 19_000 + b"[]]"), "expected a JSON object"),
     "a number": (text(b"7"), "the body is 7; expected a JSON object"),
     "a list": (text(b"[]"), "expected a JSON object"),
     "no inputs": (text(b"{}"), "no list `inputs`"),
@@ -211,10 +211,14 @@ def too_many_values() -> dict[str, Any]:
 
 
 def too_many_lists() -> dict[str, Any]:
-    return text(b"[" + b"[]" * 100_001 + b"]")
+    return text(b"[" + b"[]" * 20_001 + b"]")
 
 
-@pytest.mark.parametrize("body", [too_many_values, too_many_lists])
+def too_many_fields() -> dict[str, Any]:
+    return text(b"{" + b",".join(b'"%d":1' % number for number in range(20_001)) + b"}")
+
+
+@pytest.mark.parametrize("body", [too_many_values, too_many_lists, too_many_fields])
 async def test_infer_refuses_json_that_takes_long_before_it_is_parsed(body: Callable[[], dict[str, Any]]) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post(INFER, **body())
@@ -363,3 +367,27 @@ async def test_bodies_of_both_protocols_are_counted_together() -> None:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await frontend.assert_serves()
+
+
+async def test_what_a_body_becomes_is_counted_while_others_hold_something_too() -> None:
+    begun = asyncio.Event()
+    files = request(binary_tensor("BYTES", [8], elements(*[FILE] * 8)))
+    held = len(files["content"]) + 8 * (len(FILE) + 3 * SIDE * SIDE)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with running_frontend(max_body_bytes=held, max_held_bytes=held) as frontend:
+        assert (await frontend.client.post(INFER, **files)).status_code == 200
+        other = asyncio.create_task(frontend.client.post(INFER, content=stalled()))
+        await begun.wait()
+        refused = await frontend.client.post(INFER, **files)
+        assert (refused.status_code, refused.json()["reason"]) == (429, "overloaded")
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        assert (await frontend.client.post(INFER, **files)).status_code == 200
+    async with running_frontend(max_body_bytes=held // 2, max_held_bytes=held // 2) as frontend:
+        alone = request(binary_tensor("BYTES", [3], elements(*[FILE] * 3)))
+        assert (await frontend.client.post(INFER, **alone)).status_code == 200
