@@ -12,6 +12,7 @@ import torch
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from torch import Tensor
 
@@ -29,6 +30,10 @@ from server.v2.statistics import Inference
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
+
+
+Seconds = float | SkipJsonSchema[None]
+"""A header may be missing, but never be the text "null"."""
 
 
 class Prediction(BaseModel):
@@ -86,9 +91,7 @@ class PredictRoute:
             responses={**_ANSWER_DOCUMENTATION, **error_documentation((408, 413, 415, 422, 429, 500, 503, 504))},
             openapi_extra={"requestBody": _BODY_DOCUMENTATION},
         )
-        async def predict(
-            request: Request, top_k: int = top_k_query, timeout_s: float | None = timeout_header
-        ) -> Response:
+        async def predict(request: Request, top_k: int = top_k_query, timeout_s: Seconds = timeout_header) -> Response:
             """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
             return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
 

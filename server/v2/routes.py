@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 from fastapi.responses import Response
+from PIL import Image
 from starlette.requests import Request
 
 from server.answer_headers import HEADER_DOCUMENTATION
 from server.errors import UnknownModelError
 from server.http_errors import error_documentation
+from server.images import MIN_SIDE
 from server.operations_routes import why_not_ready
-from server.predict_route import timeout_parameter
+from server.predict_route import Seconds, timeout_parameter
 from server.predictor import Predictor
 from server.v2.infer_answer import HEADER_LENGTH
 from server.v2.infer_route import InferRoute
@@ -92,11 +96,13 @@ class V2Routes:
         summary: str,
         errors: dict[int | str, dict[str, Any]] | None = None,
     ) -> None:
-        async def of_model(model: str) -> dict[str, Any]:
+        model_parameter, version_parameter = self._path_parameters()
+
+        async def of_model(model: str = model_parameter) -> dict[str, Any]:
             self._check(model)
             return facts()
 
-        async def of_version(model: str, version: str) -> dict[str, Any]:
+        async def of_version(model: str = model_parameter, version: str = version_parameter) -> dict[str, Any]:
             self._check(model, version)
             return facts()
 
@@ -115,13 +121,19 @@ class V2Routes:
 
     def _add_infer(self, router: APIRouter) -> None:
         timeout_header = timeout_parameter(self.inference.timeout_s)
+        model_parameter, version_parameter = self._path_parameters()
 
-        async def of_model(request: Request, model: str, timeout_s: float | None = timeout_header) -> Response:
+        async def of_model(
+            request: Request, model: str = model_parameter, timeout_s: Seconds = timeout_header
+        ) -> Response:
             self._check(model)
             return await self.inference.infer(request, timeout_s)
 
         async def of_version(
-            request: Request, model: str, version: str, timeout_s: float | None = timeout_header
+            request: Request,
+            model: str = model_parameter,
+            version: str = version_parameter,
+            timeout_s: Seconds = timeout_header,
         ) -> Response:
             self._check(model, version)
             return await self.inference.infer(request, timeout_s)
@@ -138,6 +150,12 @@ class V2Routes:
                 responses={**_ANSWER_DOCUMENTATION, **error_documentation(_INFER_ERRORS)},
                 openapi_extra={"requestBody": _body_documentation(self.signature)},
             )
+
+    def _path_parameters(self) -> tuple[Any, Any]:
+        """Name and version, described with the only values that are not 404."""
+        name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
+        version = Path(description="Always 1.", json_schema_extra={"enum": [MODEL_VERSION]})
+        return name, version
 
     def _check(self, model: str, version: str = MODEL_VERSION) -> None:
         served = self.signature.model
@@ -173,7 +191,7 @@ _ANSWER_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
 
 
 def _body_documentation(signature: Signature) -> dict[str, Any]:
-    image = {"name": INPUT, "datatype": "BYTES", "shape": [1], "data": ["<an image file as base64>"]}
+    image = {"name": INPUT, "datatype": "BYTES", "shape": [1], "data": [_grey_square()]}
     inputs = {
         "type": "object",
         "required": ["name", "datatype", "shape"],
@@ -202,3 +220,10 @@ def _body_documentation(signature: Signature) -> dict[str, Any]:
     }
     json_body = {"schema": schema, "example": {"inputs": [image]}}
     return {"required": True, "content": {"application/json": json_body, "application/octet-stream": {}}}
+
+
+def _grey_square() -> str:
+    """An image file as base64, so that the example can be tried out."""
+    file = BytesIO()
+    Image.new("L", (MIN_SIDE, MIN_SIDE), 128).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

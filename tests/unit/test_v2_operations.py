@@ -197,3 +197,20 @@ async def test_requests_are_measured_as_v2() -> None:
         reason = "invalid_inference_request"
         assert frontend.sample("multiworld_requests_total", **labels, code="400", reason=reason) == 1
         assert frontend.sample("multiworld_requests_in_flight") == 0
+
+
+async def test_openapi_describes_the_protocol_with_an_example_that_is_answered() -> None:
+    async with running_frontend() as frontend:
+        paths = (await frontend.client.get("/openapi.json")).json()["paths"]
+        for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
+            infer = paths[path]["post"]
+            parameters = {parameter["name"]: parameter["schema"] for parameter in infer["parameters"]}
+            values = {name: parameters[name]["enum"][0] for name in parameters if "enum" in parameters[name]}
+            example = infer["requestBody"]["content"]["application/json"]["example"]
+            response = await frontend.client.post(path.format(**values), json=example)
+            assert response.status_code == 200, response.text
+            assert {"200", "400", "404", "408", "413", "415", "422", "429", "500", "503", "504"} == set(
+                infer["responses"]
+            )
+            assert parameters["X-Request-Timeout-S"]["type"] == "number"
+            assert set(response.headers) >= {"x-request-id", "x-model-version", "x-path", "x-attempts"}
