@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, Header, Query
@@ -32,7 +32,7 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
 
 
-Seconds = float | SkipJsonSchema[None]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | SkipJsonSchema[None]
 """A header may be missing, but never be the text "null"."""
 
 
@@ -147,8 +147,6 @@ def timeout_parameter(limit_s: float) -> Any:
     return Header(
         None,
         alias="X-Request-Timeout-S",
-        gt=0,
-        allow_inf_nan=False,
         description=f"Seconds the client waits; can only shorten the server's {limit_s:g}.",
     )
 

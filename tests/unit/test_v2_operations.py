@@ -212,5 +212,6 @@ async def test_openapi_describes_the_protocol_with_an_example_that_is_answered()
             assert {"200", "400", "404", "408", "413", "415", "422", "429", "500", "503", "504"} == set(
                 infer["responses"]
             )
-            assert parameters["X-Request-Timeout-S"]["type"] == "number"
+            seconds = parameters["X-Request-Timeout-S"]
+            assert (seconds["type"], seconds["exclusiveMinimum"]) == ("number", 0)
             assert set(response.headers) >= {"x-request-id", "x-model-version", "x-path", "x-attempts"}
