@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos.images import photo
+from chaos.load import Question
+from chaos.load import load_on as slow_load_on
 from deploy.service import LocalService
 from tests import dashboard_queries as written
 from tests.chaos.clients import load_on
@@ -22,6 +25,9 @@ pytestmark = pytest.mark.timeout(400)
 
 MOST = {"percentunit": 1.1, "s": 60.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "bytes": 1e12, "none": 1e7}
 """Beyond this a number of that unit cannot be; least is 0, but for redundancy."""
+
+
+QUESTIONS = (Question(photo()),)
 
 
 @dataclass(frozen=True)
@@ -41,14 +47,21 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """One worker was killed and one frozen under load, and both came back. Another, of a service of its own, has a metrics port."""
     program("prometheus")
     with (
-        LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32) as service,
+        LocalService(
+            model="resnet18",
+            weights="random:0",
+            stages=2,
+            replicas=2,
+            image_size=32,
+            heartbeat_timeout_s=3,  # on a busy machine nobody else is to be taken for frozen
+        ) as service,
         metered_service(tmp_path_factory.mktemp("worker")) as (other, worker),
         running_prometheus(
             tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker.metrics_url
         ) as prometheus,
     ):
         prometheus.wait_for("multiworld_redundancy == 1")
-        with load_on(service, clients=4), load_on(other, clients=1):
+        with load_on(service, clients=4), slow_load_on(other.url, QUESTIONS, rate_hz=2):
             prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
             prometheus.wait_for('rate(multiworld_worker_batches_total{outcome="answered"}[5s]) > 0')
             start_s = time.time()
