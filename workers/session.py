@@ -10,6 +10,7 @@ from models import ModelError, StageSpec
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from wire import Channel, Kind, Message, StageOrder, WireError
 from workers.engine import Engine
+from workers.metrics import Outcome, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,19 @@ class Session:
         on_restart: called when the leader wants this process to end and come back.
     """
 
-    def __init__(self, world: World, engine: Engine, on_restart: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        on_restart: Callable[[], object] = lambda: None,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
         self.serving = False
         """True once a stage is loaded and warm."""
         self.place = engine.place()
         self._world = world
         self._on_restart = on_restart
+        self._metrics = metrics or WorkerMetrics()
         self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
         self._room = asyncio.Semaphore(1)
         self._answers: set[asyncio.Task[None]] = set()
@@ -85,6 +93,7 @@ class Session:
         spec = StageSpec.from_json(order.spec)
         weights = await self._receive_weights(order.weights_bytes)
         took_s = await self._load(order, spec, weights)
+        self._metrics.stage_loaded(spec.index)
         if not self.serving:
             self.serving = True
             # One more than the leader has in flight: a liar waits in its own link.
@@ -119,19 +128,32 @@ class Session:
         return bytes(weights)
 
     async def _answer(self, message: Message) -> None:
-        """Compute one batch and send what came of it; an exception of the stage is an answer too."""
+        """Compute one batch, send what came of it, and count it."""
+        outcome: Outcome = "unwanted"
+        try:
+            outcome = await self._compute_and_send(message)
+        finally:
+            self._metrics.batch_ended(message.stage, outcome)
+
+    async def _compute_and_send(self, message: Message) -> Outcome:
+        """What came of the batch; an exception of the stage is an answer too."""
+        outcome: Outcome = "answered"
         try:
             if message.payload is None:
                 raise WireError("a batch without a payload")
             output, compute_ns, waited_ns = await self.place.compute(message.stage, message.payload)
+            self._metrics.computed(message.stage, compute_ns / 1e9)
             answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage)
         except Exception as error:
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             answer = Message.of_text(Kind.FAILED, _describe(error), batch=message.batch)
+            outcome = "failed"
         try:
             await self._channel.send(answer)
         except (BrokenWorldException, WorldClosedError):
             logger.debug("world=%s batch=%d is not wanted any more", self._world.name, message.batch)
+            return "unwanted"
+        return outcome
 
 
 def _describe(error: Exception) -> str:
