@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import uvloop
 
-from config import raise_descriptor_limit
+from config import UserError, raise_descriptor_limit
 from metrics import build_labels
 from multiworld import WorldManager
 from workers.device import check_device
@@ -51,7 +51,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_parent:
         _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
-    stuck = False
+    stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             await _tell_metrics(stack, settings, metrics, engine)
@@ -68,7 +68,11 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
         stuck = True
+    except* UserError as errors:
+        refusals += [error for error in errors.exceptions if isinstance(error, UserError)]
     engine.close()
+    if refusals:  # bare, for the command line to tell: what is raised within `except*` is a group again
+        raise refusals[0]
     logger.info("stopped")
     return EXIT_STUCK if stuck else 0
 

@@ -1,6 +1,7 @@
 """One stay in one world: take orders and weights, warm up, answer batches, until the world ends."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_WEIGHTS_BYTES = 4 << 30
 _MAX_MESSAGE_BYTES = 1 << 30
+_LAST_WORD_S = 5.0
+"""So long a leader has to read that its stage cannot be loaded, and to end the world for it."""
 LEADER_RANK = 0
 
 
@@ -112,6 +115,10 @@ class Session:
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
+            # Were we the ones to break the world, that could reach the leader before the reason does.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._channel.receive()
             raise WireError(f"the stage cannot be loaded: {_describe(error)}") from error
 
     async def _receive_weights(self, total_bytes: int) -> bytes:
