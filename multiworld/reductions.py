@@ -117,6 +117,7 @@ def _reduce_scatter(
 
 
 def barrier(ranks: Ranks) -> Plan:
+    ranks.collective("barrier")
     device = "cpu" if "gloo" in ranks.backends.values() else next(iter(ranks.backends))
     options = AllreduceOptions()
     options.timeout = FOREVER
