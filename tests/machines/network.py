@@ -82,6 +82,10 @@ class Host:
         finally:
             self.run("iptables", "-w", "-F")
 
+    def forward(self) -> None:
+        """Hand on packets that are for others, as a router does."""
+        self.run("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+
     def lost_packets(self) -> int:
         """How many packets the rules of `losing` have dropped so far: the fault did happen."""
         lines = self.run("iptables", "-w", "-nvxL").splitlines()
@@ -131,7 +135,7 @@ class Network:
         """A host in two networks ("lan" and `inner`) that hides the inner one behind its outside address."""
         host = self.host(name, outside)
         self.plug(host, inside, inner)
-        host.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+        host.forward()
         host.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-o", "lan", "-j", "MASQUERADE")
         return host
 

@@ -1,0 +1,57 @@
+"""The token is changed while the service serves: no request fails, who has the new one comes in, who has the former one does not."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, external_worker, load_on
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+EXIT_REFUSED = 2
+
+
+def rotate(service: LocalService, file: Path, *tokens: str) -> None:
+    """What an operator does: change the file, then say so."""
+    seen = len(service.lines)
+    file.write_text("\n".join(tokens))
+    os.kill(service.pid, signal.SIGHUP)
+    told = service.wait_for(lambda line: line.message.startswith("tokens read again"), WAIT_S, after=seen)
+    assert int(told["tokens"]) == len(tokens)
+
+
+def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("former")
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(
+            LocalService(
+                wait_until_ready=False,
+                external_workers=True,
+                token_file=file,
+                model="resnet18",
+                weights="random:0",
+                image_size=32,
+                stages=1,
+                replicas=1,
+            )
+        )
+        old = stack.enter_context(external_worker(service.join_address, name="old", token="former"))
+        service.wait_until_complete(WAIT_S)
+        with load_on(service, clients=2) as load:
+            rotate(service, file, "new", "former")
+            stack.enter_context(external_worker(service.join_address, name="new", token="new"))
+            service.wait_for(lambda line: line["worker"] == "new" and "->ready" in line.message, WAIT_S)
+            rotate(service, file, "new")
+            assert old.poll() is None, "who is in stays in"
+            old.terminate()
+            assert old.wait(WAIT_S) == 0
+            assert answers(service) == [200, 200, 200]
+        assert_nothing_lost(service, load)
+        with external_worker(service.join_address, name="late", token="former") as late:
+            assert late.wait(WAIT_S) == EXIT_REFUSED
