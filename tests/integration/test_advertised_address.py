@@ -5,13 +5,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import torch
 
-from config import load
+from config import UserError, load
 from config.addresses import Address
 from multiworld import World, WorldManager
 from tests.chaos.relay import Relay
 from wire import WORLD_BACKEND, JoinOffer, JoinRequest
+from workers.app import run
 from workers.engine import Engine
 from workers.membership import Membership
 from workers.metrics import WorkerMetrics
@@ -60,6 +62,12 @@ async def test_worker_joins_where_the_leader_tells_it_to() -> None:
                 assert relay.connections >= 2, "the lifeline and the line"
                 assert asked[0].host == "gpu7"
                 leader.remove_world("w")
+
+
+def test_address_to_leave_from_is_refused_at_the_start_when_it_is_not_ours() -> None:
+    settings = load(WorkerSettings, {"leader": "127.0.0.1:1", "bind_host": "192.0.2.7"})
+    with pytest.raises(UserError, match=r"--bind-host 192\.0\.2\.7 cannot be used: Cannot assign requested address"):
+        run(settings)
 
 
 class Complaints(logging.Handler):

@@ -10,14 +10,14 @@ import pytest
 import typer
 
 from cli.main import app
-from config import SettingsError, load
+from config import Settings, SettingsError, load
 from server.settings import ServeSettings
 from workers.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/systemd/*.service")])
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
-PROGRAMS = {"serve": ServeSettings, "worker": WorkerSettings}
+PROGRAMS: dict[str, type[Settings]] = {"serve": ServeSettings, "worker": WorkerSettings}
 
 
 class Command(NamedTuple):
