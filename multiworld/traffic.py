@@ -1,28 +1,32 @@
 """The operations of one world on their way: handed to a line or to c10d, awaited without holding up anybody, completed or failed.
 
-A send or receive goes over the line to its peer (multiworld/line.py), driven by the event loop on which the world was formed. A
-collective completes through the future that c10d gives it. Whatever may take its time before or after its data moves (checked
-collectives, copies from and to a device, NCCL) does that on a thread of the world's own; what ran on a CUDA stream is done when an
-event on that stream says so.
+A send or receive goes over the line to its peer (multiworld/line.py), driven by the event loop on which the world was formed; so do
+the messages of a collective that has a script (multiworld/shares.py), and of the agreement before any collective of a checked world.
+Other collectives complete through the future that c10d gives them. Whatever may take its time before or after its data moves (copies
+from and to a device, NCCL) does that on a thread of the world's own; what ran on a CUDA stream is done when an event on that stream
+says so.
 """
 
 import asyncio
 import contextlib
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld.agreement import DisagreementError, agree, agree_on_splits
+from multiworld.agreement import Agreement, DisagreementError, agree_on_splits
 from multiworld.board import Board, board_of
 from multiworld.errors import Cause, WorldError
+from multiworld.exchange import Exchange
 from multiworld.lane import Lane
 from multiworld.line import Letter, Line, message_head, sealed
-from multiworld.operation import Operation, Plan
+from multiworld.operation import Operation, Part, Plan
 from multiworld.process_group import FOREVER
 from multiworld.waiters import Waiters
 
@@ -69,6 +73,9 @@ class Traffic:
         self._casualties: list[Operation] = []
         self._waiters = Waiters(f"multiworld-{world.name}")
         self._collectives = Lane(self._waiters)
+        self._exchanges = 0
+        self._conferring: deque[Operation] = deque()
+        """Collectives on which the members have still to agree, in the order in which they were started."""
         self._nccl: dict[int, Lane] = {}  # NCCL has one order for all messages with a peer
         self._lines: dict[int, Line] = {}
         self._board: Board | None = None
@@ -126,7 +133,7 @@ class Traffic:
             line.move(self._board)
 
     def _set_off(self, operation: Operation, group: ProcessGroup) -> None:
-        """Post it, unless that could take long or would overtake what has still to be posted: then queue it."""
+        """Post it, unless that could take long, would overtake what has still to be posted, or must be agreed on: then queue it."""
         plan = operation.plan
         on_cuda = _on_cuda(plan)
         if on_cuda:
@@ -137,12 +144,46 @@ class Traffic:
             else:
                 self._expect(operation)
             return
+        if plan.peer < 0 and self._lines and (self._checked or plan.script is not None):
+            operation.exchange = Exchange(operation, self._lines, self._exchanges, self._lock, self._check)
+            self._exchanges += 1
+            if self._checked:
+                self._conferring.append(operation)
+                Agreement(operation.exchange, plan.signature, partial(self._on_heard, operation)).begin()
+                return
+        self._begin(operation, group)
+
+    def _on_heard(self, operation: Operation, dissent: DisagreementError | None) -> None:
+        """All members have said what they are about to do. Under the world's lock, on any thread."""
+        if dissent is not None:
+            self._world.on_line_nonsense(dissent.rank, dissent.detail)
+            return
+        operation.agreed = True
+        while self._conferring and self._conferring[0].agreed and self._group is not None:
+            following = self._conferring.popleft()
+            try:
+                self._begin(following, self._group)
+            except RuntimeError as refusal:
+                self._fail([following], following.peer, refusal.with_traceback(None))
+
+    def _begin(self, operation: Operation, group: ProcessGroup) -> None:
+        """Let a collective, or what NCCL carries, begin. Under the world's lock. Raises RuntimeError."""
+        plan = operation.plan
+        if plan.script is not None:
+            if plan.staged:
+                self._waiters.run(partial(self._load, operation))
+            else:
+                assert plan.buffer is not None
+                self._follow_script(operation, plan.buffer())
+            return
         lane = self._collectives if plan.peer < 0 else self._nccl.setdefault(plan.peer, Lane(self._waiters))
+        splits = self._checked and plan.splits_bytes is not None
         # Copies from a device take their time, and NCCL connects lazily and blocks.
-        if plan.staged or on_cuda or lane.unposted or self._checked:
+        if plan.staged or _on_cuda(plan) or lane.unposted or splits:
             lane.unposted += 1
             lane.run(partial(self._carry, operation, lane))
         else:
+            assert plan.post is not None
             operation.works = [plan.post(group)]
             operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
@@ -168,7 +209,8 @@ class Traffic:
 
     def _fetch(self, letter: Letter) -> None:
         """Bring the data of a message from its device, and send it. On a thread of the world's own."""
-        operation = letter.operation
+        operation = letter.freight
+        assert isinstance(operation, Operation)
         assert operation.plan.buffer is not None
         try:
             with _stream(operation.stream):
@@ -179,8 +221,14 @@ class Traffic:
         except RuntimeError as error:
             self._fail([operation], operation.peer, error.with_traceback(None))
 
-    def on_carried(self, operation: Operation) -> None:
+    def on_carried(self, freight: Operation | Part) -> None:
         """A line has done its part."""
+        if isinstance(freight, Part):
+            freight.on_carried()
+        else:
+            self._on_done(freight)
+
+    def _on_done(self, operation: Operation) -> None:
         if operation.plan.deliver is None:
             self._settle(operation)
             return
@@ -202,7 +250,8 @@ class Traffic:
         else:
             self._settle(operation)
 
-    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
+        operations = list(dict.fromkeys(each.whole if isinstance(each, Part) else each for each in freights))
         if operations:  # an idle line is missed when it is used: the lifeline may have a better reason by then
             self._fail(operations, peer, RuntimeError(reason))
 
@@ -215,7 +264,58 @@ class Traffic:
             for line in self._lines.values():
                 line.read()
 
-    # -- collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
+    # -- collectives over the lines ----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raises WorldError when the world has ended; what is under way when a member leaves may go on."""
+        ending = self._world.ending()
+        if ending is not None and (self._group is None or not self.draining):
+            raise ending
+
+    def _load(self, operation: Operation) -> None:
+        """Bring the data of a collective from its device, and begin. On a thread of the world's own."""
+        assert operation.plan.buffer is not None
+        try:
+            with _stream(operation.stream):
+                data = operation.plan.buffer()
+        except RuntimeError as error:
+            self._fail([operation], operation.peer, error.with_traceback(None))
+        else:
+            self._follow_script(operation, data)
+
+    def _follow_script(self, operation: Operation, data: Tensor) -> None:
+        """Have the loop of whoever started it do it. From any thread."""
+        loop = operation.future.get_loop()
+
+        def begin() -> None:
+            if not operation.done():
+                operation.task = loop.create_task(self._follow(operation, data))
+
+        if asyncio._get_running_loop() is loop:
+            begin()
+        else:
+            with contextlib.suppress(RuntimeError):  # it is closed: the world's end will settle the operation
+                loop.call_soon_threadsafe(begin)
+
+    async def _follow(self, operation: Operation, data: Tensor) -> None:
+        assert operation.plan.script is not None
+        assert operation.exchange is not None
+        try:
+            await operation.plan.script(operation.exchange, data)
+        except RuntimeError as error:
+            self._fail([operation], operation.peer, error.with_traceback(None))
+        except WorldError:
+            pass  # it has ended, and settles what was under way
+        except asyncio.CancelledError:
+            if not operation.done():  # the loop ends: half of a message may have gone
+                self._world.break_(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
+            raise
+        else:
+            self._on_done(operation)
+        finally:
+            operation.task = operation.exchange = None
+
+    # -- other collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
 
     def _carry(self, operation: Operation, lane: Lane) -> None:
         """Post it, wait, and bring the results to where they belong."""
@@ -238,14 +338,12 @@ class Traffic:
             self._settle(operation)
 
     def _post_late(self, operation: Operation, lane: Lane) -> None:
-        """Post an operation that queued; a collective of a checked world once everybody has agreed to it."""
+        """Post an operation that queued; an all-to-all of a checked world once it is known how much comes from each."""
         plan = operation.plan
+        assert plan.post is not None
         try:
-            if self._checked and plan.peer < 0:
-                group = self._post_unless_ended(lambda group: group)
-                agree(group, self._world.size, plan.signature)
-                if plan.splits_bytes is not None:
-                    agree_on_splits(group, *plan.splits_bytes)
+            if self._checked and plan.splits_bytes is not None:
+                agree_on_splits(self._post_unless_ended(lambda group: group), *plan.splits_bytes)
             operation.works = [self._post_unless_ended(plan.post, _on_cuda(plan))]
         finally:
             with self._lock:
@@ -254,9 +352,8 @@ class Traffic:
     def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], slow: bool = False) -> _Posted:
         """Under the world's lock, unless that could be held for long. What is under way when a member leaves may go on."""
         with self._lock:
-            ending, group = self._world.ending(), self._group
-            if ending is not None and (group is None or not self.draining):
-                raise ending
+            self._check()
+            group = self._group
             assert group is not None
             if not slow:
                 return post(group)

@@ -257,3 +257,21 @@ async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[E
         await asyncio.sleep(0)
     feeding.join()
     assert turns > 32
+
+
+async def test_nothing_comes_between_a_head_and_its_message(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld.line._BUFFERS_AT_ONCE", 1)
+    monkeypatch.setattr("multiworld.line._TURN_BYTES", 1)
+    one, other = pair
+    there, back = torch.zeros(4), torch.zeros(4)
+    arrives = other.receive(there)
+    await settled()
+    sent = one.send(torch.arange(4.0))  # of this, the head alone goes at once
+    answered = one.receive(back, tag=1)
+    other.send(torch.arange(4.0, 8.0), tag=1)
+    await one.until_carried(sent, answered)
+    await other.until_carried(arrives)
+    assert torch.equal(there, torch.arange(4.0))
+    assert torch.equal(back, torch.arange(4.0, 8.0))
