@@ -8,26 +8,24 @@ says so.
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld.agreement import Agreement, DisagreementError, agree_on_splits
+from multiworld.agreement import DisagreementError, agree_on_splits
 from multiworld.board import Board, board_of
+from multiworld.concert import Concert
 from multiworld.errors import Cause, WorldError
-from multiworld.exchange import Exchange
 from multiworld.lane import Lane
 from multiworld.line import Letter, Line, message_head, sealed
 from multiworld.operation import Operation, Part, Plan
 from multiworld.process_group import FOREVER
+from multiworld.streams import on_stream
 from multiworld.waiters import Waiters
 
 _Posted = TypeVar("_Posted")
@@ -73,9 +71,7 @@ class Traffic:
         self._casualties: list[Operation] = []
         self._waiters = Waiters(f"multiworld-{world.name}")
         self._collectives = Lane(self._waiters)
-        self._exchanges = 0
-        self._conferring: deque[Operation] = deque()
-        """Collectives on which the members have still to agree, in the order in which they were started."""
+        self._concert = Concert(self, lock, self._waiters, checked=checked)
         self._nccl: dict[int, Lane] = {}  # NCCL has one order for all messages with a peer
         self._lines: dict[int, Line] = {}
         self._board: Board | None = None
@@ -112,9 +108,9 @@ class Traffic:
             self._come_along(loop)
             self._pending.add(operation)
             try:
-                self._set_off(operation, self._group)
+                self._set_off(operation)
             except RuntimeError as refusal:  # a connection is lost, or no thread is to be had: the world is breaking
-                self._fail([operation], operation.peer, refusal.with_traceback(None))
+                self.fail([operation], operation.peer, refusal.with_traceback(None))
             except BaseException:
                 self._pending.discard(operation)
                 raise
@@ -132,7 +128,7 @@ class Traffic:
         for line in self._lines.values():
             line.move(self._board)
 
-    def _set_off(self, operation: Operation, group: ProcessGroup) -> None:
+    def _set_off(self, operation: Operation) -> None:
         """Post it, unless that could take long, would overtake what has still to be posted, or must be agreed on: then queue it."""
         plan = operation.plan
         on_cuda = _on_cuda(plan)
@@ -144,47 +140,23 @@ class Traffic:
             else:
                 self._expect(operation)
             return
-        if plan.peer < 0 and self._lines and (self._checked or plan.script is not None):
-            operation.exchange = Exchange(operation, self._lines, self._exchanges, self._lock, self._check)
-            self._exchanges += 1
-            if self._checked:
-                self._conferring.append(operation)
-                Agreement(operation.exchange, plan.signature, partial(self._on_heard, operation)).begin()
-                return
-        self._begin(operation, group)
+        if plan.peer < 0 and self._lines and self._concert.concerns(operation):
+            self._concert.start(operation, self._lines)
+        else:
+            self.post(operation)
 
-    def _on_heard(self, operation: Operation, dissent: DisagreementError | None) -> None:
-        """All members have said what they are about to do. Under the world's lock, on any thread."""
-        if dissent is not None:
-            self._world.on_line_nonsense(dissent.rank, dissent.detail)
-            return
-        operation.agreed = True
-        while self._conferring and self._conferring[0].agreed and self._group is not None:
-            following = self._conferring.popleft()
-            try:
-                self._begin(following, self._group)
-            except RuntimeError as refusal:
-                self._fail([following], following.peer, refusal.with_traceback(None))
-
-    def _begin(self, operation: Operation, group: ProcessGroup) -> None:
-        """Let a collective, or what NCCL carries, begin. Under the world's lock. Raises RuntimeError."""
+    def post(self, operation: Operation) -> None:
+        """Hand a collective, or what NCCL carries, to c10d, or to its lane. Under the world's lock. Raises RuntimeError."""
         plan = operation.plan
-        if plan.script is not None:
-            if plan.staged:
-                self._waiters.run(partial(self._load, operation))
-            else:
-                assert plan.buffer is not None
-                self._follow_script(operation, plan.buffer())
-            return
         lane = self._collectives if plan.peer < 0 else self._nccl.setdefault(plan.peer, Lane(self._waiters))
         splits = self._checked and plan.splits_bytes is not None
         # Copies from a device take their time, and NCCL connects lazily and blocks.
         if plan.staged or _on_cuda(plan) or lane.unposted or splits:
             lane.unposted += 1
             lane.run(partial(self._carry, operation, lane))
-        else:
+        elif self._group is not None:
             assert plan.post is not None
-            operation.works = [plan.post(group)]
+            operation.works = [plan.post(self._group)]
             operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
     def _write(self, operation: Operation) -> None:
@@ -213,47 +185,47 @@ class Traffic:
         assert isinstance(operation, Operation)
         assert operation.plan.buffer is not None
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 data = operation.plan.buffer()
             with self._lock:
                 letter.put(data)
                 self._lines[operation.peer].advance(operation.plan.tag)
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
 
     def on_carried(self, freight: Operation | Part) -> None:
         """A line has done its part."""
         if isinstance(freight, Part):
             freight.on_carried()
         else:
-            self._on_done(freight)
+            self.on_done(freight)
 
-    def _on_done(self, operation: Operation) -> None:
+    def on_done(self, operation: Operation) -> None:
         if operation.plan.deliver is None:
             self._settle(operation)
             return
         try:
             self._waiters.run(partial(self._deliver, operation))
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
 
     def _deliver(self, operation: Operation) -> None:
         """Bring what came to where its receiver wants it. On a thread of the world's own."""
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 assert operation.plan.deliver is not None
                 operation.plan.deliver()
                 if operation.stream is not None:
                     operation.stream.synchronize()
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
         else:
             self._settle(operation)
 
     def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
         operations = list(dict.fromkeys(each.whole if isinstance(each, Part) else each for each in freights))
         if operations:  # an idle line is missed when it is used: the lifeline may have a better reason by then
-            self._fail(operations, peer, RuntimeError(reason))
+            self.fail(operations, peer, RuntimeError(reason))
 
     def on_line_nonsense(self, peer: int, detail: str) -> None:
         self._world.on_line_nonsense(peer, detail)
@@ -264,63 +236,26 @@ class Traffic:
             for line in self._lines.values():
                 line.read()
 
-    # -- collectives over the lines ----------------------------------------------------------------------------------------------
+    # -- collectives over the lines (see `ConcertHost`) ------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises WorldError when the world has ended; what is under way when a member leaves may go on."""
         ending = self._world.ending()
         if ending is not None and (self._group is None or not self.draining):
             raise ending
 
-    def _load(self, operation: Operation) -> None:
-        """Bring the data of a collective from its device, and begin. On a thread of the world's own."""
-        assert operation.plan.buffer is not None
-        try:
-            with _stream(operation.stream):
-                data = operation.plan.buffer()
-        except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
-        else:
-            self._follow_script(operation, data)
+    def on_abandoned(self, operation: Operation) -> None:
+        self._world.break_(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
 
-    def _follow_script(self, operation: Operation, data: Tensor) -> None:
-        """Have the loop of whoever started it do it. From any thread."""
-        loop = operation.future.get_loop()
-
-        def begin() -> None:
-            if not operation.done():
-                operation.task = loop.create_task(self._follow(operation, data))
-
-        if asyncio._get_running_loop() is loop:
-            begin()
-        else:
-            with contextlib.suppress(RuntimeError):  # it is closed: the world's end will settle the operation
-                loop.call_soon_threadsafe(begin)
-
-    async def _follow(self, operation: Operation, data: Tensor) -> None:
-        assert operation.plan.script is not None
-        assert operation.exchange is not None
-        try:
-            await operation.plan.script(operation.exchange, data)
-        except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
-        except WorldError:
-            pass  # it has ended, and settles what was under way
-        except asyncio.CancelledError:
-            if not operation.done():  # the loop ends: half of a message may have gone
-                self._world.break_(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
-            raise
-        else:
-            self._on_done(operation)
-        finally:
-            operation.task = operation.exchange = None
+    def on_dissent(self, rank: int, detail: str) -> None:
+        self._world.on_line_nonsense(rank, detail)
 
     # -- other collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
 
     def _carry(self, operation: Operation, lane: Lane) -> None:
         """Post it, wait, and bring the results to where they belong."""
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 self._post_late(operation, lane)
                 self._wait_for(operation)
                 if operation.plan.deliver is not None:
@@ -329,11 +264,11 @@ class Traffic:
                     operation.stream.synchronize()
         except DisagreementError as error:
             self._world.break_(Cause.ERROR, error.rank, error.detail)
-            self._fail([operation], operation.peer, RuntimeError(error.detail))
+            self.fail([operation], operation.peer, RuntimeError(error.detail))
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))  # a traceback holds tensors
+            self.fail([operation], operation.peer, error.with_traceback(None))  # a traceback holds tensors
         except WorldError as error:
-            self._fail([operation], operation.peer, RuntimeError(str(error)))
+            self.fail([operation], operation.peer, RuntimeError(str(error)))
         else:
             self._settle(operation)
 
@@ -352,7 +287,7 @@ class Traffic:
     def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], slow: bool = False) -> _Posted:
         """Under the world's lock, unless that could be held for long. What is under way when a member leaves may go on."""
         with self._lock:
-            self._check()
+            self.check()
             group = self._group
             assert group is not None
             if not slow:
@@ -366,7 +301,7 @@ class Traffic:
                 work.wait(FOREVER)
             return
         device = operation.plan.tensors[0].device
-        with _stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with on_stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             for work in operation.works:
                 work.wait()  # orders this stream after the operation, and returns
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -382,7 +317,7 @@ class Traffic:
             if operation.plan.deliver is not None:
                 operation.plan.deliver()
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
         else:
             self._settle(operation)
 
@@ -396,7 +331,7 @@ class Traffic:
         if self.draining and not self._pending:
             self._world.on_drained()
 
-    def _fail(self, operations: Sequence[Operation], peer: int, error: RuntimeError) -> None:
+    def fail(self, operations: Sequence[Operation], peer: int, error: RuntimeError) -> None:
         """Their callers learn why once that is known, which is when the world has been broken."""
         with self._lock:
             self._pending.difference_update(operations)
@@ -451,7 +386,3 @@ class Traffic:
 
 def _on_cuda(plan: Plan) -> bool:
     return bool(plan.tensors) and plan.tensors[0].is_cuda
-
-
-def _stream(stream: Any) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
