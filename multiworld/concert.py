@@ -55,15 +55,15 @@ class Concert:
         self._started = 0
         self._conferring: deque[Operation] = deque()
 
-    def concerns(self, operation: Operation) -> bool:
-        """Whether this collective, in a world that has lines, is to be started here."""
-        return self._checked or operation.plan.script is not None
+    def concerns(self, operation: Operation, lines: Mapping[int, Line]) -> bool:
+        """Whether this collective is to be started here."""
+        return operation.plan.script is not None or (self._checked and bool(lines))
 
     def start(self, operation: Operation, lines: Mapping[int, Line]) -> None:
         """Under the world's lock. Raises RuntimeError when a line is lost, WorldError when the world has ended."""
         operation.exchange = Exchange(operation, lines, self._started, self._lock, self._host.check)
         self._started += 1
-        if self._checked:
+        if self._checked and lines:
             self._conferring.append(operation)
             Agreement(operation.exchange, operation.plan.signature, partial(self._on_heard, operation)).begin()
         else:

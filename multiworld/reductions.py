@@ -25,13 +25,13 @@ _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT
 
 
 def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
-    on_host = ranks.on_host("all_reduce", (tensor,))
+    on_host = ranks.message_on_host("all_reduce", tensor)
     reduction = _Reduction("all_reduce", ranks, tensor, op)
     options = AllreduceOptions()
     options.reduceOp, options.timeout = reduction.op, FOREVER
     target = Incoming("all_reduce", tensor, on_host)
     signature = f"all_reduce({described(tensor)}, {reduction.name})"
-    if reduction.on_gloo and ranks.size > 1:
+    if reduction.on_gloo:
         return Plan(
             name="all_reduce",
             signature=signature,
@@ -42,15 +42,11 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
             staged=on_host,
         )
 
-    def deliver() -> None:
-        reduction.finish(target)
-        target.deliver()
-
     return Plan(
         name="all_reduce",
         signature=signature,
         post=lambda group: group.allreduce([arithmetic(target.open(load=True))], options),
-        deliver=deliver,
+        deliver=target.deliver,
         tensors=(tensor,),
         staged=on_host,
     )
@@ -129,17 +125,16 @@ def _reduce_scatter(
 
 
 def barrier(ranks: Ranks) -> Plan:
-    if "gloo" in ranks.backends.values() and ranks.size > 1:
+    if "gloo" in ranks.backends.values() or not ranks.backends:
         return Plan(
             name="barrier",
             signature="barrier()",
             buffer=lambda: torch.empty(0),
             script=lambda exchange, nothing: shares.all_reduce(exchange, nothing, "SUM"),
         )
-    device = "cpu" if "gloo" in ranks.backends.values() else next(iter(ranks.backends))
     options = AllreduceOptions()
     options.timeout = FOREVER
-    token = torch.zeros(1, device=device)
+    token = torch.zeros(1, device=next(iter(ranks.backends)))
     return Plan(
         name="barrier",
         signature="barrier()",

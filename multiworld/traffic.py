@@ -140,7 +140,7 @@ class Traffic:
             else:
                 self._expect(operation)
             return
-        if plan.peer < 0 and self._lines and self._concert.concerns(operation):
+        if plan.peer < 0 and self._concert.concerns(operation, self._lines):
             self._concert.start(operation, self._lines)
         else:
             self.post(operation)

@@ -30,7 +30,7 @@ from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClose
 from multiworld.handshake import Hello
 from multiworld.meeting import Meeting
 from multiworld.operation import Operation, Plan
-from multiworld.process_group import abort_process_group, make_process_group
+from multiworld.process_group import LINES, abort_process_group, make_process_group
 from multiworld.reception import Reception
 from multiworld.rendezvous import Address, Membership, Pulse, Roster, Watch
 from multiworld.store import LifelineStore
@@ -80,6 +80,7 @@ class WorldConfig:
         rank, size: this member's rank, and how many members there are.
         epoch: which incarnation of `name`; 0 lets rank 0 decide.
         addr, port: where rank 0 listens; the others connect there.
+        bind_host: the address of this machine that our connections leave from; empty lets the kernel choose.
         timeout_s: how long forming the world may take.
         store: use this store for the rendezvous instead of the lifeline (a `TCPStore`, say).
         checked: agree on every operation before its data moves (multiworld/agreement.py). The same at all members.
@@ -98,6 +99,7 @@ class WorldConfig:
     timeout_s: float
     store: Store | None = None
     checked: bool = False
+    bind_host: str = ""
 
 
 class World:
@@ -223,13 +225,17 @@ class World:
     def _join(self, seat: Hello, addresses: list[Address]) -> None:
         with self._lock:
             if self.state is WorldState.JOINING:
-                self._watch = Membership(self._watchdog, self, seat, self._config.pulse, self._config.secret, addresses)
+                config = self._config
+                self._watch = Membership(
+                    self._watchdog, self, seat, config.pulse, config.secret, addresses, config.bind_host
+                )
 
     def _prepare_meeting(self) -> Meeting | None:
         """What connects the lines of a world that needs some. On the watchdog's thread, before any member may call."""
-        if self.size > 1 and "gloo" in self._config.backends.values():
+        config = self._config
+        if self.size > 1 and ("gloo" in config.backends.values() or not config.backends):
             seat = Hello(self.name, self.rank, self.size, self.epoch)
-            self._meeting = Meeting(self._watchdog, seat, self._config.secret, self._config.pulse)
+            self._meeting = Meeting(self._watchdog, seat, config.secret, config.pulse, config.bind_host)
         return self._meeting
 
     async def _build(self, host: str) -> None:
@@ -254,15 +260,20 @@ class World:
         """Blocks until all ranks are there. Raises RuntimeError, JoinError."""
         config = self._config
         store = config.store or self._store
-        mode = "checked" if config.checked else "unchecked"
-        if self.rank == 0:
-            store.set("mode", mode)
+        self._agree_on_mode(store)
         if self._meeting is not None:
             self._meeting.gather(self._store, host, (self._host_addr, config.port), config.timeout_s)
-        group = make_process_group(store, self.rank, self.size, config.backends, host, config.timeout_s, config.device)
-        if self.rank > 0 and (theirs := store.get("mode").decode(errors="replace")) != mode:
+        return make_process_group(store, self.rank, self.size, config.backends, host, config.timeout_s, config.device)
+
+    def _agree_on_mode(self, store: Store) -> None:
+        """Members that were told different things would wait for each other in vain. Raises JoinError."""
+        config = self._config
+        backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
+        mode = f"{'checked' if config.checked else 'unchecked'} with backend {backends or LINES}"
+        if self.rank == 0:
+            store.set("mode", mode)
+        elif (theirs := store.get("mode").decode(errors="replace")) != mode:
             raise JoinError(self.name, f"rank 0 is {theirs}, we are {mode}")
-        return group
 
     def _adopt(self, group: ProcessGroup) -> None:
         with self._lock:

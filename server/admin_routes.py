@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
@@ -24,11 +24,11 @@ class AdminRoutes:
     """
     Attributes:
         restart_workers: starts a rolling restart.
-        token: to be given as `Authorization: Bearer …`. Empty: none is needed, and only this machine is let in.
+        tokens: one of them is to be given as `Authorization: Bearer …`. None at all: then only this machine is let in.
     """
 
     restart_workers: Callable[[], AsyncGenerator[RestartStep, None]]
-    token: bytes
+    tokens: Callable[[], Sequence[bytes]]
 
     def routes(self) -> list[Route]:
         """For the operators' application."""
@@ -47,9 +47,10 @@ class AdminRoutes:
         # A page in somebody's browser can send a form to this machine, but not JSON without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return JSONResponse({"error": "send it with Content-Type: application/json"}, 415)
-        if self.token:
+        if tokens := self.tokens():
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
+            known = [token for token in tokens if hmac.compare_digest(given.strip().encode(), token)]
+            if scheme.lower() != "bearer" or not known:
                 return JSONResponse(
                     {"error": "send the join token as `Authorization: Bearer TOKEN`"},
                     401,

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from config import UserError, raise_descriptor_limit
 from metrics import build_labels
 from models import LoadedModel, load_model
+from server.access import Access
 from server.admin_routes import AdminRoutes
 from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
@@ -106,8 +107,10 @@ async def _serve(
         raise UserError(f"{error}; choose another --join-port or --join-host, or stop what listens there") from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
+        access = Access(settings, leader.let_in)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, access.reload)
         api = await stack.enter_async_context(_serving(app, sockets["http_port"], access_log=settings.access_log))
-        operations = create_operations_app(metrics, AdminRoutes(leader.restart_workers, _admin_token(settings)))
+        operations = create_operations_app(metrics, AdminRoutes(leader.restart_workers, access.operators))
         await stack.enter_async_context(_serving(operations, sockets["metrics_port"], access_log=False))
         progress.listening(leader.join_port)
         if start_workers is not None:
@@ -205,14 +208,15 @@ def _reachable(host: str) -> str:
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
+def _outside(host: str) -> str:
+    """What other machines call one that listens on `host`."""
+    name = socket.gethostname() if host in {"0.0.0.0", "::"} else host  # noqa: S104 - translated, not bound
+    return f"[{name}]" if ":" in name else name
+
+
 def _served(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
     return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
-
-
-def _admin_token(settings: ServeSettings) -> bytes:
-    """What an admin verb must know. Nothing where the token was made up by us, for nobody can know it: then it is this machine only."""
-    return b"" if settings.token_is_ours else settings.secret
 
 
 def _limits(settings: ServeSettings) -> FrontendLimits:
@@ -243,8 +247,8 @@ class _Progress:
         )
         if self._settings.external_workers:
             logger.info(
-                "waiting for workers; on each of their machines: multiworld worker --leader %s:%d --token-file …",
-                *(self._settings.join_host, join_port),
+                "waiting for workers; on each of their machines: multiworld worker --leader %s --token-file …",
+                self._settings.advertised(join_port) or f"{_outside(self._settings.join_host)}:{join_port}",
             )
 
     def show(self, snapshot: PipelineSnapshot) -> None:

@@ -212,6 +212,10 @@ class Leader:
         """Restart every worker in turn while the others serve; yields each step. Raises RestartRefusedError, RestartFailedError."""
         return self._rolling_restart.run()
 
+    def let_in(self, *secrets: bytes) -> None:
+        """Workers that know one of these may join from now on, and no others. Who has joined stays."""
+        self._manager.let_in(*secrets)
+
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
         self._draining = True

@@ -12,7 +12,7 @@ from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClose
 from server.plan import StagePlan
 from server.predictor import ReplicaState
 from server.slots import Slot
-from wire import Channel, JoinRequest, Kind, Message, WireError
+from wire import WORLD_BACKEND, Channel, JoinRequest, Kind, Message, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,9 @@ class Link:
 
     async def _form(self, manager: WorldManager, host: str, port: int) -> None:
         self._forming = asyncio.create_task(
-            manager.initialize_world(self.world_name, 0, 2, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S)
+            manager.initialize_world(
+                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S
+            )
         )
         self._world = await self._forming
         self._channel = Channel(self._world, _WORKER_RANK, max_payload_bytes=1 << 30)

@@ -110,7 +110,7 @@ class Recruiter:
         if wait_s := self._wait_s(request):
             return JoinOffer("", 0, round(wait_s * 1000) + 1).to_json().encode()
         link = self._take_in(request, host)
-        return JoinOffer(link.world_name, link.epoch).to_json().encode()
+        return JoinOffer(link.world_name, link.epoch, address=self._settings.advertised(self.port)).to_json().encode()
 
     def _wait_s(self, request: JoinRequest) -> float:
         """How long this worker has to stay away; 0 when it may come in."""
@@ -134,7 +134,7 @@ class Recruiter:
         return self._settings.heartbeat_timeout_s
 
     def _take_in(self, request: JoinRequest, host: str) -> Link:
-        slot = self.slots.choose()
+        slot = self.slots.choose(request.host)
         slot.link = link = Link(
             plans=self._plan if slot.stage is None else (self._plan[slot.stage],),
             slot=slot,

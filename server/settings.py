@@ -6,6 +6,7 @@ from typing import ClassVar, Self
 from pydantic import field_validator, model_validator
 
 from config import DEVICE_PATTERN, Settings, SettingsError, setting
+from config.addresses import parse_address
 from config.tokens import new_token
 
 _GENERATED = "generated"
@@ -62,6 +63,13 @@ class ServeSettings(Settings):
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 takes any free one.", ge=0, le=65535)
     join_host: str = setting(
         "127.0.0.1", "Network", "Address that workers join at: an inner network, never a public one."
+    )
+    advertise_host: str | None = setting(
+        None,
+        "Network",
+        "Address that workers are told to join at, where it is not the one that they ask at: HOST, or HOST:PORT where the port "
+        "is another outside.",
+        allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
     )
     join_port: int = setting(8001, "Network", "Port that workers join at; 0 takes any free one.", ge=0, le=65535)
     metrics_port: int = setting(
@@ -136,10 +144,24 @@ class ServeSettings(Settings):
         """How many workers the pipeline wants: one for each replica of each stage, and the spares."""
         return self.stages * self.replicas + self.spares
 
+    def advertised(self, join_port: int) -> str:
+        """HOST:PORT that workers are to join at; empty for where they ask."""
+        if self.advertise_host is None:
+            return ""
+        address = parse_address(self.advertise_host, default_port=join_port)
+        return str(address)
+
     @property
     def token_is_ours(self) -> bool:
         """Nobody gave a token, and so we made one up for our own local workers."""
         return self._origins.get("token") == _GENERATED
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
+        if host is not None:
+            parse_address(host, default_port=1)
+        return host
 
     @field_validator("hedge_factor")
     @classmethod

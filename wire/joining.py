@@ -6,6 +6,9 @@ from typing import Any, Self
 
 from wire.message import WireError
 
+WORLD_BACKEND = "lines"
+"""Of the worlds of leader and worker: they send messages, and the worker opens every connection, to one port of the leader."""
+
 
 class _Json:
     """A flat dataclass that travels as a JSON object of exactly its fields."""
@@ -34,7 +37,7 @@ class JoinRequest(_Json):
     """A worker looks for work. Its `worker` name is its own: who joins again under it replaces its former self.
 
     Attributes:
-        host, pid: where it runs, for whoever looks for it.
+        host, pid: where it runs, for whoever looks for it; the host under the name that it wants to be known by.
     """
 
     worker: str
@@ -45,15 +48,17 @@ class JoinRequest(_Json):
 
 @dataclass(frozen=True, slots=True)
 class JoinOffer(_Json):
-    """The world to join, as rank 1 of 2, at the address where the question was asked.
+    """The world to join, as rank 1 of 2.
 
     Attributes:
         world: empty when there is none now; ask again after `wait_ms`, and not before.
+        address: HOST:PORT to join it at; empty for the one where the question was asked.
     """
 
     world: str
     epoch: int
     wait_ms: int = 0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

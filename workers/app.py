@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 
@@ -32,10 +33,11 @@ def run(settings: WorkerSettings) -> int:
     end; 70 when the model hangs.
 
     Raises:
-        UserError: the device is not there, or the token is wrong.
+        UserError: the device or the address to bind is not there, or the token is wrong.
     """
     raise_descriptor_limit()
     device = check_device(settings.device)
+    _check_bind_host(settings.bind_host)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # may be set once a process
         torch.set_num_interop_threads(1)
@@ -54,17 +56,22 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-            await _tell_metrics(stack, settings, metrics, engine)
+            memberships = list[Membership]()
+            await _tell_metrics(
+                stack, settings, metrics, engine, ready=lambda: any(each.serving for each in memberships)
+            )
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
                         secret=settings.secret,
                         checked=False,  # as the leader's
+                        bind_host=settings.bind_host or "",
                         heartbeat_interval_s=settings.heartbeat_interval_s,
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     )
                 )
-                tasks.create_task(Membership(leader, settings, engine, manager, stop, metrics).keep_serving())
+                memberships.append(Membership(leader, settings, engine, manager, stop, metrics))
+                tasks.create_task(memberships[-1].keep_serving())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
         stuck = True
@@ -77,10 +84,28 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     return EXIT_STUCK if stuck else 0
 
 
+def _check_bind_host(host: str | None) -> None:
+    """Raises UserError when this machine does not have that address."""
+    if host is None:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        try:
+            sock.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"--bind-host {host} cannot be used: {error.strerror}; it must be an address of this machine, which `ip address` lists"
+            ) from error
+
+
 async def _tell_metrics(
-    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics, engine: Engine
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    metrics: WorkerMetrics,
+    engine: Engine,
+    *,
+    ready: Callable[[], bool],
 ) -> None:
-    """Answer scrapes until the stack ends, if that is wanted."""
+    """Answer scrapes and probes until the stack ends, if that is wanted."""
     if settings.metrics_port is None:
         return
     device, watch = engine.device, None
@@ -92,7 +117,8 @@ async def _tell_metrics(
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh))
+    port = metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready)
+    await stack.enter_async_context(port)
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

@@ -5,21 +5,24 @@ import contextlib
 import logging
 import os
 import random
-import socket
 
 from config import UserError
-from multiworld import AskError, WorldError, WorldManager, ask
-from wire import JoinOffer, JoinRequest, WireError
+from config.addresses import Address, parse_address
+from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
+from wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from workers.engine import Engine
 from workers.metrics import WorkerMetrics
 from workers.session import Session
-from workers.settings import Address, WorkerSettings
+from workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
 _STUCK_S = 2.0
 """A stage that still computes so long after its world was broken for hanging will not come back: only a new process helps."""
-_DRAIN_S = 30.0
+DRAIN_S = 30.0
+"""How long a worker that is told to stop waits for its leaders to take their batches back."""
+_FORMING_S = 15.0
+"""A leader waits for whom it has offered a world for less."""
 
 
 class StuckError(Exception):
@@ -53,6 +56,11 @@ class Membership:
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether a stage is loaded and warm, and the leader can send batches."""
+        return self._session is not None and self._session.serving
+
     async def keep_serving(self) -> None:
         """Serve this leader until `stop`.
 
@@ -84,10 +92,7 @@ class Membership:
         self._wait_s = offer.wait_ms / 1000
         if not offer.world:
             return False
-        host, port = self._leader.host, self._leader.port
-        world = await self._manager.initialize_world(
-            offer.world, 1, 2, addr=host, port=port, epoch=offer.epoch, timeout=self._settings.join_timeout_s
-        )
+        world = await self._join(offer)
         self._session = session = Session(world, self._engine, self._stop.set, self._metrics)
         self._metrics.world_joined()
         try:
@@ -103,8 +108,33 @@ class Membership:
             self._metrics.world_gone()
             await self._manager.close_world(world.name)
 
+    async def _join(self, offer: JoinOffer) -> World:
+        """Form the world that we were offered. Raises WorldError."""
+        address = self._leader
+        if offer.address:
+            try:
+                address = parse_address(offer.address)
+            except ValueError as error:
+                raise WireError(f"JoinOffer: no address: {offer.address!r}") from error
+        try:
+            return await self._manager.initialize_world(
+                *(offer.world, 1, 2, WORLD_BACKEND),
+                addr=address.host,
+                port=address.port,
+                epoch=offer.epoch,
+                timeout=min(_FORMING_S, self._settings.join_timeout_s),
+            )
+        except JoinError as error:
+            if address == self._leader:
+                raise
+            raise JoinError(
+                offer.world,
+                f"{error.message}; it is the leader that told us to join at {address}: its --advertise-host must be an address "
+                f"that this machine reaches",
+            ) from error
+
     async def _ask(self) -> JoinOffer:
-        request = JoinRequest(self._settings.name, self._settings.device, socket.gethostname(), os.getpid())
+        request = JoinRequest(self._settings.name, self._settings.device, self._settings.advertise_host, os.getpid())
         try:
             answer = await ask(
                 self._leader.host,
@@ -112,6 +142,7 @@ class Membership:
                 request.to_json(),
                 secret=self._settings.secret,
                 timeout_s=self._settings.join_timeout_s,
+                bind_host=self._settings.bind_host or "",
             )
         except PermissionError as error:
             raise UserError(f"the leader at {self._leader} does not take our token: {error}") from error
@@ -128,7 +159,7 @@ class Membership:
         if not stay.done() and session is not None and session.serving:
             logger.info("leader=%s leaving: until it has taken its batches back", self._leader)
             with contextlib.suppress(WorldError, TimeoutError):
-                async with asyncio.timeout(_DRAIN_S):
+                async with asyncio.timeout(DRAIN_S):
                     await session.leave()
                     await asyncio.wait({stay})
         stay.cancel()

@@ -14,7 +14,7 @@ from multiworld import Cause, WorldManager
 from server.link import Link
 from server.plan import StagePlan, make_plan
 from server.slots import Slot
-from wire import Channel, JoinOffer, JoinRequest, Message, StageOrder
+from wire import WORLD_BACKEND, Channel, JoinOffer, JoinRequest, Message, StageOrder
 from workers.engine import Engine
 from workers.session import Session
 
@@ -76,7 +76,7 @@ class Pair:
     async def session(self, link: Link) -> Session:
         offer = JoinOffer(link.world_name, link.epoch)
         world = await self.worker.initialize_world(
-            offer.world, 1, 2, addr="127.0.0.1", port=self.port, epoch=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, epoch=offer.epoch
         )
         session = Session(world, self.engine)
         self.tasks.append(asyncio.create_task(session.run()))
@@ -154,7 +154,7 @@ async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: 
 async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
     )
     channel = Channel(world, 0, 1 << 30)
     left = StageOrder.from_json((await channel.receive()).text()).weights_bytes

@@ -14,7 +14,7 @@ from multiworld.arguments import Ranks
 from multiworld.board import board_of
 from multiworld.line import HEAD, MAX_POSTED, MESSAGE, POSTED, Letter, Line, message_head, sealed
 from multiworld.messages import recv, send
-from multiworld.operation import Operation
+from multiworld.operation import Operation, Part
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
@@ -31,15 +31,15 @@ class Owner:
     """A world that only writes down what it is told."""
 
     def __init__(self) -> None:
-        self.carried: list[Operation] = []
-        self.lost: list[tuple[list[Operation], str]] = []
+        self.carried: list[Operation | Part] = []
+        self.lost: list[tuple[list[Operation | Part], str]] = []
         self.nonsense: list[str] = []
 
-    def on_carried(self, operation: Operation) -> None:
-        self.carried.append(operation)
+    def on_carried(self, freight: Operation | Part) -> None:
+        self.carried.append(freight)
 
-    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
-        self.lost.append((operations, reason))
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
+        self.lost.append((freights, reason))
 
     def on_line_nonsense(self, peer: int, detail: str) -> None:
         self.nonsense.append(detail)
