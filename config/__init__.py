@@ -1,7 +1,7 @@
 """What every program shares: settings, the errors that are a person's to mend, and log lines."""
 
 from config.errors import SettingsError, UserError
-from config.limits import raise_descriptor_limit
+from config.limits import check_memory, raise_descriptor_limit
 from config.logs import configure_logging
 from config.settings import DEVICE_PATTERN, Row, Settings, describe, effective, setting
 from config.sources import load
@@ -12,6 +12,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "UserError",
+    "check_memory",
     "configure_logging",
     "describe",
     "effective",

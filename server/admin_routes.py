@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from server.rolling_restart import RestartFailedError, RestartRefusedError, RestartStep
+from server.maintenance import MaintenanceError
+from server.rolling_restart import RestartFailedError, RestartStep
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +40,15 @@ class AdminRoutes:
 
         Who hangs up stops it after the worker at hand.
         """
-        if refusal := self._refusal(request):
-            return refusal
-        return StreamingResponse(_lines(self.restart_workers()), media_type="application/x-ndjson")
-
-    def _refusal(self, request: Request) -> Response | None:
         # A page in somebody's browser can send a form to this machine, but not JSON without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return JSONResponse({"error": "send it with Content-Type: application/json"}, 415)
+        if refusal := self.refusal(request):
+            return refusal
+        return StreamingResponse(_lines(self.restart_workers()), media_type="application/x-ndjson")
+
+    def refusal(self, request: Request) -> Response | None:
+        """Why this client may not use operators' verbs; None when it may."""
         if self.token:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
@@ -69,7 +71,7 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str
                 logger.info("rolling restart: %s", step)
                 done += step.state == "restarted"
                 yield json.dumps(asdict(step)) + "\n"
-    except (RestartRefusedError, RestartFailedError) as error:
+    except (MaintenanceError, RestartFailedError) as error:
         logger.warning("rolling restart: %s", error)
         yield json.dumps({"state": "failed", "restarted": done, "error": str(error)}) + "\n"
     else:

@@ -25,9 +25,12 @@ from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
 from server.leader import Leader
 from server.metrics import Metrics
-from server.plan import StagePlan, make_plan
+from server.plan import make_plan
 from server.predictor import PipelineSnapshot, ServedModel
+from server.repository_routes import RepositoryRoutes
 from server.settings import ServeSettings
+from server.versions import VersionPlan
+from server.weights_source import WeightsSource
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +75,12 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
             return runner.run(_serve(settings, model, plan, sockets, start_workers))
 
 
-def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...]]:
+def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
-    plan = make_plan(model, settings.stages)
+    plan = VersionPlan.of(make_plan(model, settings.stages))
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 
@@ -85,7 +88,7 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...
 async def _serve(
     settings: ServeSettings,
     model: LoadedModel,
-    plan: tuple[StagePlan, ...],
+    plan: VersionPlan,
     sockets: dict[str, socket.socket],
     start_workers: WorkerStarter | None,
 ) -> int:
@@ -98,7 +101,8 @@ async def _serve(
         progress.show(snapshot)
         feed.observe(snapshot)
 
-    leader = Leader(model, plan, settings, metrics, on_change=changed)
+    source = WeightsSource.beside(model, settings)
+    leader = Leader(model.name, plan, settings, metrics, source=source, on_change=changed)
     app = create_app(leader, _served(model), _limits(settings), metrics, feed)
     try:
         await leader.__aenter__()
@@ -107,7 +111,9 @@ async def _serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
         api = await stack.enter_async_context(_serving(app, sockets["http_port"], access_log=settings.access_log))
-        operations = create_operations_app(metrics, AdminRoutes(leader.restart_workers, _admin_token(settings)))
+        admin = AdminRoutes(leader.restart_workers, _admin_token(settings))
+        repository = RepositoryRoutes(leader.snapshot, leader.load_version, leader.unload, admin.refusal)
+        operations = create_operations_app(metrics, admin, repository)
         await stack.enter_async_context(_serving(operations, sockets["metrics_port"], access_log=False))
         progress.listening(leader.join_port)
         if start_workers is not None:

@@ -24,6 +24,7 @@ from server.metrics import Metrics
 from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
 from server.predictor import Predictor, ServedModel
+from server.repository_routes import RepositoryRoutes
 from server.request_tracker import RequestTracker
 from server.v2.infer_route import InferRoute
 from server.v2.routes import V2Routes
@@ -108,7 +109,7 @@ def create_app(
     app.include_router(V2Routes(predictor, infer.signature, statistics, infer).router())
     app.include_router(OperationsRoutes(predictor, model, metrics, feed).router())
     metrics.outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    app.add_middleware(RequestTracker, model=model, metrics=metrics, statistics=statistics)
+    app.add_middleware(RequestTracker, predictor=predictor, model=model.name, metrics=metrics, statistics=statistics)
     install_error_handlers(app)
     return app
 
@@ -118,10 +119,11 @@ def _signature(model: ServedModel, limits: FrontendLimits) -> Signature:
     return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
 
 
-def create_operations_app(metrics: Metrics, admin: AdminRoutes) -> ASGIApp:
+def create_operations_app(metrics: Metrics, admin: AdminRoutes, repository: RepositoryRoutes | None = None) -> ASGIApp:
     """The application for the operators' port: GET /metrics, from the same registry, and the admin verbs."""
 
     def scrape(request: Request) -> Response:
         return metrics_response(metrics, request)
 
-    return Starlette(routes=[Route("/metrics", scrape), *admin.routes()])
+    verbs = [*admin.routes(), *(repository.routes() if repository else ())]
+    return Starlette(routes=[Route("/metrics", scrape), *verbs])

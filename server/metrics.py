@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from metrics import ProgramMetrics
-from server.predictor import ReplicaState, StageSnapshot
+from server.predictor import ModelVersion, ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
 """Which of the inference interfaces a request came through."""
@@ -58,7 +58,11 @@ class Metrics(ProgramMetrics):
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
         self._latest: deque[float] = deque(maxlen=_MOST_LATEST)
+        self._protocols: Sequence[Protocol] = ()
+        self._codes: Mapping[str, int] = {}
+        self._version: tuple[str, int] | None = None
         self._define_requests()
+        self._define_versions()
         self._define_stages()
         self._define_failures()
 
@@ -86,6 +90,16 @@ class Metrics(ProgramMetrics):
         ).labels()
         self._duplicates = self._counter(
             "duplicate_answers", "Answers dropped because the request had one: late or hedged batches."
+        ).labels()
+
+    def _define_versions(self) -> None:
+        self._version_info = self._gauge(
+            "model_version",
+            "1 for the version that new requests go to, 0 for those before it.",
+            ("model", "version", "number"),
+        )
+        self._version_changes = self._counter(
+            "version_changes", "How often new requests were moved to another version."
         ).labels()
 
     def _define_stages(self) -> None:
@@ -143,10 +157,20 @@ class Metrics(ProgramMetrics):
         Args:
             codes: HTTP status by reason, that of success included.
         """
+        self._protocols, self._codes = protocols, codes
         for protocol in protocols:
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
             self._request_duration.labels(protocol, 200)
+
+    def version_serves(self, model: str, version: ModelVersion) -> None:
+        """Requests go to that version from now on."""
+        if self._version is not None:
+            self._version_info.labels(model, *self._version).set(0)
+            self._version_changes.inc()
+            self.outcomes(model, version.name, self._protocols, self._codes)
+        self._version = (version.name, version.number)
+        self._version_info.labels(model, *self._version).set(1)
 
     def request_started(self) -> None:
         """An inference request has come in."""

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http_errors import CLIENT_GONE, internal_error_response
 from server.metrics import Metrics, Protocol
-from server.predictor import ServedModel
+from server.predictor import Predictor
 from server.request_record import RequestRecord
 from server.v2.statistics import Statistics
 
@@ -23,8 +23,11 @@ _NOT_FOR_THE_MODEL = (404, 405)
 class RequestTracker:
     """ASGI middleware; adds a few tens of microseconds."""
 
-    def __init__(self, app: ASGIApp, *, model: ServedModel, metrics: Metrics, statistics: Statistics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, predictor: Predictor, model: str, metrics: Metrics, statistics: Statistics
+    ) -> None:
         self._app = app
+        self._predictor = predictor
         self._model = model
         self._metrics = metrics
         self._statistics = statistics
@@ -33,7 +36,7 @@ class RequestTracker:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord.begin(scope, self._model.version)
+        record = RequestRecord.begin(scope, self._predictor.version.name)
         protocol = _protocol(scope["path"])
         if protocol is None:
             await self._answer(scope, receive, send, record)
@@ -50,7 +53,7 @@ class RequestTracker:
             if code not in _NOT_FOR_THE_MODEL:
                 self._statistics.request_finished(record.inference if code == 200 else None, duration_s)
             self._metrics.request_finished(
-                model=self._model.name,
+                model=self._model,
                 version=record.version,
                 protocol=protocol,
                 code=code,

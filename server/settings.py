@@ -1,6 +1,7 @@
 """The settings of `multiworld serve`: every field once, with its unit, bounds, default and sentence."""
 
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import field_validator, model_validator
@@ -22,6 +23,11 @@ class ServeSettings(Settings):
         "Model",
         "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
         "(DEFAULT if it can be had at once, else random:0 and a warning).",
+    )
+    weights_dir: Path | None = setting(
+        None,
+        "Model",
+        "Folder of the files with further versions of the weights that an operator may load while it serves; none allows no files.",
     )
     labels: str | None = setting(
         None, "Model", "File with one label a line, in the order of the classes; none takes those of the weights."

@@ -8,8 +8,9 @@ import pytest
 
 from server.admin_routes import AdminRoutes
 from server.frontend import create_operations_app
+from server.maintenance import MaintenanceError
 from server.metrics import Metrics
-from server.rolling_restart import RestartFailedError, RestartRefusedError, RestartStep
+from server.rolling_restart import RestartFailedError, RestartStep
 
 PATH = "/admin/rolling-restart"
 
@@ -20,7 +21,7 @@ async def two_steps() -> AsyncGenerator[RestartStep, None]:
 
 
 async def refused() -> AsyncGenerator[RestartStep, None]:
-    raise RestartRefusedError("one is under way")
+    raise MaintenanceError("one is under way")
     yield
 
 
