@@ -1,14 +1,10 @@
 """`multiworld rolling-restart`: restart every worker of a running service, one after the other."""
 
 import json
-import os
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from cli.operations import DEFAULT_OPERATIONS_URL, OperationsUrl, TokenFile, admin_headers
 from cli.service import ServiceError, service
-from config.tokens import read_token
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -20,28 +16,7 @@ multiworld rolling-restart --operations-url http://10.0.0.1:8002 --token-file to
 [bold]Exit status[/bold]: 0 every worker was restarted, 1 one was not, 2 bad usage.
 """
 
-OperationsUrl = Annotated[
-    str,
-    typer.Option(
-        "--operations-url",
-        envvar="MULTIWORLD_OPERATIONS_URL",
-        metavar="URL",
-        help="Address of the service's operators' port, the one of the metrics.",
-    ),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        envvar="MULTIWORLD_TOKEN_FILE",
-        metavar="FILE",
-        help="File that holds the join token; not needed on the machine of a service that made up its own. "
-        "MULTIWORLD_TOKEN may hold the token itself.",
-    ),
-]
-
-
-def rolling_restart(url: OperationsUrl = "http://127.0.0.1:8002", token_file: TokenFile = None) -> int:
+def rolling_restart(url: OperationsUrl = DEFAULT_OPERATIONS_URL, token_file: TokenFile = None) -> int:
     """Restart every worker in turn, while the others serve.
 
     Each worker finishes what it has, ends, is started again by what started it (the service itself, Docker, Kubernetes) and
@@ -49,8 +24,7 @@ def rolling_restart(url: OperationsUrl = "http://127.0.0.1:8002", token_file: To
     """
     import httpx
 
-    token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
-    headers = {"Authorization": f"Bearer {token.strip()}"} if token else {}
+    headers = admin_headers(token_file)
     last: dict[str, Any] = {}
     try:
         with (
