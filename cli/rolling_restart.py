@@ -2,12 +2,23 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cli.service import ServiceError, service
+from cli.service import (
+    ApiKeyFile,
+    AsJson,
+    CaFile,
+    ClientCertFile,
+    ServiceError,
+    access,
+    refusal,
+    service,
+    unreachable,
+)
 from config.tokens import read_token
 
 EPILOG = """
@@ -41,34 +52,43 @@ TokenFile = Annotated[
 ]
 
 
-def rolling_restart(url: OperationsUrl = "http://127.0.0.1:8002", token_file: TokenFile = None) -> int:
+def rolling_restart(
+    url: OperationsUrl = "http://127.0.0.1:8002",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
+) -> int:
     """Restart every worker in turn, while the others serve.
 
     Each worker finishes what it has, ends, is started again by what started it (the service itself, Docker, Kubernetes) and
-    serves again before the next one goes. No request fails. Ctrl-C stops after the worker at hand.
+    serves again before the next one goes. No request fails. Ctrl-C stops after the worker at hand. A service with keys of
+    administrators (--admin-keys-file) wants one of them: --api-key-file. With --json, each step is one line.
     """
     import httpx
 
-    token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
-    headers = {"Authorization": f"Bearer {token.strip()}"} if token else {}
+    way_in = access(api_key_file, ca_file, client_cert_file)
+    if not way_in.key:
+        token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
+        way_in = replace(way_in, key=token.strip())
     last: dict[str, Any] = {}
     try:
         with (
-            service(url, timeout_s=10.0) as client,
-            client.stream(
-                "POST", "/admin/rolling-restart", json={}, headers=headers, timeout=httpx.Timeout(10, read=None)
-            ) as response,
+            service(url, 10.0, way_in) as client,
+            client.stream("POST", "/admin/rolling-restart", json={}, timeout=httpx.Timeout(10, read=None)) as response,
         ):
             if not response.is_success:
                 response.read()
-                raise ServiceError(f"{response.json().get('error', response.text)} (HTTP {response.status_code})")
+                raise ServiceError(refusal(response))
             for line in response.iter_lines():
                 last = json.loads(line)
-                _show(last)
+                if as_json:
+                    print(line, flush=True)
+                else:
+                    _show(last)
     except httpx.ConnectError as error:
-        raise ServiceError(
-            f"nothing answers at {url}; say where the operators' port is with --operations-url"
-        ) from error
+        raise unreachable(url, error, "--operations-url, the operators' port") from error
     except (httpx.TransportError, ValueError) as error:
         raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
     if last.get("state") != "done":
