@@ -1,11 +1,14 @@
 """How verbs for operators speak to a running service: the operators' port, and the right to use it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cli.service import access
+from config import Access
 from config.tokens import read_token
 
 OperationsUrl = Annotated[
@@ -30,7 +33,12 @@ TokenFile = Annotated[
 DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 
 
-def admin_headers(token_file: Path | None) -> dict[str, str]:
-    """What proves that this person may use operators' verbs. Raises SettingsError when the file holds no token."""
+def admin_access(
+    api_key_file: Path | None, token_file: Path | None, ca_file: Path | None, client_cert_file: Path | None
+) -> Access:
+    """How to get in: with an administrator's key, or else the join token. Raises UserError when a file cannot be used."""
+    way_in = access(api_key_file, ca_file, client_cert_file)
+    if way_in.key:
+        return way_in
     token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
-    return {"Authorization": f"Bearer {token.strip()}"} if token else {}
+    return replace(way_in, key=token.strip())

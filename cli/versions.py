@@ -4,13 +4,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.operations import DEFAULT_OPERATIONS_URL, OperationsUrl, TokenFile, admin_headers
-from cli.service import AsJson, ServiceError, ask, service
+from cli.operations import DEFAULT_OPERATIONS_URL, OperationsUrl, TokenFile, admin_access
+from cli.service import ApiKeyFile, AsJson, CaFile, ClientCertFile, ServiceError, ask, service
 
 if TYPE_CHECKING:
     import httpx
@@ -48,6 +47,9 @@ def load_version(
     token_file: TokenFile = None,
     as_json: AsJson = False,
     timeout_s: TimeoutS = 3600.0,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
 ) -> int:
     """Have a running service answer with other weights of its model, without a failed request.
 
@@ -55,8 +57,9 @@ def load_version(
     way end as they began. When anything goes wrong nothing has changed. After `unload`, this takes the model into service again.
     """
     parameters = {} if weights is None else {"weights": weights}
-    with service(url, timeout_s) as client, _waiting(f"loading {weights or 'the weights of its settings'}"):
-        answer = _ask(client, "load", token_file, parameters)
+    way_in = admin_access(api_key_file, token_file, ca_file, client_cert_file)
+    with service(url, timeout_s, way_in) as client, _waiting(f"loading {weights or 'the weights of its settings'}"):
+        answer = _ask(client, "load", parameters)
     if as_json:
         print(json.dumps(answer))
     else:
@@ -65,24 +68,29 @@ def load_version(
 
 
 def unload(
-    url: OperationsUrl = DEFAULT_OPERATIONS_URL, token_file: TokenFile = None, timeout_s: TimeoutS = 3600.0
+    url: OperationsUrl = DEFAULT_OPERATIONS_URL,
+    token_file: TokenFile = None,
+    timeout_s: TimeoutS = 3600.0,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
 ) -> int:
     """Take the model of a running service out of service: new requests are refused with 503, those under way are answered.
 
     Its workers stay as they are. `load-version` takes it into service again.
     """
-    with service(url, timeout_s) as client, _waiting("answering what is under way"):
-        _ask(client, "unload", token_file, {})
+    way_in = admin_access(api_key_file, token_file, ca_file, client_cert_file)
+    with service(url, timeout_s, way_in) as client, _waiting("answering what is under way"):
+        _ask(client, "unload", {})
     print("the model is out of service")
     return 0
 
 
-def _ask(client: "httpx.Client", verb: str, token_file: Path | None, parameters: dict[str, str]) -> dict[str, Any]:
-    headers = admin_headers(token_file)
+def _ask(client: "httpx.Client", verb: str, parameters: dict[str, str]) -> dict[str, Any]:
     try:
-        (model, *_) = ask(client, "POST", "/v2/repository/index", json={}, headers=headers).json()
+        (model, *_) = ask(client, "POST", "/v2/repository/index", json={}).json()
         path = f"/v2/repository/models/{model['name']}/{verb}"
-        found: dict[str, Any] = ask(client, "POST", path, json={"parameters": parameters}, headers=headers).json()
+        found: dict[str, Any] = ask(client, "POST", path, json={"parameters": parameters}).json()
         return found
     except (ValueError, KeyError, TypeError) as error:
         raise ServiceError(f"{client.base_url} answers, but not as a service's operators' port does") from error

@@ -1,5 +1,6 @@
 """What every program shares: settings, the errors that are a person's to mend, and log lines."""
 
+from config.access import NOTHING, Access
 from config.errors import SettingsError, UserError
 from config.limits import check_memory, raise_descriptor_limit
 from config.logs import configure_logging
@@ -8,6 +9,8 @@ from config.sources import load
 
 __all__ = [
     "DEVICE_PATTERN",
+    "NOTHING",
+    "Access",
     "Row",
     "Settings",
     "SettingsError",

@@ -10,17 +10,21 @@ from config.errors import SettingsError
 MAX_TOKEN_BYTES = 4096
 
 
-def read_token(path: Path) -> SecretStr:
-    """The token that a file holds, surrounding white space removed. Raises SettingsError unless it is one word."""
+def read_token(path: Path, what: str = "join token") -> SecretStr:
+    """The token that a file holds, surrounding white space removed. Raises SettingsError unless it is one word.
+
+    Args:
+        what: what it is called in errors.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_TOKEN_BYTES + 1)
         lines = raw.decode().split()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not text"
-        raise SettingsError(f"cannot read the join token from {path}: {why}") from error
+        raise SettingsError(f"cannot read the {what} from {path}: {why}") from error
     if len(raw) > MAX_TOKEN_BYTES or len(lines) != 1:
-        raise SettingsError(f"{path} must hold the join token and nothing else, on one line, without spaces")
+        raise SettingsError(f"{path} must hold the {what} and nothing else, on one line, without spaces")
     return SecretStr(lines[0])
 
 

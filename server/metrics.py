@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from metrics import ProgramMetrics
+from server.connections import CLOSING_REASONS
 from server.predictor import ModelVersion, ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
@@ -76,6 +77,12 @@ class Metrics(ProgramMetrics):
             _REQUEST_S,
             ("protocol", "code"),
         )
+        self._connections = self._gauge("http_connections", "Connections to the HTTP API that are open.").labels()
+        self._connections_closed = self._counter(
+            "http_connections_closed", "Connections closed for what their clients did or did not do.", ("reason",)
+        )
+        for reason in CLOSING_REASONS:
+            self._connections_closed.labels(reason)
         self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.").labels()
         self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
         self._queue_limit = self._gauge("queue_limit", "Images waiting at which requests are refused.").labels()
@@ -171,6 +178,14 @@ class Metrics(ProgramMetrics):
             self.outcomes(model, version.name, self._protocols, self._codes)
         self._version = (version.name, version.number)
         self._version_info.labels(model, *self._version).set(1)
+
+    def connections(self, count: int) -> None:
+        """So many connections to the HTTP API are open."""
+        self._connections.set(count)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was closed for what its client did: "head" came too late, "malformed", "evicted", …"""
+        self._connections_closed.labels(reason).inc()
 
     def request_started(self) -> None:
         """An inference request has come in."""

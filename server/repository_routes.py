@@ -17,69 +17,52 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from models import ModelError
+from server.errors import InferenceRequestError, UnknownModelError
+from server.http_errors import error_response
 from server.maintenance import MaintenanceError
 from server.predictor import ModelVersion, PipelineSnapshot
+from server.request_record import RequestRecord
 from server.v2.repository_index import repository_index
 from server.version_change import VersionFailedError
 
 _MAX_BODY_BYTES = 64 * 1024
 
 
-class _RefusalError(Exception):
-    def __init__(self, status: int, error: str) -> None:
-        super().__init__(error)
-        self.status = status
-
-
-_STATUS: dict[type[Exception], int] = {
-    _RefusalError: 400,
-    ModelError: 400,
-    MaintenanceError: 409,
-    VersionFailedError: 500,
+_REASONS: dict[type[Exception], tuple[int, str]] = {
+    ModelError: (400, "invalid_weights"),
+    MaintenanceError: (409, "busy"),
+    VersionFailedError: (500, "version_failed"),
 }
-
-
-def _kind(error: Exception) -> type[Exception]:
-    return next(kind for kind in _STATUS if isinstance(error, kind))
 
 
 @dataclass(frozen=True)
 class RepositoryRoutes:
-    """
-    Attributes:
-        refusal: why this client may not ask; None when it may.
-    """
+    """What answers the extension; who may ask is checked before (server/access.py)."""
 
     snapshot: Callable[[], PipelineSnapshot]
     load_version: Callable[[str | None], Awaitable[ModelVersion]]
     unload_model: Callable[[], Awaitable[None]]
-    refusal: Callable[[Request], Response | None]
 
     def routes(self) -> list[Route]:
         """For the operators' application."""
         models = "/v2/repository/models/{model}"
         return [
-            Route("/v2/repository/index", self._guarded(self._index), methods=["POST"]),
-            Route(f"{models}/load", self._guarded(self._load), methods=["POST"]),
-            Route(f"{models}/unload", self._guarded(self._unload), methods=["POST"]),
+            Route("/v2/repository/index", self._answered(self._index), methods=["POST"]),
+            Route(f"{models}/load", self._answered(self._load), methods=["POST"]),
+            Route(f"{models}/unload", self._answered(self._unload), methods=["POST"]),
         ]
 
-    def _guarded(
+    def _answered(
         self, answer: Callable[[Request, Mapping[str, Any]], Awaitable[object]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            # Triton's clients send no Content-Type, and so could a page in somebody's browser; but not without saying whose page it is.
-            if "origin" in request.headers:
-                return JSONResponse({"error": "operators' verbs are not for pages in a browser"}, 403)
-            if refusal := self.refusal(request):
-                return refusal
+        async def answered(request: Request) -> Response:
             try:
                 return JSONResponse(await answer(request, await _body(request)))
-            except tuple(_STATUS) as error:
-                status = error.status if isinstance(error, _RefusalError) else _STATUS[_kind(error)]
-                return JSONResponse({"error": str(error)}, status)
+            except tuple(_REASONS) as error:
+                status, reason = next(found for kind, found in _REASONS.items() if isinstance(error, kind))
+                return error_response(status, str(error), reason, RequestRecord.of(request.scope))
 
-        return guarded
+        return answered
 
     async def _index(self, request: Request, body: Mapping[str, Any]) -> object:
         return repository_index(self.snapshot(), only_ready=body.get("ready") is True)
@@ -98,7 +81,7 @@ class RepositoryRoutes:
     def _check_model(self, request: Request) -> None:
         name, served = request.path_params["model"], self.snapshot().model
         if name != served:
-            raise _RefusalError(400, f"there is no model {name[:64]!r}; the only one is {served!r}")
+            raise UnknownModelError(f"there is no model {name[:64]!r}; the only one is {served!r}")
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
@@ -106,39 +89,37 @@ async def _body(request: Request) -> Mapping[str, Any]:
     async for part in request.stream():
         body += part
         if len(body) > _MAX_BODY_BYTES:
-            raise _RefusalError(
-                413, f"the body is longer than {_MAX_BODY_BYTES} bytes; weights are not sent, but named"
-            )
+            raise BodyTooLargeError(f"the body is longer than {_MAX_BODY_BYTES} bytes; weights are not sent, but named")
     try:
         return _object(json.loads(body or b"{}"), "body")
     except (ValueError, RecursionError) as error:
-        raise _RefusalError(400, f"the body is not valid JSON ({error})") from error
+        raise InferenceRequestError(f"the body is not valid JSON ({error})") from error
 
 
 def _weights(parameters: Mapping[str, Any]) -> str | None:
     """The weights that are named: as a parameter of ours, or in a configuration as Triton's clients send it. None = the service's own."""
     for name in parameters:
         if name not in ("weights", "config", "unload_dependents"):
-            raise _RefusalError(
-                400, f"the parameter {name[:64]!r} is not taken; put files below --weights-dir and name them: weights"
+            raise InferenceRequestError(
+                f"the parameter {name[:64]!r} is not taken; put files below --weights-dir and name them: weights"
             )
     found = parameters.get("weights")
     if found is None and "config" in parameters:
         found = _of_config(parameters["config"])
     if found is not None and not isinstance(found, str):
-        raise _RefusalError(
-            400, "`weights` must be a text: random:SEED, a published name, or a path below --weights-dir"
+        raise InferenceRequestError(
+            "`weights` must be a text: random:SEED, a published name, or a path below --weights-dir"
         )
     return found
 
 
 def _of_config(config: object) -> object:
     if not isinstance(config, str):
-        raise _RefusalError(400, "the parameter `config` must be a text, the configuration as JSON")
+        raise InferenceRequestError("the parameter `config` must be a text, the configuration as JSON")
     try:
         read = _object(json.loads(config), "parameter `config`")
     except (ValueError, RecursionError) as error:
-        raise _RefusalError(400, f"the parameter `config` is not valid JSON ({error})") from error
+        raise InferenceRequestError(f"the parameter `config` is not valid JSON ({error})") from error
     return _object(_object(read.get("parameters"), "config's parameters").get("weights"), "weights").get("string_value")
 
 
@@ -146,5 +127,5 @@ def _object(value: object, what: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise _RefusalError(400, f"the {what} must be a JSON object")
+        raise InferenceRequestError(f"the {what} must be a JSON object")
     return value

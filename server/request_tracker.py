@@ -20,6 +20,18 @@ _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 _NOT_FOR_THE_MODEL = (404, 405)
 
 
+class RecordStart:
+    """ASGI middleware for a port without inference: every request has its id, which its errors tell."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            RequestRecord.begin(scope, "")
+        await self._app(scope, receive, send)
+
+
 class RequestTracker:
     """ASGI middleware; adds a few tens of microseconds."""
 

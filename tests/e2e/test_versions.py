@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MODEL, SIDE = "resnet18", 32
 FIRST, OTHER = "random:1", "other"
+OTHER_FILE = f"deep/{OTHER}.safetensors"
 PATIENCE_S = 120.0
 
 
@@ -85,10 +87,6 @@ def right_answers(weights: str) -> dict[int, int]:
     batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     with torch.inference_mode():
         return dict(enumerate(reference(model)(batch).argmax(1).tolist()))
-
-
-def weights_by_name(name: str) -> str | None:
-    return f"deep/{name}.safetensors" if name == OTHER else name
 
 
 @dataclass
@@ -157,6 +155,12 @@ def config(weights: str) -> str:
     return json.dumps({"parameters": {"weights": {"string_value": weights}}})
 
 
+def change(service: LocalService, weights: str) -> httpx.Response:
+    """The same as `operators`, for threads: Triton's client belongs to the one that made it."""
+    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
+    return httpx.post(url, json={"parameters": {"weights": weights}}, timeout=PATIENCE_S)
+
+
 def served(service: LocalService) -> str:
     version: str = service.status()["version"]
     return version
@@ -167,12 +171,10 @@ def test_versions_move_there_and_back_under_load_without_a_failed_request(
 ) -> None:
     with load(service, expected) as answers:
         answers.wait_for(FIRST)
-        operators.load_model(MODEL, config=config(f"deep/{OTHER}.safetensors"))
+        operators.load_model(MODEL, config=config(OTHER_FILE))
         assert operators.get_model_repository_index()[0]["version"] == "2"
         answers.wait_for(OTHER)
-        former = answers.versions[FIRST]
         operators.load_model(MODEL)  # what it was started with
-        assert answers.versions[FIRST] - former <= answers.versions.total()
         answers.wait_for(FIRST)
         operators.load_model(MODEL, config=config(FIRST))  # which serves already
     assert answers.wrong == []
@@ -266,14 +268,10 @@ def test_inference_port_has_no_verbs_of_operators(service: LocalService) -> None
 
 
 def test_second_load_is_refused_while_one_is_under_way(service: LocalService, operators: Any) -> None:
-    under_way = operators._client_stub  # one connection each: the second must not wait for the first
-    assert under_way is not None
-    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
     statuses: list[int] = []
 
     def ask(seed: int) -> None:
-        body = {"parameters": {"weights": f"random:{seed}"}}
-        statuses.append(httpx.post(url, json=body, timeout=PATIENCE_S).status_code)
+        statuses.append(change(service, f"random:{seed}").status_code)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in (21, 22)]
     for thread in threads:
@@ -290,17 +288,10 @@ def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
 ) -> None:
     service.wait_until_complete(PATIENCE_S)
     seen = len(service.lines)
-    failed: list[str] = []
-
-    def ask() -> None:
-        try:
-            operators.load_model(MODEL, config=config(f"deep/{OTHER}.safetensors"))
-        except InferenceServerException as error:
-            failed.append(error.message())
-
+    statuses: list[int] = []
     with load(service, expected) as answers:
         answers.wait_for(FIRST)
-        loading = threading.Thread(target=ask)
+        loading = threading.Thread(target=lambda: statuses.append(change(service, OTHER_FILE).status_code))
         loading.start()
         held = service.wait_for(lambda line: "holds version" in line.message, PATIENCE_S, after=seen)
         first = held.message.partition("worker=")[2].split()[0]
@@ -308,14 +299,15 @@ def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
         os.kill(victim, fault)
         loading.join()
         service.wait_until_complete(PATIENCE_S)
-        if failed:
+        if statuses == [500]:
             assert served(service) == FIRST
-            operators.load_model(MODEL, config=config(f"deep/{OTHER}.safetensors"))
+            operators.load_model(MODEL, config=config(OTHER_FILE))
         answers.wait_for(OTHER)
         operators.load_model(MODEL)
         answers.wait_for(FIRST)
     if fault is signal.SIGSTOP:
-        os.kill(victim, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # the supervisor has made an end of it
+            os.kill(victim, signal.SIGCONT)
     assert answers.wrong == []
     service.wait_until_complete(PATIENCE_S)
 
