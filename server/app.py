@@ -22,6 +22,7 @@ from metrics import build_labels
 from models import LoadedModel, load_model
 from server.access import Gate
 from server.admin_routes import AdminRoutes
+from server.batch_traces import BatchTraces
 from server.connections import ConnectionLimits, Connections
 from server.credentials import Credentials, Renewal, read_credentials, warn_of_openness
 from server.events_feed import EventsFeed
@@ -32,9 +33,12 @@ from server.metrics import Metrics
 from server.plan import make_plan
 from server.predictor import PipelineSnapshot, ServedModel
 from server.repository_routes import RepositoryRoutes
+from server.request_traces import RequestTraces
 from server.settings import ServeSettings
 from server.versions import VersionPlan
 from server.weights_source import WeightsSource
+from tracing import Tracing, start_tracing
+from tracing.provider import closing
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +76,13 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
         sockets = {
             name: stack.enter_context(bind(host, getattr(settings, name), option(name))) for name, host in hosts.items()
         }
+        tracing = _tracing(settings)
+        stack.enter_context(closing(tracing))
         model, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
         gc.freeze()  # what is here now stays: the collector need not walk over all of torch again and again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, model, plan, sockets, start_workers))
+            return runner.run(_serve(settings, credentials, model, plan, tracing, sockets, start_workers))
 
 
 def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
@@ -94,6 +100,7 @@ async def _serve(
     credentials: Credentials,
     model: LoadedModel,
     plan: VersionPlan,
+    tracing: Tracing | None,
     sockets: dict[str, socket.socket],
     start_workers: WorkerStarter | None,
 ) -> int:
@@ -108,12 +115,15 @@ async def _serve(
         feed.observe(snapshot)
 
     source = WeightsSource.beside(model, settings)
-    leader = Leader(model.name, plan, settings, metrics, source=source, on_change=changed)
+    traces = BatchTraces(tracing) if tracing else None
+    leader = Leader(model.name, plan, settings, metrics, source=source, traces=traces, on_change=changed)
     gate = Gate(credentials.rings, _admin_token(settings))
     admin = AdminRoutes(leader.restart_workers)
     repository = RepositoryRoutes(leader.snapshot, leader.load_version, leader.unload)
     apps: dict[str, ASGIApp] = {
-        "http_port": create_app(leader, _served(model), _limits(settings), metrics, feed, gate),
+        "http_port": create_app(
+            leader, _served(model), _limits(settings), metrics, feed, gate, RequestTraces(tracing) if tracing else None
+        ),
         "metrics_port": create_operations_app(metrics, admin, gate, repository),
     }
     try:
@@ -150,6 +160,13 @@ async def _serve(
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+def _tracing(settings: ServeSettings) -> Tracing | None:
+    instance = f"{socket.gethostname()}-{os.getpid()}"
+    return start_tracing(
+        settings.otlp_endpoint, service="multiworld-leader", instance=instance, ratio=settings.trace_ratio
+    )
 
 
 def _stop_signal() -> asyncio.Event:

@@ -27,6 +27,7 @@ from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
 from server.predictor import Predictor, ServedModel
 from server.repository_routes import RepositoryRoutes
+from server.request_traces import RequestTraces
 from server.request_tracker import RecordStart, RequestTracker
 from server.v2.infer_route import InferRoute
 from server.v2.routes import V2Routes
@@ -60,11 +61,13 @@ def create_app(
     metrics: Metrics,
     feed: EventsFeed | None = None,
     gate: Gate | None = None,
+    traces: RequestTraces | None = None,
 ) -> FastAPI:
     """The application. Starts nothing by itself; its lifespan runs the feed, and ends the decoding threads.
 
     Args:
         gate: who may do what; without one, everybody may ask.
+        traces: makes spans of the requests; None = nothing is traced.
         feed: shown each change of a replica's state by the leader; without one, events are as late as a second.
     Raises:
         ValueError: the model's sizes cannot be, or it has no classes.
@@ -114,7 +117,14 @@ def create_app(
     app.include_router(OperationsRoutes(predictor, model, metrics, feed).router())
     metrics.outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
     app.add_middleware(AccessControl, gate=gate, need=need_on_http_port)
-    app.add_middleware(RequestTracker, predictor=predictor, model=model.name, metrics=metrics, statistics=statistics)
+    app.add_middleware(
+        RequestTracker,
+        predictor=predictor,
+        model=model.name,
+        metrics=metrics,
+        statistics=statistics,
+        traces=traces,
+    )
     install_error_handlers(app)
     return app
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from torch import Tensor
 
 from multiworld import WorldManager
+from server.batch_traces import BatchTraces
 from server.errors import RequestRefused
 from server.link import Link
 from server.maintenance import Maintenance
@@ -38,6 +39,7 @@ class Leader:
         model: its name.
         plan: the version to begin with.
         source: where further versions come from; None = there are none.
+        traces: follows traced requests; None = nothing is traced.
         on_change: called when a replica changed its state, or the version changed.
     """
 
@@ -49,6 +51,7 @@ class Leader:
         metrics: Metrics,
         *,
         source: VersionSource | None = None,
+        traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
         self._model = model
@@ -65,7 +68,7 @@ class Leader:
         )
         self._recruiter = Recruiter(plan, settings, metrics, self._manager, self, self._states_changed)
         surroundings = Surroundings(
-            model, self._versions.number_served, self._recruiter.link, self._duty_done, self._turn_over
+            model, self._versions.number_served, self._recruiter.link, self._duty_done, self._turn_over, traces
         )
         self._shell = Shell(settings, len(plan.stages), metrics, surroundings)
         self._maintenance = Maintenance()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClose
 from server.plan import StagePlan
 from server.predictor import ReplicaState
 from server.slots import Slot
-from wire import Channel, JoinRequest, Kind, Message, WireError
+from wire import Channel, JoinRequest, Kind, Message, TraceContext, WireError, trace_message
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,13 @@ class Link:
         finally:
             await self._free(manager)
 
-    def send(self, batch: int, payload: Tensor, version: int) -> None:
-        """Send a batch. A failure shows as the link's end, not here."""
+    def send(self, batch: int, payload: Tensor, version: int, traced: Sequence[TraceContext] = ()) -> None:
+        """Send a batch, and in front of it the spans of those of its requests that are traced.
+
+        A failure shows as the link's end, not here.
+        """
+        if traced:
+            self._post(trace_message(batch, traced))
         self._post(Message(Kind.BATCH, batch, payload, stage=self.stage, version=version))
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from models import ModelError
-from server.errors import InferenceRequestError, UnknownModelError
+from server.errors import BodyTooLargeError, InferenceRequestError, UnknownModelError
 from server.http_errors import error_response
 from server.maintenance import MaintenanceError
 from server.predictor import ModelVersion, PipelineSnapshot

@@ -217,6 +217,13 @@ class ServeSettings(Settings):
     )
     max_headers: int = setting(100, "Limits", "Most headers of a request.", ge=16, le=10_000)
 
+    trace_ratio: float = setting(
+        0.01,
+        "Logging",
+        "Share of the requests without a `traceparent` of their own that are traced, where traces are sent anywhere.",
+        ge=0,
+        le=1,
+    )
     access_log: bool = setting(False, "Logging", "Log one line for every HTTP request.")
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld import Cause
+from server.batch_traces import BatchTraces
 from server.errors import DeadlineError, DrainingError, RequestRefused
 from server.link import Link
 from server.metrics import HEDGE_OUTCOMES, Metrics
@@ -81,6 +82,7 @@ class Surroundings:
         link: a link that lives, by its id.
         on_duty_done: a link has finished what it had of one version (the id of its duty), and is to get no more.
         on_turn: called after whatever has happened.
+        traces: follows traced requests; None where nothing is traced.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Surroundings:
     link: Callable[[str], Link | None]
     on_duty_done: Callable[[str], None]
     on_turn: Callable[[], None]
+    traces: BatchTraces | None = None
 
 
 class Shell:
@@ -96,6 +99,7 @@ class Shell:
     def __init__(self, settings: ServeSettings, num_stages: int, metrics: Metrics, surroundings: Surroundings) -> None:
         self._metrics = metrics
         self._around = surroundings
+        self._traces = surroundings.traces
         self.scheduler = Scheduler(_config(settings, num_stages))
         self._payloads = Payloads()
         self._waiting: dict[int, _Waiting] = {}
@@ -132,6 +136,8 @@ class Shell:
         future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
         self._waiting[request] = _Waiting(future, request_id, time.monotonic())
         self._payloads.images[request] = image
+        if self._traces is not None:
+            self._traces.request_began(request)
         self.feed(RequestArrived(request, deadline_s))
         try:
             await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
@@ -141,6 +147,8 @@ class Shell:
             logger.error("request_id=%s was lost: neither answer nor error by its deadline", request_id)
             raise DeadlineError("no answer by the deadline, which is a bug; please report it")
         finally:
+            if self._traces is not None:
+                self._traces.request_ended(request)
             if self._waiting.pop(request, None) is not None:  # nobody has answered: the caller went away
                 self._payloads.images.pop(request, None)
                 self.feed(RequestCancelled(request))
@@ -151,6 +159,8 @@ class Shell:
         """What was in flight there will not be answered."""
         for key in [key for key in self._flights if key[1] == link.id]:
             del self._flights[key]
+        if self._traces is not None:
+            self._traces.link_ended(link)
 
     def on_result(self, link: Link, message: Message) -> None:
         """See `server.link.BatchListener`."""
@@ -170,6 +180,8 @@ class Shell:
             transfer_s=transfer_s,
             payload_bytes=0 if message.payload is None else message.payload.nbytes,
         )
+        if self._traces is not None:
+            self._traces.answered(message, link, transfer_s)
         times = self._payloads.times.get(message.batch)
         if times is not None:
             times.compute_s += compute_s
@@ -183,6 +195,8 @@ class Shell:
         flight = self._flights.pop((message.batch, link.id), None)
         if flight is not None:
             self._metrics.batch_failed(link.stage, link.slot.index)
+            if self._traces is not None:
+                self._traces.failed(message.batch, link, error)
             self.feed(BatchFailed(message.batch, flight.duty, error))
 
     # -- what the scheduler says ---------------------------------------------------------------------------------------------
@@ -240,17 +254,23 @@ class Shell:
                 self._send(action)
             case KeepOutput():
                 self._payloads.keep(action.batch, self._arrived_output())
+                self._stage_ended(action.batch)
             case Answer():
                 self._answer(action)
             case Refuse():
                 self._refuse(action)
             case ForgetBatch():
                 self._payloads.forget(action.batch)
+                self._stage_ended(action.batch)
             case BreakLink():
                 if link := self._around.link(link_id(action.link)):
                     link.give_up(Cause(action.cause), _WHY_BROKEN[action.cause])
             case CloseLink():
                 self._around.on_duty_done(action.link)
+
+    def _stage_ended(self, batch: int) -> None:
+        if self._traces is not None:
+            self._traces.stage_ended(batch)
 
     def _send(self, action: SendBatch) -> None:
         if action.kind == "first" and action.stage == 0:
@@ -273,7 +293,8 @@ class Shell:
         # Else it has just ended, and the scheduler is about to learn of it.
         if (link := self._around.link(way)) and link.state != "broken":
             self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
-            link.send(action.batch, payload, self._around.number_of(action.version))
+            traced = self._traces.sent(action, link) if self._traces is not None else ()
+            link.send(action.batch, payload, self._around.number_of(action.version), traced)
 
     def _answer(self, action: Answer) -> None:
         probabilities = self._arrived_output()

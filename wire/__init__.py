@@ -3,5 +3,18 @@
 from wire.channel import Channel
 from wire.joining import JoinOffer, JoinRequest, StageOrder
 from wire.message import HEADER_BYTES, Kind, Message, WireError
+from wire.tracing import TraceContext, trace_contexts, trace_message
 
-__all__ = ["HEADER_BYTES", "Channel", "JoinOffer", "JoinRequest", "Kind", "Message", "StageOrder", "WireError"]
+__all__ = [
+    "HEADER_BYTES",
+    "Channel",
+    "JoinOffer",
+    "JoinRequest",
+    "Kind",
+    "Message",
+    "StageOrder",
+    "TraceContext",
+    "WireError",
+    "trace_contexts",
+    "trace_message",
+]

@@ -14,6 +14,7 @@ from workers.engine import Engine
 from workers.metrics import WorkerMetrics
 from workers.session import Session
 from workers.settings import Address, WorkerSettings
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Membership:
         manager: WorldManager,
         stop: asyncio.Event,
         metrics: WorkerMetrics,
+        traces: ComputeTraces | None = None,
     ) -> None:
         self._leader = leader
         self._settings = settings
@@ -49,6 +51,7 @@ class Membership:
         self._manager = manager
         self._stop = stop
         self._metrics = metrics
+        self._traces = traces
         self._session: Session | None = None
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
@@ -88,7 +91,7 @@ class Membership:
         world = await self._manager.initialize_world(
             offer.world, 1, 2, addr=host, port=port, epoch=offer.epoch, timeout=self._settings.join_timeout_s
         )
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces)
         self._metrics.world_joined()
         try:
             ending = await session.run()

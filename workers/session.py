@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 from config import check_memory
 from models import ModelError
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from wire import Channel, Kind, Message, WireError
+from wire import Channel, Kind, Message, TraceContext, WireError, trace_contexts
 from workers.engine import Engine
 from workers.metrics import Outcome, WorkerMetrics
 from workers.orders import IncomingOrder
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Session:
         engine: Engine,
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
+        traces: ComputeTraces | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warm."""
@@ -46,6 +48,9 @@ class Session:
         self._world = world
         self._on_restart = on_restart
         self._metrics = metrics or WorkerMetrics()
+        self._traces = traces
+        self._traced: tuple[int, list[TraceContext]] = (0, [])
+        """Whose traces the batch of that number, which comes next, belongs to."""
         self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
         self._room = asyncio.Semaphore(1)
         self._incoming: IncomingOrder | None = None
@@ -81,7 +86,9 @@ class Session:
             await self._room.acquire()
             message = await self._channel.receive()
             if message.kind is Kind.BATCH:
-                self._start(self._answer(message)).add_done_callback(lambda _: self._room.release())
+                traced, self._traced = self._traced, (0, [])
+                parents = traced[1] if traced[0] == message.batch else []
+                self._start(self._answer(message, parents)).add_done_callback(lambda _: self._room.release())
             else:
                 self._room.release()
                 self._obey(message)
@@ -94,6 +101,8 @@ class Session:
                 if self._incoming.add(message):
                     order, self._incoming = self._incoming, None
                     self._start(self._fulfil(order))
+            case Kind.TRACE:
+                self._traced = (message.batch, trace_contexts(message.payload))
             case Kind.DROP:
                 logger.info("world=%s version number %d is not wanted any more", self._world.name, message.version)
                 self.place.drop(message.version)
@@ -149,15 +158,15 @@ class Session:
                 await asyncio.sleep(_LAST_WORD_S)
                 self._world.break_(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
-    async def _answer(self, message: Message) -> None:
+    async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
         """Compute one batch, send what came of it, and count it."""
         outcome: Outcome = "unwanted"
         try:
-            outcome = await self._compute_and_send(message)
+            outcome = await self._compute_and_send(message, parents)
         finally:
             self._metrics.batch_ended(message.stage, outcome)
 
-    async def _compute_and_send(self, message: Message) -> Outcome:
+    async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
         """What came of the batch; an exception of the stage is an answer too."""
         outcome: Outcome = "answered"
         try:
@@ -165,6 +174,11 @@ class Session:
                 raise WireError("a batch without a payload")
             output, compute_ns, waited_ns = await self.place.compute(message.version, message.stage, message.payload)
             self._metrics.computed(message.stage, compute_ns / 1e9)
+            if self._traces is not None and parents:
+                images = len(message.payload)
+                self._traces.computed(
+                    parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
+                )
             answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
         except Exception as error:
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
