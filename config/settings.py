@@ -86,6 +86,13 @@ class Settings(BaseSettings):
         "Access",
         "File that holds the join token, on its first line; a leader lets in who knows that of any line, and reads it again at SIGHUP.",
     )
+    otlp_endpoint: str | None = setting(
+        None,
+        "Logging",
+        "URL that OpenTelemetry traces are sent to, by OTLP over HTTP; none traces nothing.",
+        pattern=r"^https?://[^\s]+$",
+        allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Logging", "Least severity to be logged.")
     log_format: Literal["text", "json"] = setting("text", "Logging", "Lines for people, or one JSON object a line.")
 

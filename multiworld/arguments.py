@@ -22,7 +22,7 @@ class Ranks:
     Attributes:
         rank, size: this member, and how many there are.
         backends: device type → c10d backend. With Gloo, tensors of other devices cross through host memory. None at all: the world
-            carries messages and has no collectives.
+            has lines alone, and what goes over them: messages, all_reduce and barrier.
     """
 
     world_name: str
@@ -58,17 +58,18 @@ class Ranks:
         raise ValueError(f"{name}: {self._self} has no backend for tensors on {device}, only {self.backends}")
 
     def message_on_host(self, name: str, tensor: Tensor) -> bool:
-        """Whether a message with this tensor must go through host memory. Raises ValueError, TypeError."""
+        """Whether what goes over lines with this tensor must go through host memory. Raises ValueError, TypeError."""
         if self.backends:
             return self.on_host(name, (tensor,))
         check_dense(name, tensor)
         return tensor.device.type != "cpu"
 
     def collective(self, name: str) -> None:
-        """Raises ValueError where the world has no collectives."""
+        """Raises ValueError where the world has no backend for collectives."""
         if not self.backends:
             raise ValueError(
-                f"{name}: {self._self} carries messages alone; give it backend='gloo' or 'nccl' for collectives"
+                f"{name}: {self._self} has lines alone, which carry messages, all_reduce and barrier; "
+                "give it backend='gloo' or 'nccl' for other collectives"
             )
 
     @property

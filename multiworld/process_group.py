@@ -20,7 +20,7 @@ FOREVER = timedelta(days=3650)
 _CONNECT_S = 5.0
 """How long Gloo waits for a connection, five times over, where nothing can interrupt it. All members are known to be there by then."""
 LINES = "lines"
-"""The backend of a world that only sends messages: its members connect as the lines do, and c10d opens no port and no connection."""
+"""The backend of a world whose members connect as the lines do, and no other way: c10d opens no port and no connection."""
 _POISON_TAG = 0x7FFF_FFF1
 """Reserved: nothing is ever sent with it."""
 _POISON_WAIT = timedelta(milliseconds=1)
@@ -52,7 +52,7 @@ def parse_backend(backend: str) -> dict[str, str]:
         if (device, name) not in {("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")}:
             raise UnsupportedBackendError(
                 f"unknown backend {backend!r}: expected 'gloo', 'nccl', a list such as 'cpu:gloo,cuda:nccl', or '{LINES}' "
-                "for messages alone"
+                "for messages, all_reduce and barrier alone"
             )
         chosen[device] = name
     if "nccl" in chosen.values() and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):

@@ -143,7 +143,7 @@ class WorldManager:
 
         Args:
             rank, world_size: this member's rank and how many there are. Rank 0 listens on `addr`:`port`, the others connect.
-            backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or "lines" for messages alone: then there are no collectives, and of a world of
+            backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or "lines": messages, all_reduce and barrier alone, and of a world of
                 two only rank 0 must be within the other's reach, at one port.
             port: -1 is 29500. Many worlds may share a port. 0 suits rank 0 only behind `listen`, which says what it took.
             timeout: seconds that forming the world may take.

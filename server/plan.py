@@ -10,6 +10,7 @@ from torch import Tensor
 from models import (
     LoadedModel,
     StageSpec,
+    WeightsError,
     cut,
     reference_stage,
     stage_input_dtype,
@@ -27,9 +28,10 @@ a bit that fell over or a not-a-number differs by more."""
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
+    """One stage of one version.
 
     Attributes:
+        number: of the version, as workers and clients are told it. Its name is `spec.version`.
         weights: the stage's parameters and buffers as a safetensors file.
         canary_input, canary_output: one row, and what this stage makes of it on this machine.
     """
@@ -40,10 +42,11 @@ class StagePlan:
     input_dtype: torch.dtype
     canary_input: Tensor
     canary_output: Tensor
+    number: int = 1
 
     def order(self, max_batch_size: int, window: int) -> StageOrder:
         shape = "x".join(map(str, self.input_shape))
-        return StageOrder(self.spec.to_json(), len(self.weights), shape, max_batch_size, window)
+        return StageOrder(self.spec.to_json(), len(self.weights), shape, max_batch_size, window, self.number)
 
     def accepts(self, output: Tensor | None) -> str | None:
         """Why a replica's answer to the canary is wrong; None when it is right."""
@@ -58,11 +61,13 @@ class StagePlan:
         return None
 
 
-def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
+def make_plan(model: LoadedModel, num_stages: int, number: int = 1) -> tuple[StagePlan, ...]:
     """Cut the model and compute each stage's reference.
 
+    Args:
+        number: of this version of the model.
     Raises:
-        ModelError: more stages than blocks.
+        ModelError: more stages than blocks, or the model computes something that is no number.
     """
     image_size = model.preprocessing.crop_size
     generator = torch.Generator().manual_seed(0)
@@ -71,6 +76,10 @@ def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
     for spec in cut(model, num_stages):
         with torch.inference_mode():
             output = reference_stage(model, spec)(activation)
+        if not output.isfinite().all().item():
+            raise WeightsError(
+                f"the weights {model.version} make infinity or NaN of a picture in stage {spec.index}; train them again"
+            )
         plans.append(
             StagePlan(
                 spec=spec,
@@ -79,6 +88,7 @@ def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
                 input_dtype=stage_input_dtype(spec),
                 canary_input=activation,
                 canary_output=output,
+                number=number,
             )
         )
         activation = output

@@ -3,6 +3,7 @@
 from wire.channel import Channel
 from wire.joining import WORLD_BACKEND, JoinOffer, JoinRequest, StageOrder
 from wire.message import HEADER_BYTES, Kind, Message, WireError
+from wire.tracing import TraceContext, trace_contexts, trace_message
 
 __all__ = [
     "HEADER_BYTES",
@@ -13,5 +14,8 @@ __all__ = [
     "Kind",
     "Message",
     "StageOrder",
+    "TraceContext",
     "WireError",
+    "trace_contexts",
+    "trace_message",
 ]

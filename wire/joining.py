@@ -63,12 +63,14 @@ class JoinOffer(_Json):
 
 @dataclass(frozen=True, slots=True)
 class StageOrder(_Json):
-    """What the worker is to hold ready and serve: the first message in a new world, one for each stage.
+    """What the worker is to hold ready and serve: the first message in a new world, one for each stage. Later ones bring the stages of
+    another version of the model; they are held beside the others until a DROP.
 
     Attributes:
         spec: a models.StageSpec as JSON.
         weights_bytes: length of the safetensors file that follows in pieces.
         input_shape: of one row of this stage's input, as "3x224x224".
+        version: the leader's number for this version of the model, which batches name.
     """
 
     spec: str
@@ -76,6 +78,7 @@ class StageOrder(_Json):
     input_shape: str
     max_batch_size: int
     window: int
+    version: int
 
     @property
     def row_shape(self) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ import uvloop
 from config import UserError, raise_descriptor_limit
 from metrics import build_labels
 from multiworld import WorldManager
+from tracing import Tracing, start_tracing
+from tracing.provider import closing
 from workers.device import check_device
 from workers.engine import Engine
 from workers.gpu import GpuWatch, nvml_reader
@@ -22,6 +24,7 @@ from workers.membership import Membership, StuckError
 from workers.metrics import WorkerMetrics
 from workers.metrics_port import metrics_port
 from workers.settings import WorkerSettings
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,14 @@ def run(settings: WorkerSettings) -> int:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # may be set once a process
         torch.set_num_interop_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, device))
+    tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
+    with closing(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, device, tracing))
 
 
-async def _serve(settings: WorkerSettings, device: torch.device) -> int:
+async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
     stop, engine = asyncio.Event(), Engine(device)
+    traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -70,7 +75,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     )
                 )
-                memberships.append(Membership(leader, settings, engine, manager, stop, metrics))
+                memberships.append(Membership(leader, settings, engine, manager, stop, metrics, traces))
                 tasks.create_task(memberships[-1].keep_serving())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400

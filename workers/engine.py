@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -116,33 +117,47 @@ class Place:
         self.jobs: deque[_Job] = deque()
         """Guarded by the engine."""
         self._engine = engine
-        self._stages: dict[int, Stage] = {}
+        self._stages: dict[tuple[int, int], Stage] = {}
+        """By version and stage."""
 
     @property
     def busy_s(self) -> float:
         """How long a job of ours has been running; 0 when none is."""
         return self._engine.busy_s(self)
 
-    async def load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> float:
+    async def load(
+        self, version: int, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int
+    ) -> float:
         """Build a stage, load its weights and run it once for each of the smallest and largest batch. Gives the seconds taken.
+
+        Each of these is a job of its own: batches of other stages and versions are computed between them.
 
         Raises:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
-        await self._engine.run(self, lambda: self._load(spec, weights, row_shape, max_batch_size))
+        stage: Stage = await self._engine.run(self, lambda: self._build(spec, weights))
+        dtype = torch.uint8 if spec.is_first else torch.float32
+        for rows in sorted({1, max_batch_size}):
+            batch = torch.zeros((rows, *row_shape), dtype=dtype)
+            await self._engine.run(self, partial(self._forward, stage, batch))
+        self._stages[version, spec.index] = stage
         return time.monotonic() - started_s
 
-    async def compute(self, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+    def drop(self, version: int) -> None:
+        """Forget the stages of a version."""
+        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
+
+    async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
         """A stage's output for a batch: (CPU tensor, nanoseconds computed, nanoseconds waited).
 
-        Raises what the stage raises, and KeyError when that stage was never ordered.
+        Raises what the stage raises, and KeyError when that stage was never ordered in that version.
         """
         asked_ns = time.perf_counter_ns()
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
-            output = self._forward(self._stages[stage], batch)
+            output = self._forward(self._stages[version, stage], batch)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
@@ -153,14 +168,10 @@ class Place:
         self._engine.leave(self)
         self._stages = {}
 
-    def _load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> None:
+    def _build(self, spec: StageSpec, weights: bytes) -> Stage:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        stage = stage.to(self._engine.device)
-        dtype = torch.uint8 if spec.is_first else torch.float32
-        for rows in {1, max_batch_size}:
-            self._forward(stage, torch.zeros((rows, *row_shape), dtype=dtype))
-        self._stages[spec.index] = stage
+        return stage.to(self._engine.device)
 
     def _forward(self, stage: Stage, batch: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -14,6 +14,7 @@ from workers.engine import Engine
 from workers.metrics import WorkerMetrics
 from workers.session import Session
 from workers.settings import WorkerSettings
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Membership:
         manager: WorldManager,
         stop: asyncio.Event,
         metrics: WorkerMetrics,
+        traces: ComputeTraces | None = None,
     ) -> None:
         self._leader = leader
         self._settings = settings
@@ -52,6 +54,7 @@ class Membership:
         self._manager = manager
         self._stop = stop
         self._metrics = metrics
+        self._traces = traces
         self._session: Session | None = None
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
@@ -93,7 +96,7 @@ class Membership:
         if not offer.world:
             return False
         world = await self._join(offer)
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces)
         self._metrics.world_joined()
         try:
             ending = await session.run()

@@ -21,7 +21,7 @@ def rotate(service: LocalService, file: Path, *tokens: str) -> None:
     seen = len(service.lines)
     file.write_text("\n".join(tokens))
     os.kill(service.pid, signal.SIGHUP)
-    told = service.wait_for(lambda line: line.message.startswith("tokens read again"), WAIT_S, after=seen)
+    told = service.wait_for(lambda line: "were read anew" in line.message, WAIT_S, after=seen)
     assert int(told["tokens"]) == len(tokens)
 
 

@@ -1,4 +1,4 @@
-"""Worlds without a backend of c10d: messages go, collectives are refused, and nobody listens but rank 0."""
+"""Worlds without a backend of c10d: messages, all_reduce and barrier go, other collectives are refused, and nobody listens but rank 0."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,15 +44,28 @@ async def test_messages_go_both_ways_when_a_world_has_lines_alone(managers: tupl
         assert torch.equal(received, sent * (rank + 1))
 
 
-async def test_collectives_are_refused_and_the_world_goes_on_when_it_has_lines_alone(
+async def test_all_reduce_and_barrier_need_no_backend(managers: tuple[WorldManager, WorldManager]) -> None:
+    await form(managers, "lines", "lines")
+    tensors = [torch.arange(200_000.0) * (rank + 1) for rank in range(2)]
+    await asyncio.gather(
+        *(
+            manager.communicator.all_reduce(tensor, world_name="w")
+            for manager, tensor in zip(managers, tensors, strict=True)
+        )
+    )
+    assert all(torch.equal(tensor, torch.arange(200_000.0) * 3) for tensor in tensors)
+    await asyncio.gather(*(manager.communicator.barrier("w") for manager in managers))
+
+
+async def test_other_collectives_are_refused_and_the_world_goes_on_when_it_has_lines_alone(
     managers: tuple[WorldManager, WorldManager],
 ) -> None:
     await form(managers, "lines", "lines")
     for refused in (
-        managers[0].communicator.all_reduce(torch.ones(1), world_name="w"),
-        managers[0].communicator.barrier("w"),
+        managers[0].communicator.broadcast(torch.ones(1), 0, "w"),
+        managers[0].communicator.all_gather([torch.ones(1)] * 2, torch.ones(1), "w"),
     ):
-        with pytest.raises(ValueError, match="carries messages alone; give it backend"):
+        with pytest.raises(ValueError, match="has lines alone"):
             await refused
     received = torch.empty(1)
     await asyncio.gather(managers[0].world("w").send(torch.ones(1), 1), managers[1].world("w").recv(received, 0))

@@ -80,4 +80,4 @@ async def test_engine_goes_on_when_a_job_raises(engine: Engine) -> None:
 
 async def test_stage_that_was_never_ordered_is_an_error_of_that_batch(engine: Engine) -> None:
     with pytest.raises(KeyError):
-        await engine.place().compute(3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+        await engine.place().compute(1, 3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))

@@ -1,13 +1,13 @@
 """Who is let in follows the token's file; a file that cannot be read changes nothing."""
 
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from config import load
-from server.access import Access
+from config import SettingsError, load
+from server.join_tokens import JoinTokens
 from server.settings import ServeSettings
 
 
@@ -19,8 +19,8 @@ class Door:
         self.secrets = secrets
 
 
-def access(door: Door, **options: Any) -> Access:
-    return Access(load(ServeSettings, options).with_token(), door.let_in)
+def access(door: Door, **options: Any) -> JoinTokens:
+    return JoinTokens(load(ServeSettings, options).with_token(), door.let_in)
 
 
 @pytest.fixture
@@ -49,16 +49,13 @@ def test_local_workers_know_the_token_of_the_start_and_stay_welcome(file: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "two words", "\n".join("abcdefghi")])
-def test_former_tokens_stay_when_the_file_is_no_good(
-    file: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_former_tokens_stay_when_the_file_is_no_good(file: Path, content: str) -> None:
     door = Door()
     made = access(door, token_file=str(file), external_workers=True)
     file.write_text(content)
-    with caplog.at_level(logging.ERROR):
+    with pytest.raises(SettingsError, match=re.escape(str(file))):
         made.reload()
-    assert door.secrets == (b"former",)
-    assert str(file) in caplog.text
+    assert door.secrets == made.operators() == (b"former",)
 
 
 def test_operators_need_no_token_when_we_made_it_up() -> None:
