@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from cli import chaos, predict, reserve, rolling_restart, serve, simulate, status, version, worker
+from cli import chaos, predict, reserve, rolling_restart, serve, simulate, status, token, version, worker
 from cli.service import ServiceError
 from config import UserError
 
@@ -50,6 +50,7 @@ _add(status.status, status.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
 _add(rolling_restart.rolling_restart, rolling_restart.EPILOG)
+_add(token.token, token.EPILOG)
 _add(version.version)
 app.command(hidden=True)(reserve.reserve)
 
