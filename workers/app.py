@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import uvloop
@@ -54,7 +54,8 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-            await _tell_metrics(stack, settings, metrics, engine)
+            memberships = list[Membership]()
+            await _tell_metrics(stack, settings, metrics, engine, memberships)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
@@ -64,7 +65,8 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     )
                 )
-                tasks.create_task(Membership(leader, settings, engine, manager, stop, metrics).keep_serving())
+                memberships.append(Membership(leader, settings, engine, manager, stop, metrics))
+                tasks.create_task(memberships[-1].keep_serving())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
         stuck = True
@@ -78,9 +80,13 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
 
 
 async def _tell_metrics(
-    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics, engine: Engine
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    metrics: WorkerMetrics,
+    engine: Engine,
+    memberships: Sequence[Membership],
 ) -> None:
-    """Answer scrapes until the stack ends, if that is wanted."""
+    """Answer scrapes and probes until the stack ends, if that is wanted. More memberships may come."""
     if settings.metrics_port is None:
         return
     device, watch = engine.device, None
@@ -92,7 +98,10 @@ async def _tell_metrics(
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh))
+    def ready() -> bool:
+        return any(membership.serving for membership in memberships)
+
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready))
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

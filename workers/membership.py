@@ -53,6 +53,11 @@ class Membership:
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether this leader has a warm stage of us now."""
+        return self._session is not None and self._session.serving
+
     async def keep_serving(self) -> None:
         """Serve this leader until `stop`.
 
