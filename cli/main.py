@@ -22,6 +22,7 @@ from cli import (
     serve,
     simulate,
     status,
+    token,
     version,
     versions,
     worker,
@@ -67,6 +68,7 @@ _add(versions.load_version, versions.LOAD_EPILOG)
 _add(versions.unload, versions.UNLOAD_EPILOG)
 _add(config.config, config.EPILOG)
 _add(key.key, key.EPILOG)
+_add(token.token, token.EPILOG)
 _add(version.version)
 app.command(hidden=True)(reserve.reserve)
 

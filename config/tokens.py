@@ -1,5 +1,6 @@
 """The join token: read from a file, or made new."""
 
+import os
 import secrets
 from pathlib import Path
 
@@ -44,3 +45,23 @@ def read_tokens(path: Path, what: str = "join token") -> tuple[SecretStr, ...]:
 def new_token() -> SecretStr:
     """A token with 256 bits of randomness, safe in a URL and in a shell."""
     return SecretStr(secrets.token_urlsafe(32))
+
+
+def write_new_token(path: Path) -> bool:
+    """Make a token in a file that only its owner can read. False when there is a file, which is left as it is.
+
+    Whoever finds the file finds a whole token in it. Raises SettingsError when it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(new_token().get_secret_value() + "\n")
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise SettingsError(f"cannot make a join token in {path}: {error.strerror}") from error
+    return True

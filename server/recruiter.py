@@ -211,8 +211,9 @@ class Recruiter:
         slot = link.slot
         if slot in self.slots.spares:
             self.slots.spares.remove(slot)
-        left = link.cause == Cause.LEFT
-        if not left:
+        if left := link.cause == Cause.LEFT:
+            self.slots.left(slot)
+        else:
             slot.last_failure = FailureSnapshot(link.cause, link.detail, time.time())
             if not link.blames_us:
                 self._count_failure(link)

@@ -45,7 +45,7 @@ class Slot:
 @dataclass(slots=True)
 class Slots:
     """All slots. There are `replicas` of each stage from the start; then come `spares_wanted` spares; further workers make
-    further replicas."""
+    further replicas, which go with them when they leave."""
 
     num_stages: int
     replicas: int
@@ -59,7 +59,7 @@ class Slots:
     def __post_init__(self) -> None:
         self.all = [Slot(stage, index) for stage in range(self.num_stages) for index in range(self.replicas)]
 
-    def of_stage(self, stage: int) -> list[Slot]:
+    def of_stage(self, stage: int | None) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
     def choose(self, host: str = "") -> Slot:
@@ -74,9 +74,17 @@ class Slots:
             index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
             self.spares.append(slot := Slot(None, index))
             return slot
-        slot = Slot(stage, len(self.of_stage(stage)))
+        indices = {slot.index for slot in self.of_stage(stage)}
+        slot = Slot(stage, next(index for index in range(len(indices) + 1) if index not in indices))
         self.all.append(slot)
+        self.all.sort(key=lambda slot: (slot.stage, slot.index))
         return slot
+
+    def left(self, slot: Slot) -> None:
+        """Its worker has gone on purpose. A stage that had more slots than it is to have has this one no longer, or a service
+        that was made smaller again would wait for ever for workers that nobody will start."""
+        if slot in self.all and len(self.of_stage(slot.stage)) > self.replicas:
+            self.all.remove(slot)
 
     def next_epoch(self, world_name: str) -> int:
         """Of a world that is about to form. Counts from 1."""

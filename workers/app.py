@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import uvloop
@@ -62,9 +62,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
             memberships = list[Membership]()
-            await _tell_metrics(
-                stack, settings, metrics, engine, ready=lambda: any(each.serving for each in memberships)
-            )
+            await _tell_metrics(stack, settings, metrics, engine, memberships)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
@@ -107,10 +105,9 @@ async def _tell_metrics(
     settings: WorkerSettings,
     metrics: WorkerMetrics,
     engine: Engine,
-    *,
-    ready: Callable[[], bool],
+    memberships: Sequence[Membership],
 ) -> None:
-    """Answer scrapes and probes until the stack ends, if that is wanted."""
+    """Answer scrapes and probes until the stack ends, if that is wanted. More memberships may come."""
     if settings.metrics_port is None:
         return
     device, watch = engine.device, None
@@ -122,8 +119,10 @@ async def _tell_metrics(
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 
-    port = metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready)
-    await stack.enter_async_context(port)
+    def ready() -> bool:
+        return any(membership.serving for membership in memberships)
+
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready))
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

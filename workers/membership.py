@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def serving(self) -> bool:
-        """Whether a stage is loaded and warm, and the leader can send batches."""
+        """Whether this leader has a warm stage of us now."""
         return self._session is not None and self._session.serving
 
     async def keep_serving(self) -> None:

@@ -1,7 +1,5 @@
-"""`GET /metrics` of a worker, and what probes ask: `/healthz`, `/readyz`.
-
-It is no part of serving: without it, or with its port taken, the worker works all the same.
-"""
+"""`GET /metrics`, `/healthz` and `/readyz` of a worker. They are no part of serving: without them, or with their port taken, the worker
+works all the same."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ logger = logging.getLogger(__name__)
 _MOST_SCRAPERS = 16
 """Connections at once; beyond it they get 503."""
 _CLOSE_S = 1
+_TEXT = "text/plain; charset=utf-8"
 
 
 @contextlib.asynccontextmanager
@@ -29,14 +28,14 @@ async def metrics_port(
     port: int | None,
     metrics: WorkerMetrics,
     refresh: Callable[[], None],
-    ready: Callable[[], bool] = lambda: True,
+    ready: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[int | None]:
     """Serve the metrics while the block lasts. Gives the port; None when there is none, or it cannot be had.
 
     Args:
         port: 0 takes any free one; None serves nothing.
         refresh: called before each scrape, to set what is looked at only then. Must not block.
-        ready: whether this worker holds a stage and a leader can send it batches.
+        ready: whether it serves a leader now; asked by each `GET /readyz`.
     """
     sock = None if port is None else _bind(host, port)
     if sock is None:
@@ -97,20 +96,23 @@ def _bind(host: str, port: int) -> socket.socket | None:
 
 
 def _app(metrics: WorkerMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
+    def page(path: str, accept: str) -> tuple[int, bytes, str]:
+        match path:
+            case "/metrics":
+                refresh()
+                return 200, *metrics.exposition(accept)
+            case "/healthz":
+                return 200, b"alive\n", _TEXT
+            case "/readyz":
+                return (200, b"serves\n", _TEXT) if ready() else (503, b"serves no leader now\n", _TEXT)
+        return 404, b"there are /metrics, /healthz and /readyz\n", _TEXT
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        status, text, content_type = 200, b"", "text/plain; charset=utf-8"
-        if scope["path"] not in {"/metrics", "/healthz", "/readyz"}:
-            status, text = 404, b"there are only /metrics, /healthz and /readyz\n"
-        elif scope["method"] not in {"GET", "HEAD"}:
-            status, text = 405, b"only GET\n"
-        elif scope["path"] == "/healthz":
-            text = b"alive\n"
-        elif scope["path"] == "/readyz":
-            status, text = (200, b"ready\n") if ready() else (503, b"not serving: no leader has given it a stage\n")
-        else:
-            refresh()
+        if scope["method"] in {"GET", "HEAD"}:
             accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
-            text, content_type = metrics.exposition(accept)
+            status, text, content_type = page(scope["path"], accept)
+        else:
+            status, text, content_type = 405, b"only GET\n", _TEXT
         headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(text)).encode())]
         headers += [(b"allow", b"GET, HEAD")] if status == 405 else []
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -53,7 +53,8 @@ class WorkerSettings(Settings):
     metrics_port: int | None = setting(
         None,
         "Network",
-        "Port of this worker's own Prometheus metrics, such as 8003; 0 takes any free one, without it there are none.",
+        "Port of this worker's own Prometheus metrics, and of /healthz and /readyz for probes, such as 8003; 0 takes any free "
+        "one, without it there are none.",
         ge=0,
         le=65535,
     )

@@ -59,15 +59,6 @@ def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalServi
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
 
 
-def test_probes_find_a_worker_alive_and_ready_once_it_serves(served: tuple[LocalService, MeteredWorker]) -> None:
-    base = served[1].metrics_url.removesuffix("/metrics")
-    assert [httpx.get(f"{base}/{path}", timeout=30).status_code for path in ("healthz", "readyz", "other")] == [
-        200,
-        200,
-        404,
-    ]
-
-
 async def test_worker_without_a_leader_is_alive_and_not_ready() -> None:
     probed = metrics_port("127.0.0.1", 0, WorkerMetrics(), lambda: None, lambda: False)
     async with probed as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -89,6 +80,14 @@ def test_worker_metrics_are_named_as_prometheus_wants(served: tuple[LocalService
     check(tool("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
 
 
+def probe(worker: MeteredWorker, path: str) -> int:
+    return httpx.get(worker.metrics_url.removesuffix("/metrics") + path, timeout=30).status_code
+
+
+def test_worker_is_alive_and_ready_while_it_serves(served: tuple[LocalService, MeteredWorker]) -> None:
+    assert [probe(served[1], path) for path in ("/healthz", "/readyz", "/elsewhere")] == [200, 200, 404]
+
+
 def test_worker_serves_without_metrics_and_says_so_when_the_port_is_busy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -107,3 +106,4 @@ def test_worker_counts_the_end_of_a_world_and_goes_on_answering_scrapes_when_the
             assert time.monotonic() < deadline_s, found
         ended = {series: value for series, value in found.items() if "worlds_ended_total" in series and value}
         assert list(ended.values()) == [1], ended
+        assert [probe(worker, path) for path in ("/healthz", "/readyz")] == [200, 503]

@@ -53,6 +53,39 @@ def test_newcomer_gets_the_slot_of_the_one_that_broke() -> None:
     assert join(slots, "e") == "s1.r0"
 
 
+def leave(slots: Slots, name: str) -> None:
+    slot = next(slot for slot in slots.all if slot.name == name)
+    fail(slots, name)
+    slots.left(slot)
+
+
+def names(slots: Slots) -> list[str]:
+    return [slot.name for slot in slots.all]
+
+
+def test_stage_is_as_small_as_it_was_when_further_replicas_have_left() -> None:
+    slots = Slots(2, 2)
+    for name in "abcdef":
+        join(slots, name)
+    assert names(slots) == ["s0.r0", "s0.r1", "s0.r2", "s1.r0", "s1.r1", "s1.r2"]
+    leave(slots, "s0.r0")  # whoever it is
+    leave(slots, "s1.r2")
+    assert names(slots) == ["s0.r1", "s0.r2", "s1.r0", "s1.r1"]
+    assert not any(slot.free for slot in slots.all)
+    assert [join(slots, name) for name in "gh"] == ["s0.r0", "s1.r2"]
+
+
+def test_slot_stays_when_its_worker_failed_or_the_stage_has_no_more_than_it_is_to_have() -> None:
+    slots = Slots(1, 2)
+    for name in "abc":
+        join(slots, name)
+    fail(slots, "s0.r2")  # it is expected back
+    assert names(slots) == ["s0.r0", "s0.r1", "s0.r2"]
+    leave(slots, "s0.r2")
+    leave(slots, "s0.r1")
+    assert names(slots) == ["s0.r0", "s0.r1"]
+
+
 def test_more_workers_than_slots_become_spares_first_and_then_further_replicas() -> None:
     slots = Slots(2, 1, spares_wanted=2)
     assert [join(slots, name) for name in "abcdefg"] == [
