@@ -17,9 +17,9 @@ from deploy.service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
 from tests.machines.network import Host, Network, need_namespaces
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 LEADER = "10.90.0.1"
 DELAY_S = 0.05
 PATIENCE_S = 3.0
