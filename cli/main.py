@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from cli import chaos, config, key, predict, reserve, rolling_restart, serve, simulate, status, version, worker
+from cli import bench, chaos, config, key, predict, reserve, rolling_restart, serve, simulate, status, version, worker
 from cli.service import ServiceError
 from config import UserError
 
@@ -47,6 +47,7 @@ _add(serve.serve, serve.EPILOG)
 _add(worker.worker, worker.EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(status.status, status.EPILOG)
+_add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
 _add(rolling_restart.rolling_restart, rolling_restart.EPILOG)
