@@ -6,6 +6,8 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 ARGS     ?=
 PIP_ARGS ?=
+# Files of tests that run side by side: many wait more than they compute.
+TEST_FILES_AT_ONCE ?= 2
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
 
 .DEFAULT_GOAL := help
@@ -23,7 +25,7 @@ serve: $(STAMP) ## Serve a model with local workers: make serve ARGS="--model re
 	exec $(BIN)/multiworld serve --weights auto $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite, or a part: make test ARGS="tests/unit -k scheduler".
-	exec $(BIN)/python -m pytest $(ARGS)
+	exec $(BIN)/python -m pytest --numprocesses $(TEST_FILES_AT_ONCE) --dist loadfile $(ARGS)
 
 check: $(STAMP) ## Lint, formatting and types, as CI does.
 	$(BIN)/ruff check .

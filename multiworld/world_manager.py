@@ -18,12 +18,14 @@ from torch._C._distributed_c10d import Store
 
 from multiworld.errors import WorldClosedError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
+from multiworld.forming import builders
 from multiworld.process_group import parse_backend
 from multiworld.reception import Reception, bind
 from multiworld.rendezvous import Pulse
 from multiworld.watchdog import WatchDog
-from multiworld.world import World, WorldConfig, WorldState, builders
+from multiworld.world import World, WorldState
 from multiworld.world_communicator import WorldCommunicator
+from multiworld.world_config import WorldConfig
 
 logger = logging.getLogger(__name__)
 

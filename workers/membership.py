@@ -1,5 +1,6 @@
 """A worker's tie to one leader: ask it for a world, serve in it, and come back after every failure."""
 
+import _thread
 import asyncio
 import contextlib
 import logging
@@ -24,10 +25,13 @@ DRAIN_S = 30.0
 """How long a worker that is told to stop waits for its leaders to take their batches back."""
 _FORMING_S = 15.0
 """A leader waits for whom it has offered a world for less."""
+_THREAD_S = 10.0
+"""A thread that has not run by then never will."""
 
 
 class StuckError(Exception):
-    """The stage computes and does not come back. Nothing but a new process helps, whatever other leaders we have."""
+    """The stage computes and does not come back, or this process can make no thread any more. Nothing but a new process helps,
+    whatever other leaders we have."""
 
 
 class Membership:
@@ -69,7 +73,7 @@ class Membership:
 
         Raises:
             UserError: the leader does not take our token.
-            StuckError: the stage hangs.
+            StuckError: the stage hangs, or there is no memory for a thread.
         """
         failures = 0
         while not self._stop.is_set():
@@ -91,6 +95,7 @@ class Membership:
 
     async def _stay(self) -> bool:
         """Join one world and serve in it until it ends. Gives whether it came to serving."""
+        await _try_thread()
         offer = await self._ask()
         self._wait_s = offer.wait_ms / 1000
         if not offer.world:
@@ -187,3 +192,23 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stop.wait()
+
+
+async def _try_thread() -> None:
+    """See that this process can still make threads, which joining needs.
+
+    `threading.Thread.start` waits for ever for one that dies of a lack of memory before it has begun, and with it would the event loop.
+    Raises StuckError.
+    """
+    loop, ran = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(ran.set)
+
+    try:
+        _thread.start_new_thread(run, ())
+        async with asyncio.timeout(_THREAD_S):
+            await ran.wait()
+    except (RuntimeError, MemoryError, TimeoutError) as error:
+        raise StuckError("this process has no memory for a thread, and cannot join without") from error
