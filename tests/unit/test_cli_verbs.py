@@ -259,10 +259,11 @@ def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
     monkeypatch.setenv("COLUMNS", "200")
     main([verb, "--help"])
     text = capsys.readouterr().out
-    for name in cls.model_fields.keys() - {"token", "exit_with_parent"}:
+    for name in cls.model_fields.keys() - {"token", "api_keys", "admin_keys", "exit_with_parent"}:
         assert f"--{name.replace('_', '-')} " in text
         assert f"MULTIWORLD_{name.upper()})" in text
-    assert "--token " not in text
+    for secret in ("--token ", "--api-keys ", "--admin-keys "):
+        assert secret not in text
     assert "--exit-with-parent" not in text
 
 
