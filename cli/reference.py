@@ -20,9 +20,9 @@ Made from the declarations by `python -m cli.reference`. `multiworld VERB --help
 | 2 | bad usage, or settings that cannot be: one line on standard error says what was wrong, what was expected and what to do |
 | 130 | interrupted by Ctrl-C |
 
-Results go to standard output, progress and errors to standard error. Colours and live displays are for terminals alone; `NO_COLOR=1`
-takes the colours away there too. `--json` prints one JSON document, or one for each line where results come one by one. Where several say what a verb
-needs, the option wins over the environment.
+Results go to standard output, progress and errors to standard error. Colours and live displays are for terminals alone;
+`NO_COLOR=1` takes the colours away there too. `--json` prints one JSON document, or one for each line where results come one by
+one. Where option and environment both say something, the option wins.
 
 **Completion** of verbs, options and values: `multiworld --install-completion` for bash, zsh, fish or PowerShell, whichever runs it.
 """
