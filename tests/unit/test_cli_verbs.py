@@ -1,10 +1,13 @@
 """The command line: what each verb passes on, prints and exits with."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -302,6 +305,21 @@ def test_predict_goes_on_when_a_file_is_refused_or_missing(
         "multiworld: error: dog.txt: not an image (HTTP 415)",
         "multiworld: error: nowhere.jpg: No such file or directory",
     ]
+
+
+def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: str, images: None) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "cli.main", "predict", "--url", url, "--json", *["cat.jpg"] * 3]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the other end of a terminal is closed
+        while chunk := os.read(ours, 1 << 16):
+            shown += chunk
+    os.close(ours)
+    assert b"3/3" in shown
+    assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == ["cat.jpg"] * 3
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])
