@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -48,9 +48,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Load:
-    """What came of it all, in the order of the answers."""
+    """What came of it all, in the order of the answers.
+
+    Attributes:
+        unsent: requests of an open loop that were not sent, because too many were under way already.
+    """
 
     samples: list[Sample] = field(default_factory=list)
+    unsent: int = 0
 
     @property
     def failed(self) -> list[Sample]:
@@ -190,8 +195,10 @@ async def open_loop(
     ):
         under_way: set[asyncio.Task[None]] = set()
 
-        async def one(number: int) -> None:
-            load.samples.append(await ask(http, url, questions[number % len(questions)], f"chaos-{number}"))
+        async def one(number: int, due_s: float) -> None:
+            late_s = time.perf_counter() - due_s  # of our own making, but the service may have caused it
+            sample = await ask(http, url, questions[number % len(questions)], f"chaos-{number}")
+            load.samples.append(replace(sample, sent_s=sample.sent_s - late_s, took_s=sample.took_s + late_s))
 
         for number in itertools.count():
             due_s += generator.expovariate(rate_hz)
@@ -199,9 +206,11 @@ async def open_loop(
             if until():
                 break
             if len(under_way) < _MAX_OPEN:
-                task = tasks.create_task(one(number))
+                task = tasks.create_task(one(number, due_s))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
+            else:
+                load.unsent += 1
     return load
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 from cli import (
+    bench,
     chaos,
     config,
     key,
@@ -60,6 +61,7 @@ _add(serve.serve, serve.EPILOG)
 _add(worker.worker, worker.EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(status.status, status.EPILOG)
+_add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
 _add(rolling_restart.rolling_restart, rolling_restart.EPILOG)
