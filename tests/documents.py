@@ -101,6 +101,7 @@ class Reader:
         """Start what is to be started, on free ports; what was started before on this page ends."""
         self._running.close()
         settings: dict[str, Any] = dict(_settings(shlex.split(options)))
+        settings.setdefault("heartbeat_timeout_s", "10")  # however busy the machine is, nobody counts as frozen
         for name in ("weights", "labels", "weights_dir"):
             if name in settings and (self.folder / settings[name]).exists():
                 settings[name] = str(self.folder / settings[name])

@@ -46,7 +46,7 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalService]:
-    with LocalService(model="resnet18", weights="random:0", image_size=SIDE, stages=2, replicas=1) as service:
+    with LocalService(model="resnet18", weights="random:0", image_size=SIDE, heartbeat_timeout_s=10) as service:
         yield service
 
 
