@@ -28,7 +28,7 @@ class Prediction:
     path: tuple[str, ...]
     """The world that answered for each stage, in order. Of pictures that were sent together, that of the first."""
     attempts: int
-    """How often a batch with the picture was sent to a worker; more than the number of stages when a failure was survived."""
+    """1, and one more for each time that a worker failed and its batch was sent to another."""
     tries: int
     """How often this client has asked: more than 1 when it was refused, or the connection broke."""
 

@@ -29,7 +29,7 @@ HEADER_DOCUMENTATION: dict[str, Any] = {
         "schema": {"type": "string"},
     },
     "X-Attempts": {
-        "description": "How often it was sent to a worker; of several images, the highest.",
+        "description": "1, and one more for each time it had to be sent again; of several images, the highest.",
         "schema": {"type": "integer"},
     },
 }

@@ -54,7 +54,7 @@ class Answer:
     transfer_s: float
     """Seconds on the links, both ways."""
     attempts: int
-    """How many times a batch with this image was sent, over all stages; `len(path)` when nothing failed."""
+    """1, and one more for each time that a batch with this image had to be sent again."""
     path: tuple[str, ...]
     """The world that answered for each stage, in order."""
     batch_size: int = 1

@@ -24,6 +24,8 @@ from server.versions import VersionPlan, Versions
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
+
 
 class VersionFailedError(Exception):
     """The workers do not serve that version. Nothing has changed."""
@@ -115,8 +117,23 @@ class VersionChange:
     async def _load_everywhere(self, plan: VersionPlan) -> None:
         """Who joins meanwhile gets the old version, to serve at once, and then the new one, from here.
 
-        Who is still on the way when all others are done has the old version only: the recruiter has it join again.
+        Who is still on the way when all others are done has the old version only: the recruiter has it join again. But a stage that
+        nobody serves just now is waited for.
         """
+        deadline_s = time.monotonic() + self._timeout_s
+        await self._load_here(plan)
+        while lacking := [
+            stage for stage in range(self._slots.num_stages) if not self._holds(stage, plan.version.number)
+        ]:
+            if time.monotonic() > deadline_s:
+                raise VersionFailedError(
+                    f"stage {lacking[0]} has had no worker that could load {plan.version.name} for {self._timeout_s:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+            await self._load_here(plan)
+
+    async def _load_here(self, plan: VersionPlan) -> None:
+        """One worker after the other, of those that are ready."""
         number = plan.version.number
         while (link := next((link for link in self._links() if number not in link.holds), None)) is not None:
             try:
@@ -125,10 +142,6 @@ class VersionChange:
                 if link.state == "draining" or link.cause == Cause.LEFT:
                     continue  # it goes on purpose, which says nothing about the version
                 raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
-        if lacking := [stage for stage in range(self._slots.num_stages) if not self._holds(stage, number)]:
-            raise VersionFailedError(
-                f"stage {lacking[0]} has no worker that could load {plan.version.name}; wait for one"
-            )
 
     async def _load(self, link: Link, plan: VersionPlan) -> None:
         began_s = time.monotonic()

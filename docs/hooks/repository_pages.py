@@ -35,7 +35,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the parts of the navigation that follow what is there."""
     docs = Path(config.docs_dir)
     parts = {
-        "Guides": [path.name for path in sorted(docs.glob("*.md")) if path.name != "index.md"],
+        "Guides": [
+            *(f"guides/{path.name}" for path in sorted(docs.glob("guides/*.md"))),
+            *(path.name for path in sorted(docs.glob("*.md")) if path.name != "index.md"),
+        ],
         "Examples": [path for path in _pages().values() if path.startswith("examples/")],
         "Decisions": [DECISIONS, *(f"decisions/{path.name}" for path in _decisions())],
     }

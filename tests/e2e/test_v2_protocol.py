@@ -2,8 +2,6 @@
 
 import asyncio
 import io
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,28 +273,3 @@ async def test_refusals_reach_the_asyncio_client_as_its_own_exception(aio_client
     with pytest.raises(InferenceServerException, match="expected \\[N, 3, 32, 32\\]") as raised:
         await aio_client.infer(MODEL, [tensor("UINT8", pixels[:1, :, :8], binary=True)])
     assert raised.value.status() == "400"
-
-
-def test_every_command_of_the_guide_is_answered(service: LocalService, pixels: Pixels, tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
-    (tmp_path / "photo.jpg").write_bytes(jpeg(pixels[0]))
-    here = guide.replace("http://127.0.0.1:8000", service.url).replace("127.0.0.1:8000", address(service))
-    here = here.replace("resnet50", MODEL).replace("224", str(IMAGE_SIZE))
-    commands = [["bash", "-euo", "pipefail", "-c", block] for block in blocks(here, "sh")]
-    commands += [[sys.executable, "-c", block] for block in blocks(here, "python")]
-    assert len(commands) >= 9
-    for command in commands:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
-        assert done.returncode == 0, f"{command[-1]}\n{done.stdout!r}\n{done.stderr!r}"
-        assert b'"error"' not in done.stdout, f"{command[-1]}\n{done.stdout!r}"
-
-
-def jpeg(image: Pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(image.transpose(1, 2, 0)).save(file, "JPEG")
-    return file.getvalue()
-
-
-def blocks(markdown: str, language: str) -> list[str]:
-    """What stands between the fences of that language."""
-    return [part.partition("```")[0] for part in markdown.split(f"```{language}\n")[1:]]

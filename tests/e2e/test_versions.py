@@ -60,7 +60,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(weights: Path) -> Iterator[LocalService]:
     with LocalService(
-        model=MODEL, weights=FIRST, weights_dir=weights, image_size=SIDE, stages=2, replicas=2, spares=1
+        heartbeat_timeout_s=3,
+        model=MODEL,
+        weights=FIRST,
+        weights_dir=weights,
+        image_size=SIDE,
+        stages=2,
+        replicas=2,
+        spares=1,
     ) as running:
         yield running
 

@@ -11,7 +11,7 @@ import torch
 
 from models import load_model, reference_stage
 from multiworld import Cause, WorldManager
-from server.link import Link
+from server.link import CanaryError, Link, LinkEndedError
 from server.plan import StagePlan, make_plan
 from server.slots import Slot
 from wire import WORLD_BACKEND, Channel, JoinOffer, JoinRequest, Message, StageOrder
@@ -26,6 +26,12 @@ REQUEST = JoinRequest("w", "cpu", "here", 1)
 @pytest.fixture(scope="module")
 def plan() -> tuple[StagePlan, ...]:
     return make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2)
+
+
+@pytest.fixture(scope="module")
+def second() -> tuple[StagePlan, ...]:
+    """The same model with other weights."""
+    return make_plan(load_model("resnet18", "random:1", image_size=IMAGE_SIZE), 2, number=2)
 
 
 @dataclass
@@ -213,3 +219,106 @@ async def test_link_is_over_at_once_when_it_is_given_up_while_it_serves(
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*pair.tasks)
     assert link.cause == Cause.HANG
+
+
+def images(rows: int = 1) -> torch.Tensor:
+    return torch.full((rows, 3, IMAGE_SIZE, IMAGE_SIZE), 90, dtype=torch.uint8)
+
+
+async def answered(pair: Pair, link: Link, batch: int, version: int) -> torch.Tensor:
+    link.send(batch, images(), version)
+    async with asyncio.timeout(WAIT_S):
+        answer = await pair.heard.results.get()
+    assert answer.batch == batch
+    assert answer.payload is not None
+    return answer.payload
+
+
+async def test_link_serves_two_versions_until_one_is_dropped(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
+) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    old = await answered(pair, link, 1, version=1)
+    loading = asyncio.create_task(link.load(second[:1]))
+    torch.testing.assert_close(await answered(pair, link, 2, version=1), old)
+    async with asyncio.timeout(WAIT_S):
+        await loading
+    assert link.holds == {1, 2}
+    new = await answered(pair, link, 3, version=2)
+    assert not torch.allclose(new, old)
+    torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
+    link.drop(1)
+    link.send(5, images(), 1)
+    async with asyncio.timeout(WAIT_S):
+        assert (await pair.heard.failures.get())[0] == 5
+    torch.testing.assert_close(await answered(pair, link, 6, version=2), new)
+    assert (link.state, link.holds) == ("ready", {2})
+
+
+def none_left(needed_bytes: int) -> None:
+    raise MemoryError(f"it takes {needed_bytes} bytes, and 5 are left")
+
+
+BAD_VERSIONS = {
+    "other weights than the reference's": "wrong answer to the canary",
+    "weights that do not load": "conv1.weight",
+    "no memory": "5 are left",
+}
+
+
+@pytest.mark.parametrize("why", BAD_VERSIONS)
+async def test_link_serves_on_when_a_version_cannot_be_loaded(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = second[0]
+    if why.startswith("other"):
+        bad = dataclasses.replace(bad, weights=plan[0].weights)
+    elif why.startswith("weights"):
+        bad = dataclasses.replace(bad, weights=second[1].weights)
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    if why == "no memory":
+        monkeypatch.setattr("workers.session.check_memory", none_left)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(CanaryError, match=BAD_VERSIONS[why]):
+            await link.load((bad,))
+        link.drop(2)
+        await answered(pair, link, 1, version=1)
+        monkeypatch.undo()
+        await link.load(second[:1])
+    assert (link.state, link.holds) == ("ready", {1, 2})
+
+
+async def test_load_ends_when_the_link_breaks(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    monkeypatch.setattr(session.place, "load", lambda *_: asyncio.Event().wait())  # it never comes back
+    loading = asyncio.create_task(link.load(second[:1]))
+    await answered(pair, link, 1, version=1)
+    link.give_up(Cause.HANG, "no answer")
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError, match="went while it loaded"):
+            await loading
+        with pytest.raises(LinkEndedError, match="broken"):
+            await link.load(second[:1])
+
+
+async def test_load_ends_when_the_worker_leaves(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    monkeypatch.setattr(session.place, "load", lambda *_: asyncio.Event().wait())
+    loading = asyncio.create_task(link.load(second[:1]))
+    await session.leave()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError):
+            await loading
+    assert link.state == "draining"

@@ -85,3 +85,26 @@ def test_forgotten_version_leaves_nothing_behind() -> None:
             driver.draining(link)
     assert list(driver.scheduler._fleet.pipelines) == ["v49"]
     assert driver.scheduler.next_wakeup_s() is None
+
+
+def test_version_is_in_use_until_its_last_batch_has_ended() -> None:
+    driver = Driver(stages=2, replicas=1)
+    batches_of = driver.scheduler.batches_of
+    old = only(driver.arrive(), SendBatch)
+    driver.ready("n0", 0, "v2")
+    driver.ready("n1", 1, "v2")
+    assert (batches_of("v1"), batches_of("v2")) == (1, 0)
+    new = only(driver.arrive(), SendBatch)
+    assert (batches_of("v1"), batches_of("v2")) == (1, 1)
+    driver.answer_all([new])
+    driver.answer_all([old])
+    assert (batches_of("v1"), batches_of("v2"), batches_of("v3")) == (0, 0, 0)
+
+
+def test_version_is_not_in_use_when_its_batches_began_again_elsewhere() -> None:
+    driver = Driver(stages=2, replicas=1)
+    driver.arrive()
+    driver.ready("n0", 0, "v2")
+    driver.ready("n1", 1, "v2")
+    again = only(driver.broken("s0r0"), SendBatch)
+    assert (again.version, driver.scheduler.batches_of("v1"), driver.scheduler.batches_of("v2")) == ("v2", 0, 1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from server.predictor import Answer, ModelVersion
 from server.v2.infer_answer import HEADER_LENGTH
 from tests.unit.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.v2_requests import (
@@ -245,3 +248,44 @@ async def test_a_long_answer_is_whole() -> None:
     async with running_frontend(max_images=count, max_body_bytes=2**23) as frontend:
         response = await frontend.client.post(INFER, **files)
         assert strongest(response) == ["red"] * count
+
+
+@dataclass
+class MovingPredictor(ColourPredictor):
+    """Moves to another version after its first answer."""
+
+    number: int = 1
+
+    @property
+    def version(self) -> ModelVersion:
+        return ModelVersion(self.number, f"weights {self.number}")
+
+    async def predict(self, image: torch.Tensor, *, deadline_s: float, request_id: str) -> Answer:
+        answer = await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+        version, self.number = self.version, 2
+        return dataclasses.replace(answer, version=version.name, version_number=version.number)
+
+
+async def test_images_of_a_request_are_answered_by_one_version_when_it_changes_meanwhile() -> None:
+    predictor = MovingPredictor()
+    data = pixels("red", "green", "blue")
+    tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
+    async with running_frontend(predictor) as frontend:
+        response = await frontend.client.post(INFER, **request(tensor))
+    assert response.status_code == 200
+    assert response.headers["X-Model-Version"] == "weights%202"
+    assert response.json()["model_version"] == "2"
+    assert len(predictor.deadlines_s) == 4  # the first image was asked twice
+
+
+async def test_version_that_was_asked_for_answers_or_nobody() -> None:
+    data = pixels("red")
+    tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
+    predictor = MovingPredictor()
+    async with running_frontend(predictor) as frontend:
+        answers = [
+            (await frontend.client.post(INFER.replace("/infer", f"/versions/{number}/infer"), **request(tensor)))
+            for number in (1, 1, 2)
+        ]
+    assert [answer.status_code for answer in answers] == [200, 404, 200]
+    assert "the only one is '2'" in answers[1].json()["error"]

@@ -171,13 +171,18 @@ def test_statistics_count_a_batch_once_however_many_requests_share_it() -> None:
 
     statistics = Statistics()
     for _ in range(3):
-        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.0), 1.0)
-    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.0), 1.0)
+        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.5), 1.0)
+    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.5), 1.0)
     found = statistics.as_json("m", "1")
     assert (found["inference_count"], found["execution_count"]) == (5, 2)
     assert [(batch["batch_size"], batch["compute_infer"]) for batch in found["batch_stats"]] == [
         (1, {"count": 1, "ns": 7_000_000_000}),
         (4, {"count": 1, "ns": 2_000_000_000}),
+    ]
+    # Three answers of half a second each were written for the batch of four, and half of the one that two images share.
+    assert [batch["compute_output"] for batch in found["batch_stats"]] == [
+        {"count": 1, "ns": 250_000_000},
+        {"count": 1, "ns": 1_750_000_000},
     ]
     assert found["inference_stats"]["compute_infer"] == {"count": 4, "ns": 13_000_000_000}
     assert found["inference_stats"]["compute_input"]["ns"] == pytest.approx(650_000_000)

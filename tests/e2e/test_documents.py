@@ -1,0 +1,102 @@
+"""Every command of the documentation runs, as it stands there but for a smaller model; and those that cannot, parse."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from PIL import Image
+
+from cli.main import app
+from deploy.service import LocalService
+from tests.documents import ROOT, Block, Reader, blocks, documents
+
+pytestmark = pytest.mark.timeout(300)
+
+SIDE = 32
+SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights random:0 --image-size {SIDE}"}
+
+
+class Page(NamedTuple):
+    """
+    Attributes:
+        changes: see `Reader`.
+        serves: whether the page itself says how to start the service.
+    """
+
+    changes: dict[str, str]
+    serves: bool = False
+
+
+PAGES = {
+    "docs/http.md": Page(SMALL),
+    "docs/client.md": Page(SMALL),
+    "docs/guides/versions.md": Page(SMALL),
+    "docs/guides/tracing.md": Page(SMALL),
+    "docs/guides/coming-from.md": Page(SMALL, serves=True),
+    "docs/guides/own-checkpoint.md": Page({"96": str(SIDE)}, serves=True),
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[LocalService]:
+    with LocalService(model="resnet18", weights="random:0", image_size=SIDE, heartbeat_timeout_s=10) as service:
+        yield service
+
+
+def photo() -> bytes:
+    file = io.BytesIO()
+    Image.radial_gradient("L").convert("RGB").save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_command_of_the_page_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    page = PAGES[name]
+    (tmp_path / "photo.jpg").write_bytes(photo())
+    service = None if page.serves else request.getfixturevalue("running")
+    found = blocks(ROOT / name)
+    assert found
+    with Reader(tmp_path, page.changes, service) as reader:
+        for block in found:
+            reader.follow(block)
+
+
+def test_every_page_with_blocks_of_code_is_run() -> None:
+    assert {str(page.relative_to(ROOT)) for page in documents() if blocks(page)} == set(PAGES)
+
+
+@pytest.mark.parametrize("code", ["false", "multiworld version --nonsense", "true | false | true", "echo '\"error\"'"])
+def test_command_that_fails_is_noticed(code: str, tmp_path: Path) -> None:
+    with Reader(tmp_path, {}) as reader, pytest.raises(AssertionError):
+        reader.follow(Block("sh", code))
+
+
+COMMAND = re.compile(
+    r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<rest>[a-z][^`\n#|;&)]*)", re.MULTILINE
+)
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(page, what stands behind `multiworld`) of every command, in blocks and in sentences."""
+    for page in documents():
+        for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
+            yield str(page.relative_to(ROOT)), match["rest"].strip()
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+def test_command_is_one_that_the_command_line_takes(page: str, command: str) -> None:
+    words = [word for word in shlex.split(command.replace("…", "")) if word not in ("[", "]")]
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    verb = group.commands.get(words[0])
+    assert verb is not None, f"{page}: there is no verb {words[0]!r}"
+    known = {option for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+    assert used <= known | {"--help"}, f"{page}: multiworld {command}"
