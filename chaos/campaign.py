@@ -187,7 +187,7 @@ def _inject_all(
         scene = Scene(target, observer, victims.choose(fault, before), plan.heartbeat_timeout_s, question)
         injection = inject(fault, scene)
         found.injections.append(injection)
-        failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
+        failed = f"  {len(found.load.failed)} NOT ANSWERED so far" if found.load.failed else ""
         tell(f"{injection.at_s - found.started_s:7.1f} s  {_told(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")

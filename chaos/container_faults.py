@@ -61,8 +61,10 @@ def _unplug(scene: Scene) -> None:
 
 
 def _narrow(scene: Scene) -> None:
-    with scene.processes() as processes, network.narrow(processes[0].pid, NARROW_BITS_PER_S):
+    with scene.processes() as processes, network.narrow(processes[0].pid, NARROW_BITS_PER_S) as held_back:
         scene.hold(NARROW_S)
+        if not held_back():
+            scene.surprises.append("nothing that was sent had to wait")
 
 
 def _restart_workers(scene: Scene) -> None:

@@ -146,12 +146,12 @@ class ComposeProject:
         return False
 
 
-def docker(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """What one docker command writes to its standard output. Raises ContainerError when it fails."""
+def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_S) -> str:
+    """What one docker command writes to its standard output. Raises ContainerError when it fails, or takes too long."""
     command = ("docker", *arguments)
     try:
         done = subprocess.run(  # noqa: S603 - our own arguments
-            command, capture_output=True, text=True, timeout=_COMMAND_S, check=False, env=environment
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ContainerError(f"{' '.join(command[:3])}: {error}") from error

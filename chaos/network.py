@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -24,7 +24,7 @@ CHAIN = "MULTIWORLD_CHAOS"
 _HOOKS = ("INPUT", "OUTPUT")
 _TOOL_S = 10.0
 _TRIAL_S = 0.5
-_TOKEN_BUCKET = ("burst", "32kb", "latency", "50ms")
+_TOKEN_BUCKET = ("burst", "8kb", "latency", "50ms")
 """What may pass at once, and how long the rest waits at the most before it is dropped: as a switch with small buffers."""
 
 
@@ -68,24 +68,27 @@ def lost_packets(
 
 
 @contextlib.contextmanager
-def narrow(pid: int, bits_per_s: int) -> Iterator[None]:
+def narrow(pid: int, bits_per_s: int) -> Iterator[Callable[[], int]]:
     """The network interfaces of a container carry so much each way, and no more, while the block runs.
 
     Args:
         pid: of a process in it.
+
+    Yields what tells how many times something had to wait so far.
     """
     shape = ("root", "tbf", "rate", f"{bits_per_s}bit", *_TOKEN_BUCKET)
     found = json.loads(_output("ip", "-json", "link", "show", "type", "veth", pid=pid))
     if not found or not _within(pid):
         raise OSError(f"process {pid} has no network of its own to be made narrow")
+    # What leaves an interface can be held back. What comes to it leaves the other end of the pair, which is ours.
+    ends: list[tuple[str, int | None]] = [(link["ifname"], pid) for link in found]
+    ends += [(socket.if_indextoname(link["link_index"]), None) for link in found]
     with ExitStack() as stack:
-        for link in found:
-            # What leaves an interface can be held back. What comes to it leaves the other end of the pair, which is ours.
-            for device, of in ((link["ifname"], pid), (socket.if_indextoname(link["link_index"]), None)):
-                _run("tc", "qdisc", "add", "dev", device, *shape, pid=of)
-                # Gone with the interface, if that goes first.
-                stack.callback(_run, "tc", "qdisc", "del", "dev", device, "root", check=False, pid=of)
-        yield
+        for device, of in ends:
+            _run("tc", "qdisc", "add", "dev", device, *shape, pid=of)
+            # Gone with the interface, if that goes first.
+            stack.callback(_run, "tc", "qdisc", "del", "dev", device, "root", check=False, pid=of)
+        yield lambda: sum(_held_back(device, of) for device, of in ends)
 
 
 def drop_rules(connections: Iterable[Connection], direction: Direction) -> list[list[str]]:
@@ -147,6 +150,11 @@ def why_not_narrow() -> str:
     return ""
 
 
+def _held_back(device: str, pid: int | None) -> int:
+    queues = json.loads(_output("tc", "-json", "-statistics", "qdisc", "show", "dev", device, "root", pid=pid))
+    return sum(int(queue.get("overlimits", 0)) for queue in queues)
+
+
 def _rule(source: tuple[str, str], target: tuple[str, str]) -> list[str]:
     return ["-p", "tcp", "-s", source[0], "--sport", source[1], "-d", target[0], "--dport", target[1], "-j", "DROP"]
 
@@ -183,7 +191,7 @@ def _run(*command: str, check: bool = True, pid: int | None = None) -> int:
     return done.returncode
 
 
-def _output(*command: str, pid: int) -> str:
+def _output(*command: str, pid: int | None) -> str:
     """What it writes to its standard output. Raises OSError."""
     done = subprocess.run(  # noqa: S603
         (*_within(pid), *command), capture_output=True, text=True, timeout=_TOOL_S, check=False
