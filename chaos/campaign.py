@@ -147,18 +147,19 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
 
 def _possible(plan: Plan, target: Target, start: Moment, found: Findings, tell: Callable[[str], None]) -> list[Fault]:
     """The faults that can be made, here and to this service. Says loudly which cannot."""
-    known = target.worker_pids()
-    unknown = sorted(str(r.worker) for r in start.replicas.values() if str(r.worker) not in known)
     for fault in plan.faults:
-        why = fault.why_not() or lacking(fault, start, plan.protected) or _out_of_reach(fault, target, unknown)
-        if why:
+        if why := why_not(fault, target, start, plan.protected):
             found.left_out[fault.name] = why
             tell(f"LEFT OUT: {fault.name}: {why}")
     return [fault for fault in plan.faults if fault.name not in found.left_out]
 
 
-def _out_of_reach(fault: Fault, target: Target, unknown: Sequence[str]) -> str:
-    """Why this service's workers cannot be hurt so; empty when they can."""
+def why_not(fault: Fault, target: Target, now: Moment, protected: frozenset[str] = frozenset()) -> str:
+    """Why this fault cannot be made, here and to this service as it is now; empty when it can."""
+    return fault.why_not() or lacking(fault, now, protected) or _out_of_reach(fault, target, now)
+
+
+def _out_of_reach(fault: Fault, target: Target, now: Moment) -> str:
     in_containers = isinstance(target, ComposeProject)
     if fault.of == "container":
         return "" if in_containers else "is done to containers: name their project with --compose"
@@ -166,6 +167,8 @@ def _out_of_reach(fault: Fault, target: Target, unknown: Sequence[str]) -> str:
         return ""
     if in_containers and (why := why_no_processes()):
         return why
+    known = target.worker_pids()
+    unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
     hint = "their containers run on another machine than this" if in_containers else "give the service's log with --log"
     return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
 

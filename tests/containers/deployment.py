@@ -12,7 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from chaos.campaign import Injection, inject
+import pytest
+
+from chaos.campaign import Injection, inject, why_not
 from chaos.container_faults import FAULTS_OF_CONTAINERS
 from chaos.containers import ComposeProject, ContainerError, docker
 from chaos.images import photos
@@ -130,6 +132,8 @@ class Deployment:
         questions = self.questions()
         with Observer(self.url) as observer:
             now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
+            if why := why_not(fault, self.project, now):
+                pytest.skip(f"{name}: {why}")
             victims = self._victims.choose(fault, now)
             with self.load(questions) as load:
                 await_samples(load, CLIENTS)
