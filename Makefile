@@ -11,7 +11,7 @@ TEST_FILES_AT_ONCE ?= 2
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check fmt bench chaos peers soak docs clean
+.PHONY: help install serve test containers check fmt bench chaos peers soak docs clean
 .SILENT:
 
 help: ## Show this list.
@@ -26,6 +26,9 @@ serve: $(STAMP) ## Serve a model with local workers: make serve ARGS="--model re
 
 test: $(STAMP) ## Run the whole test suite, or a part: make test ARGS="tests/unit -k scheduler".
 	exec $(BIN)/python -m pytest --numprocesses $(TEST_FILES_AT_ONCE) --dist loadfile $(ARGS)
+
+containers: $(STAMP) ## Test docker-compose.yml on the Docker Engine that runs here, failing where there is none.
+	exec $(BIN)/python -m pytest tests/containers --containers $(ARGS)
 
 check: $(STAMP) ## Lint, formatting and types, as CI does.
 	$(BIN)/ruff check .

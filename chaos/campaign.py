@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from chaos.containers import ComposeProject, ContainerError, why_no_processes
 from chaos.faults import Fault
 from chaos.load import Load, Question, alike, ask_quietly, load_on
 from chaos.observer import Moment, NotRecoveredError, Observer, Outage, Replica
 from chaos.scene import WAIT_S, Scene
-from chaos.schedule import Victims, lacking, order
+from chaos.schedule import NO_WORKER, Victims, lacking, order
 from chaos.soak import ResourceWatch, Series
 from chaos.target import Target
 
 _DOUBLES = "multiworld_duplicate_answers_total"
 _REROUTES = "multiworld_reroute_seconds"
+_LOOK_AT_CONTAINERS_S = 5.0
+"""Docker's command takes its time, which others could use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Injection:
         rerouted_s: until the batches that it stranded were on their way elsewhere, on average; None when there were none.
         recovered_s: until every slot served again.
         recovered: whether they did, within the time that is waited for it.
+        leader_away: whether it was the leader who was hurt.
         surprises: what was not as the fault expects.
     """
 
@@ -73,6 +77,7 @@ class Injection:
     recovered_s: float = 0.0
     recovered: bool = True
     doubles: int = 0
+    leader_away: bool = False
     surprises: tuple[str, ...] = ()
 
 
@@ -113,7 +118,8 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
         if pairs := alike(questions):
             found.warnings.append(f"{pairs} pairs of images have the same answer: a mix-up of those would go unseen")
         doubles = observer.metric(_DOUBLES)
-        watch = stack.enter_context(ResourceWatch(target))
+        every_s = _LOOK_AT_CONTAINERS_S if isinstance(target, ComposeProject) else 1.0
+        watch = stack.enter_context(ResourceWatch(target, every_s))
         found.started_s = time.time()
         with load_on(
             target.url,
@@ -133,24 +139,39 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
                 found.aborted = "interrupted"
         found.ended_s = time.time()
         found.doubles = sum(injection.doubles for injection in found.injections)
-        with suppress(httpx.HTTPError):  # Ctrl-C in a terminal reaches a service of our own too
-            found.doubles = round(observer.metric(_DOUBLES) - doubles)
+        if not any(injection.leader_away for injection in found.injections):  # else it has begun to count anew
+            with suppress(httpx.HTTPError):  # Ctrl-C in a terminal reaches a service of our own too
+                found.doubles = round(observer.metric(_DOUBLES) - doubles)
         found.outages, found.resources = observer.outages(), watch.series()
     return found
 
 
 def _possible(plan: Plan, target: Target, start: Moment, found: Findings, tell: Callable[[str], None]) -> list[Fault]:
     """The faults that can be made, here and to this service. Says loudly which cannot."""
-    pids = target.worker_pids()
-    unknown = sorted(str(r.worker) for r in start.replicas.values() if str(r.worker) not in pids)
     for fault in plan.faults:
-        why = fault.why_not() or lacking(fault, start, plan.protected)
-        if fault.scope != "nobody" and unknown:
-            why = f"the processes of {', '.join(unknown)} are not known: give the service's log with --log"
-        if why:
+        if why := why_not(fault, target, start, plan.protected):
             found.left_out[fault.name] = why
             tell(f"LEFT OUT: {fault.name}: {why}")
     return [fault for fault in plan.faults if fault.name not in found.left_out]
+
+
+def why_not(fault: Fault, target: Target, now: Moment, protected: frozenset[str] = frozenset()) -> str:
+    """Why this fault cannot be made, here and to this service as it is now; empty when it can."""
+    return fault.why_not() or lacking(fault, now, protected) or _out_of_reach(fault, target, now)
+
+
+def _out_of_reach(fault: Fault, target: Target, now: Moment) -> str:
+    in_containers = isinstance(target, ComposeProject)
+    if fault.of == "container":
+        return "" if in_containers else "is done to containers: name their project with --compose"
+    if fault.scope in NO_WORKER:
+        return ""
+    if in_containers and (why := why_no_processes()):
+        return why
+    known = target.worker_pids()
+    unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
+    hint = "their containers run on another machine than this" if in_containers else "give the service's log with --log"
+    return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
 
 
 def _inject_all(
@@ -170,7 +191,7 @@ def _inject_all(
         scene = Scene(target, observer, victims.choose(fault, before), plan.heartbeat_timeout_s, question)
         injection = inject(fault, scene)
         found.injections.append(injection)
-        failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
+        failed = f"  {len(found.load.failed)} NOT ANSWERED so far" if found.load.failed else ""
         tell(f"{injection.at_s - found.started_s:7.1f} s  {_told(injection)}{failed}")
         if not injection.recovered:
             raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
@@ -186,8 +207,7 @@ def _enough(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:
 def inject(fault: Fault, scene: Scene) -> Injection:
     """Make one fault and wait until the service has recovered from it, or until it is clear that it does not."""
     observer = scene.observer
-    doubles, reroutes = observer.metric(_DOUBLES), observer.metric(f"{_REROUTES}_count")
-    waited_s = observer.metric(f"{_REROUTES}_sum")
+    before = {name: observer.metric(name) for name in (_DOUBLES, f"{_REROUTES}_count", f"{_REROUTES}_sum")}
     begun_s = time.time()
     recovered = _inject_and_wait(fault, scene)
     at_s, ended_s = scene.at_s or begun_s, time.time()
@@ -195,8 +215,10 @@ def inject(fault: Fault, scene: Scene) -> Injection:
     causes = tuple(sorted(cause for cause, _ in broken))
     scene.surprises += _unexpected(fault, causes)
     detected_s = min((noticed_s - at_s for _, noticed_s in broken), default=None)
-    count = round(observer.metric(f"{_REROUTES}_count") - reroutes)
-    mean_s = (observer.metric(f"{_REROUTES}_sum") - waited_s) / count if count else None
+    # A leader that was started anew counts from nothing.
+    more = {name: observer.metric(name) - (0.0 if fault.scope == "leader" else was) for name, was in before.items()}
+    count = round(more[f"{_REROUTES}_count"])
+    mean_s = more[f"{_REROUTES}_sum"] / count if count else None
     return Injection(
         fault=fault.name,
         victims=tuple(f"s{victim.stage}.r{victim.slot}" for victim in scene.victims),
@@ -208,7 +230,8 @@ def inject(fault: Fault, scene: Scene) -> Injection:
         reroutes=count,
         recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
         recovered=recovered is not None,
-        doubles=round(observer.metric(_DOUBLES) - doubles),
+        doubles=round(more[_DOUBLES]),
+        leader_away=fault.scope == "leader",
         surprises=tuple(scene.surprises),
     )
 
@@ -221,7 +244,7 @@ def _inject_and_wait(fault: Fault, scene: Scene) -> Moment | None:
             scene.wait_broken()
     except (ProcessLookupError, KeyError) as error:
         scene.surprises.append(f"a victim had ended before it was hurt: {error!r}")
-    except NotRecoveredError as error:
+    except (NotRecoveredError, ContainerError) as error:
         scene.surprises.append(str(error))
     try:
         return scene.wait_complete()

@@ -12,8 +12,9 @@ import httpx
 from chaos import network
 from chaos.scene import Scene
 
-Scope = Literal["one", "two", "stage", "all", "nobody"]
-"""Who is hurt: one replica, one in each of two stages, all of a stage, all there are, or no worker at all."""
+Scope = Literal["one", "two", "stage", "all", "nobody", "leader"]
+"""Who is hurt: one replica, one in each of two stages, all of a stage, all there are, no worker at all, or the leader, without whom
+nobody is answered."""
 
 BREAKS = frozenset({"exit", "hang", "transport", "error", "left", "timeout", "aborted"})
 HOLD_S = 2.0
@@ -40,6 +41,7 @@ class Fault:
         inject: does it, and undoes what can be undone.
         causes: how the victims' worlds may break; empty when they must not, None when both will do.
         why_not: why it cannot be done on this machine; empty when it can.
+        of: what it needs to know: the workers' processes, or their containers.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Fault:
     inject: Callable[[Scene], None]
     causes: frozenset[str] | None
     why_not: Callable[[], str] = _always
+    of: Literal["process", "container"] = "process"
 
 
 def _kill(scene: Scene) -> None:
@@ -76,14 +79,15 @@ def _slow(scene: Scene) -> None:
 
 def _reset(scene: Scene) -> None:
     with scene.processes() as processes:
-        network.destroy(connection for process in processes for connection in process.connections())
+        for process in processes:
+            network.destroy(process.connections(), process.pid)
 
 
 def _cut(direction: network.Direction) -> Callable[[Scene], None]:
     def cut(scene: Scene) -> None:
         with scene.processes() as processes:
             connections = [connection for process in processes for connection in process.connections()]
-        with network.lost_packets(connections, direction):
+        with network.lost_packets(connections, direction, processes[0].pid):
             scene.wait_broken()
             scene.hold(HOLD_S)
 
@@ -175,32 +179,32 @@ async def _post(client: httpx.AsyncClient, scene: Scene, headers: dict[str, str]
     return answer.status_code
 
 
-_GONE = frozenset({"exit"})
-_SILENT = frozenset({"hang"})
-_CUT = frozenset({"exit", "hang", "transport", "aborted", "timeout"})
-_UNHURT: frozenset[str] = frozenset()
+GONE = frozenset({"exit"})
+SILENT = frozenset({"hang"})
+CUT = frozenset({"exit", "hang", "transport", "aborted", "timeout"})
+UNHURT: frozenset[str] = frozenset()
 
 CATALOGUE: tuple[Fault, ...] = (
-    Fault("kill", "SIGKILL", "one", _kill, _GONE),
-    Fault("freeze", f"SIGSTOP until it is given up and {HOLD_S:g} s more, then it comes back", "one", _freeze, _SILENT),
-    Fault("pause", "SIGSTOP for half the heartbeat timeout", "one", _pause, _UNHURT),
+    Fault("kill", "SIGKILL", "one", _kill, GONE),
+    Fault("freeze", f"SIGSTOP until it is given up and {HOLD_S:g} s more, then it comes back", "one", _freeze, SILENT),
+    Fault("pause", "SIGSTOP for half the heartbeat timeout", "one", _pause, UNHURT),
     Fault("leave", "SIGTERM: it says goodbye and goes", "one", _leave, frozenset({"left"})),
-    Fault("slow", f"runs for {SLOW_SHARE:.0%} of the time, {SLOW_S:g} s long", "one", _slow, _UNHURT),
-    Fault("reset", "its connections are destroyed", "one", _reset, _CUT, network.why_not_destroy),
-    Fault("cut", "its packets are lost both ways, and heal", "one", _cut("both"), _CUT, network.why_not_lose),
-    Fault("cut-from", "packets from it are lost, and heal", "one", _cut("from"), _CUT, network.why_not_lose),
-    Fault("cut-to", "packets to it are lost, and heal", "one", _cut("to"), _CUT, network.why_not_lose),
+    Fault("slow", f"runs for {SLOW_SHARE:.0%} of the time, {SLOW_S:g} s long", "one", _slow, UNHURT),
+    Fault("reset", "its connections are destroyed", "one", _reset, CUT, network.why_not_destroy),
+    Fault("cut", "its packets are lost both ways, and heal", "one", _cut("both"), CUT, network.why_not_lose),
+    Fault("cut-from", "packets from it are lost, and heal", "one", _cut("from"), CUT, network.why_not_lose),
+    Fault("cut-to", "packets to it are lost, and heal", "one", _cut("to"), CUT, network.why_not_lose),
     Fault(
-        "memory", f"given up, and then can allocate no memory to join again for {MEMORY_S:g} s", "one", _memory, _SILENT
+        "memory", f"given up, and then can allocate no memory to join again for {MEMORY_S:g} s", "one", _memory, SILENT
     ),
-    Fault("flap", "SIGKILL three times, each as soon as it is back", "one", _flap, _GONE),
-    Fault("kill-joining", "SIGKILL, and its successor too while it joins", "one", _kill_joining, _GONE | {"aborted"}),
-    Fault("two", "in two stages at once: one killed, one stopped", "two", _two, _GONE | _SILENT),
-    Fault("stage", "SIGKILL of all replicas of a stage", "stage", _kill, _GONE),
-    Fault("stage-stopped", f"all replicas of a stage stop for {STAGE_STOPPED_S:g} s", "stage", _stage_stopped, _SILENT),
-    Fault("all", "SIGKILL of every worker", "all", _kill, _GONE),
-    Fault("disconnect", f"{CLIENTS} further clients hang up in the middle", "nobody", _disconnect, _UNHURT),
-    Fault("deadline", f"{CLIENTS} further requests with 1 to 50 ms of time get 504", "nobody", _deadline, _UNHURT),
+    Fault("flap", "SIGKILL three times, each as soon as it is back", "one", _flap, GONE),
+    Fault("kill-joining", "SIGKILL, and its successor too while it joins", "one", _kill_joining, GONE | {"aborted"}),
+    Fault("two", "in two stages at once: one killed, one stopped", "two", _two, GONE | SILENT),
+    Fault("stage", "SIGKILL of all replicas of a stage", "stage", _kill, GONE),
+    Fault("stage-stopped", f"all replicas of a stage stop for {STAGE_STOPPED_S:g} s", "stage", _stage_stopped, SILENT),
+    Fault("all", "SIGKILL of every worker", "all", _kill, GONE),
+    Fault("disconnect", f"{CLIENTS} further clients hang up in the middle", "nobody", _disconnect, UNHURT),
+    Fault("deadline", f"{CLIENTS} further requests with 1 to 50 ms of time get 504", "nobody", _deadline, UNHURT),
 )
 
 

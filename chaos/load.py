@@ -17,6 +17,7 @@ from config import NOTHING, Access
 
 _TOLERANCE = 1e-2
 """Of a probability. The same image in batches of other sizes differs by 1e-6 to 1e-4; another image by far more."""
+_NOBODY_S = 0.1
 _MAX_OPEN = 4096
 """Requests that an open loop has under way at the most: beyond it, the service is not worth asking any more."""
 
@@ -168,7 +169,10 @@ async def closed_loop(
         async def one() -> None:
             while not until():
                 number = next(numbers)
-                load.samples.append(await ask(http, url, questions[number % len(questions)], f"chaos-{number}"))
+                sample = await ask(http, url, questions[number % len(questions)], f"chaos-{number}")
+                load.samples.append(sample)
+                if not sample.status:  # nobody is there: no sense in asking a thousand times a second
+                    await asyncio.sleep(_NOBODY_S)
 
         await asyncio.gather(*(one() for _ in range(clients)))
     return load

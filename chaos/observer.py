@@ -14,6 +14,8 @@ import httpx
 from config import NOTHING, Access
 
 _POLL_S = 0.05
+_CLOCK_S = 1.0
+"""By so much the leader's start may be misjudged, as an answer takes its time."""
 
 Place = tuple[int, int]
 """Stage and slot."""
@@ -56,11 +58,22 @@ class Moment:
 
     at_s: float
     replicas: dict[Place, Replica]
+    leader_since_s: float = 0.0
+    """When the leader was started, on our clock."""
+
+    @property
+    def ready(self) -> int:
+        """How many replicas serve."""
+        return sum(replica.ready for replica in self.replicas.values())
 
     @property
     def complete(self) -> bool:
         """Every slot of every stage serves."""
         return all(replica.ready for replica in self.replicas.values())
+
+    def differs(self, before: "Moment") -> bool:
+        """Whether anything has happened since."""
+        return self.replicas != before.replicas or self.leader_since_s - before.leader_since_s > _CLOCK_S
 
     @property
     def stages_without(self) -> frozenset[int]:
@@ -84,7 +97,7 @@ def moment(status: dict[str, Any], at_s: float) -> Moment:
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
             )
-    return Moment(at_s, found)
+    return Moment(at_s, found, at_s - status["uptime_s"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +166,7 @@ class Observer:
             with contextlib.suppress(httpx.HTTPError):
                 found = self._look()
                 with self._news:
-                    if found.replicas != self.moments[-1].replicas:
+                    if found.differs(self.moments[-1]):
                         self.moments.append(found)
                         self._news.notify_all()
 

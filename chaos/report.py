@@ -54,8 +54,9 @@ class Report:
 
 def summed_up(found: Findings) -> Report:
     """Count, and judge."""
-    failed = [sample for sample in found.load.failed if not excused(sample, found.outages, found.plan.grace_s)]
-    excused_ = [sample for sample in found.load.failed if excused(sample, found.outages, found.plan.grace_s)]
+    forgiven = [_forgiven(sample, found) for sample in found.load.failed]
+    failed = [sample for sample, fine in zip(found.load.failed, forgiven, strict=True) if not fine]
+    excused_ = [sample for sample, fine in zip(found.load.failed, forgiven, strict=True) if fine]
     kinds = dict.fromkeys(injection.fault for injection in found.injections)
     rows = [_row(kind, found, failed, excused_) for kind in kinds]
     return Report(
@@ -65,6 +66,20 @@ def summed_up(found: Findings) -> Report:
         refused=sum(sample.refused for sample in found.load.samples),
         verdict=_verdict(found, failed),
     )
+
+
+def _forgiven(sample: Sample, found: Findings) -> bool:
+    if excused(sample, found.outages, found.plan.grace_s):
+        return True
+    return any(
+        injection.leader_away and leaderless(sample, injection.at_s, injection.ended_s)
+        for injection in found.injections
+    )
+
+
+def leaderless(sample: Sample, since_s: float, until_s: float) -> bool:
+    """Whether it had no answer, or 503, because the leader was away at some moment of that time. No other failure is forgiven for that."""
+    return sample.status in (0, 503) and sample.done_s >= since_s and sample.sent_s <= until_s
 
 
 def excused(sample: Sample, outages: Sequence[Outage], grace_s: float) -> bool:

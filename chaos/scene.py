@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from chaos.containers import ComposeProject, Container, ContainerError
 from chaos.load import Question
 from chaos.observer import Moment, Observer, Place, Replica
 from chaos.processes import Process
@@ -40,13 +41,28 @@ class Scene:
         """Leave things as they are for so long."""
         time.sleep(seconds)
 
+    def begin(self) -> None:
+        """From now on somebody is hurt."""
+        self.at_s = self.at_s or time.time()
+
+    @property
+    def project(self) -> ComposeProject:
+        """The project whose containers are hurt. Raises ContainerError when the service runs in none."""
+        if not isinstance(self.target, ComposeProject):
+            raise ContainerError("the service does not run in containers")
+        return self.target
+
+    def container(self, victim: Replica) -> Container:
+        """The container in which the worker of this replica runs. Raises ContainerError."""
+        return self.project.container(str(victim.worker))
+
     @contextlib.contextmanager
     def processes(self, victims: Sequence[Replica] | None = None) -> Iterator[list[Process]]:
         """The processes of the victims, or of some of them. Raises ProcessLookupError when one has ended by itself."""
         pids = self.target.worker_pids()
         with ExitStack() as stack:
             found = [stack.enter_context(Process(pids[str(v.worker)])) for v in victims or self.victims]
-            self.at_s = self.at_s or time.time()
+            self.begin()
             yield found
 
     def signal(self, signum: signal.Signals, victims: Sequence[Replica] | None = None) -> None:
@@ -71,6 +87,10 @@ class Scene:
     def wait_complete(self) -> Moment:
         """Until every slot serves. Raises NotRecoveredError."""
         return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
+
+    def wait_leader(self) -> None:
+        """Until a leader answers that was started after the fault began. Raises NotRecoveredError."""
+        self.observer.wait(lambda now: now.leader_since_s > self.at_s, WAIT_S, "led again")
 
     def wait_rejoining(self, place: Place, epoch: int) -> Replica:
         """The replica in that place once a worker has joined there under a later epoch, whether it serves yet or not."""

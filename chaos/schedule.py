@@ -9,6 +9,8 @@ from chaos.faults import CATALOGUE, Fault, Scope
 from chaos.observer import Moment, Replica
 from config import UserError
 
+NO_WORKER: tuple[Scope, ...] = ("nobody", "leader")
+"""Scopes without victims among the workers."""
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
 
 
@@ -20,17 +22,17 @@ def duration_s(text: str, option: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def chosen_faults(names: str | None) -> list[Fault]:
+def chosen_faults(names: str | None, catalogue: Sequence[Fault] = CATALOGUE) -> list[Fault]:
     """The faults of a list such as "kill,freeze", all if None; in the order of the catalogue. Raises UserError."""
     if names is None:
-        return list(CATALOGUE)
+        return list(catalogue)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    known = {fault.name: fault for fault in CATALOGUE}
+    known = {fault.name: fault for fault in catalogue}
     if unknown := [name for name in wanted if name not in known]:
         raise UserError(f"--faults {','.join(unknown)}: there is no such fault; there are {', '.join(known)}")
     if not wanted:
         raise UserError("--faults: names no fault")
-    return [fault for fault in CATALOGUE if fault.name in wanted]
+    return [fault for fault in catalogue if fault.name in wanted]
 
 
 def order(faults: Sequence[Fault], seed: int) -> Iterator[Fault]:
@@ -42,7 +44,7 @@ def order(faults: Sequence[Fault], seed: int) -> Iterator[Fault]:
 
 def lacking(fault: Fault, now: Moment, protected: frozenset[str] = frozenset()) -> str:
     """Why this pipeline has no victims for the fault; empty when it has."""
-    if fault.scope == "nobody" or groups(fault.scope, now, protected):
+    if fault.scope in NO_WORKER or groups(fault.scope, now, protected):
         return ""
     needs = {
         "one": "a stage with two replicas, so that one is left",
@@ -78,7 +80,7 @@ class Victims:
 
     def choose(self, fault: Fault, now: Moment) -> tuple[Replica, ...]:
         """Victims for this fault, none for a fault that hurts nobody. `lacking` says beforehand that there are some."""
-        if fault.scope == "nobody":
+        if fault.scope in NO_WORKER:
             return ()
         choices = groups(fault.scope, now, self._protected)
         fewest = min(self._times(choice) for choice in choices)

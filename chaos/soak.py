@@ -10,6 +10,7 @@ from typing import Self
 
 import httpx
 
+from chaos.containers import ContainerError
 from chaos.processes import Resources, resources
 from chaos.target import Target
 
@@ -82,10 +83,11 @@ class ResourceWatch:
     def _look(self) -> None:
         try:
             found = {f"{name} pid {pid}": pid for name, pid in self._target.worker_pids().items()}
-        except httpx.HTTPError:
+            leader = self._target.pid
+        except (httpx.HTTPError, ContainerError):
             return
-        if self._target.pid is not None:
-            found["leader"] = self._target.pid
+        if leader is not None:
+            found["leader"] = leader
         for name, pid in found.items():
             try:
                 self._seen.setdefault(name, []).append((time.monotonic(), resources(pid)))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chaos.report import Report, Row
     from chaos.statistics import Spread
     from chaos.target import Target
+    from config import Access
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -29,6 +30,8 @@ multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json --plot chaos
 multiworld chaos --duration 30m --every 5s
 
 multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000 --log serve.log
+
+docker compose up -d --wait && multiworld chaos --compose multiworld
 
 [bold]Exit status[/bold]: 0 nothing was lost, doubled or otherwise than expected, 1 something was, 2 bad usage.
 """
@@ -46,6 +49,12 @@ def _option(name: str, metavar: str, text: str, panel: str, **more: object) -> t
 
 Url = Annotated[
     str | None, _option("--url", "URL", "A running service on this machine, instead of one of our own.", SERVICE)
+]
+Compose = Annotated[
+    str | None,
+    _option(
+        "--compose", "PROJECT", "A running service in containers: the name of its Docker Compose project.", SERVICE
+    ),
 ]
 Log = Annotated[
     Path | None,
@@ -135,6 +144,7 @@ PlotFile = Annotated[
 
 def chaos(
     url: Url = None,
+    compose: Compose = None,
     log: Log = None,
     pid: Pid = None,
     model: Model = "resnet18",
@@ -163,14 +173,15 @@ def chaos(
 ) -> int:
     """Kill, freeze, slow down and cut off workers of a service while clients ask it, and show what that cost them.
 
-    Without --url, a service of our own is started for it, and stopped at the end. Every answer is compared with that of
+    Without --url or --compose, a service of our own is started for it, and stopped at the end. Every answer is compared with that of
     the service before anything was done to it.
     """
     from chaos.campaign import Plan
+    from chaos.container_faults import FAULTS_OF_CONTAINERS
+    from chaos.faults import CATALOGUE
     from chaos.images import image_file, photos
     from chaos.plot import check_plot
     from chaos.schedule import chosen_faults, duration_s
-    from chaos.target import RunningService
     from deploy.service import LocalService
 
     if list_them:
@@ -178,7 +189,7 @@ def chaos(
         return 0
     plan = Plan(
         images=photos(8, seed) if image is None else [image_file(image)],
-        faults=chosen_faults(faults),
+        faults=chosen_faults(faults, CATALOGUE if compose is None else FAULTS_OF_CONTAINERS),
         clients=clients,
         rate_hz=rate,
         rounds=rounds,
@@ -193,10 +204,11 @@ def chaos(
     if plot_file is not None:
         check_plot(plot_file)
     way_in = access(api_key_file, ca_file, client_cert_file)
-    if url is not None:
+    running = _running(url, compose, pid, log, way_in)
+    if running is not None:
         if sets:
             raise UserError("--set: is for a service of our own; a running one has its settings")
-        return _run(nullcontext(RunningService(url, pid=pid, log=log, way_in=way_in)), plan, json_file, plot_file)
+        return _run(nullcontext(running), plan, json_file, plot_file)
     settings = {
         "model": model,
         "weights": weights,
@@ -206,6 +218,23 @@ def chaos(
         "recovery_grace_s": recovery_grace_s,
     }
     return _run(LocalService(way_in=way_in, **settings | _parsed(sets or [])), plan, json_file, plot_file)  # type: ignore[arg-type]
+
+
+def _running(
+    url: str | None, compose: str | None, pid: int | None, log: Path | None, way_in: "Access"
+) -> "Target | None":
+    """The service that runs already; None when there is to be one of our own."""
+    from chaos.containers import ComposeProject, ContainerError
+    from chaos.target import RunningService
+
+    if compose is None:
+        return None if url is None else RunningService(url, pid=pid, log=log, way_in=way_in)
+    if url is not None:
+        raise UserError("--url and --compose: give one of them; a project says itself where it answers")
+    try:
+        return ComposeProject(compose, way_in=way_in)
+    except ContainerError as error:
+        raise ServiceError(str(error)) from error
 
 
 def _parsed(sets: list[str]) -> dict[str, str]:
@@ -221,6 +250,7 @@ def _run(
     import httpx
 
     from chaos.campaign import run
+    from chaos.containers import ContainerError
     from chaos.observer import NotRecoveredError
     from chaos.plot import draw
     from chaos.report import summed_up, to_json
@@ -231,7 +261,7 @@ def _run(
     try:
         with service as target:
             found = run(target, plan, tell=lambda line: print(line, flush=True))
-    except (ServiceFailedError, NotRecoveredError, httpx.HTTPError) as error:
+    except (ServiceFailedError, NotRecoveredError, ContainerError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summed_up(found)
     _show(found, report)
@@ -246,13 +276,13 @@ def _list() -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from chaos.faults import CATALOGUE
+    from chaos.container_faults import FAULTS_OF_CONTAINERS
     from cli.console import console
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("fault", "whom", "what is done", "worlds that break", "here"):
         table.add_column(name)
-    for fault in CATALOGUE:
+    for fault in FAULTS_OF_CONTAINERS:
         causes = "perhaps" if fault.causes is None else ", ".join(sorted(fault.causes)) or "none"
         table.add_row(fault.name, fault.scope, fault.does, causes, fault.why_not() or "yes")
     console().print(table)

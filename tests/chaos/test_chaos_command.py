@@ -65,6 +65,7 @@ def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_pr
         (("--duration", "soon"), "--duration soon: must be a time"),
         (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
         (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "a running one has its settings"),
+        (("--url", "http://127.0.0.1:1", "--compose", "shop"), "give one of them"),
     ],
 )
 def test_chaos_is_refused_in_one_line_when_used_wrongly(arguments: tuple[str, ...], says: str) -> None:

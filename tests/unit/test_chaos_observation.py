@@ -75,10 +75,18 @@ def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
 def test_moment_is_read_from_the_status_page() -> None:
     failure = {"cause": "hang", "detail": "", "at_unix_s": 12.5}
     page = {"slot": 1, "state": "warming", "epoch": 3, "worker": "a", "last_failure": failure}
-    now = moment({"stages": [{"index": 2, "replicas": [page]}]}, 13.0)
+    now = moment({"uptime_s": 3.0, "stages": [{"index": 2, "replicas": [page]}]}, 13.0)
     assert now.replicas[2, 1] == Replica(2, 1, "warming", 3, "a", "hang", 12.5)
     assert not now.complete
     assert now.stages_without == {2}
+    assert (now.ready, now.leader_since_s) == (0, 10.0)
+
+
+def test_moments_differ_when_the_leader_was_started_anew() -> None:
+    before = Moment(10.0, {}, leader_since_s=1.0)
+    assert not Moment(20.0, {}, leader_since_s=1.5).differs(before)
+    assert Moment(20.0, {}, leader_since_s=18.0).differs(before)
+    assert at(10.0, replica("ready")).differs(at(9.0, replica("broken")))
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,22 @@ def test_figure_is_flat_unless_the_last_quarter_exceeds_the_second(quarters: tup
 def test_figure_is_not_judged_when_the_time_was_too_short() -> None:
     (threads,) = watched(SHORTEST_S / 2, dict.fromkeys(range(4), 1))
     assert threads.flat is None
+
+
+@pytest.mark.parametrize(
+    ("sample", "failed", "excused"),
+    [
+        (Sample(41.0, 0.1, 0, "refused"), 0, 1),
+        (Sample(41.0, 0.1, 503, "draining"), 0, 1),
+        (Sample(41.0, 0.1, 500, "oh"), 1, 0),
+        (Sample(41.0, 0.1, RIGHT, "wrong answer"), 1, 0),
+        (Sample(51.0, 0.1, 0, "refused"), 1, 0),
+    ],
+)
+def test_nobody_is_blamed_for_what_was_not_answered_while_the_leader_was_away(
+    sample: Sample, failed: int, excused: int
+) -> None:
+    findings = found(sample)
+    findings.injections.append(Injection("leader-kill", (), 40.0, 50.0, leader_away=True))
+    report = summed_up(findings)
+    assert (report.total.failed, report.total.excused) == (failed, excused)

@@ -5,6 +5,7 @@ from itertools import islice
 
 import pytest
 
+from chaos.container_faults import FAULTS_OF_CONTAINERS
 from chaos.faults import CATALOGUE, fault
 from chaos.observer import Moment, Replica
 from chaos.schedule import Victims, chosen_faults, duration_s, groups, lacking, order
@@ -49,7 +50,14 @@ def test_faults_are_refused_when_there_are_none_of_that_name(names: str) -> None
 
 
 def test_every_fault_of_the_catalogue_has_a_name_of_its_own() -> None:
-    assert len({fault.name for fault in CATALOGUE}) == len(CATALOGUE)
+    assert len({fault.name for fault in FAULTS_OF_CONTAINERS}) == len(FAULTS_OF_CONTAINERS)
+
+
+def test_faults_of_containers_are_known_where_there_are_containers() -> None:
+    assert chosen_faults(None, FAULTS_OF_CONTAINERS) == list(FAULTS_OF_CONTAINERS)
+    assert [fault.name for fault in chosen_faults("oom,kill", FAULTS_OF_CONTAINERS)] == ["oom", "kill"]
+    with pytest.raises(UserError, match="there is no such fault"):
+        chosen_faults("oom")
 
 
 def test_order_has_every_fault_once_a_round_and_is_the_same_for_the_same_seed() -> None:

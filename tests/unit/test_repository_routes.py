@@ -55,7 +55,7 @@ async def no_restart() -> AsyncGenerator[RestartStep, None]:
 
 def client(repository: Repository, token: bytes = b"", address: str = "127.0.0.1") -> httpx.AsyncClient:
     routes = RepositoryRoutes(repository.snapshot, repository.load, repository.unload)
-    gate = Gate(Rings(KeyRing(), KeyRing()), token)
+    gate = Gate(Rings(KeyRing(), KeyRing()), (token,) if token else ())
     app = create_operations_app(Metrics(), AdminRoutes(no_restart), gate, routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://operations")
 

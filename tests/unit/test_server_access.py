@@ -17,9 +17,9 @@ def ring(name: str, key: bytes) -> KeyRing:
     return KeyRing([Key(name, hashlib.sha256(key).digest())])
 
 
-GUARDED = Gate(Rings(ring("alice", ALICE), ring("ops", OPS)), TOKEN)
-NO_ADMIN_KEYS = Gate(Rings(ring("alice", ALICE), KeyRing()), TOKEN)
-OPEN = Gate(Rings(KeyRing(), KeyRing()), b"")
+GUARDED = Gate(Rings(ring("alice", ALICE), ring("ops", OPS)), (TOKEN,))
+NO_ADMIN_KEYS = Gate(Rings(ring("alice", ALICE), KeyRing()), (TOKEN,))
+OPEN = Gate(Rings(KeyRing(), KeyRing()))
 
 
 def scope(shown: bytes | None = None, method: str = "GET", client: str = "127.0.0.1", **headers: str) -> Scope:
@@ -127,7 +127,7 @@ def test_a_password_is_a_key_but_never_for_admin_verbs_nor_for_other_sites() -> 
 
 
 def test_keys_can_be_exchanged() -> None:
-    gate = Gate(Rings(ring("alice", ALICE), KeyRing()), b"")
+    gate = Gate(Rings(ring("alice", ALICE), KeyRing()))
     gate.rings = Rings(ring("bob", b"key of bob"), KeyRing())
     assert gate.check(Need.INFERENCE, scope(b"key of bob")) == "bob"
     with pytest.raises(UnauthenticatedError):

@@ -1,0 +1,70 @@
+# One image for leader and workers; docs/docker.md tells how it is used. Builds with the classic builder and with BuildKit.
+#
+#   BASE_IMAGE    any Debian-like image with Python 3.11 or newer
+#   TORCH_INDEX   address of a package index to take torch and torchvision from; PyPI's computes on CPUs and on CUDA GPUs alike and
+#                 is large, one of PyTorch's own for CPUs alone is a fifth of that
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# What has to be installed, apart from the code: its key in the cache is the lists and not all of pyproject.toml.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /requirements
+COPY pyproject.toml ./
+RUN python -c "\
+import re, tomllib; \
+file = tomllib.load(open('pyproject.toml', 'rb')); \
+project = file['project']; \
+needed = [*project['dependencies'], *project['optional-dependencies']['gpu']]; \
+torch = [one for one in needed if re.match('torch(vision)?\\W', one)]; \
+lists = {'torch': torch, 'other': [one for one in needed if one not in torch], 'build': file['build-system']['requires']}; \
+[open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]" \
+    && rm pyproject.toml
+
+# The code as an installed package: modules, metadata and the command `multiworld`.
+FROM ${BASE_IMAGE} AS code
+WORKDIR /code
+COPY --from=requirements /requirements/build.txt ./
+RUN python -m venv --without-pip /opt/multiworld \
+    && python -m venv /tools \
+    && /tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check --requirement build.txt wheel
+COPY . .
+RUN /tools/bin/pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check --wheel-dir /wheel . \
+    && /tools/bin/pip --python /opt/multiworld install --quiet --no-deps --no-index --disable-pip-version-check /wheel/*.whl
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="multiworld-serving" org.opencontainers.image.licenses="Apache-2.0"
+RUN apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* \
+    && groupadd --system --gid 10001 multiworld \
+    && useradd --system --uid 10001 --gid multiworld --no-create-home --home-dir /tmp multiworld \
+    && install -d -o multiworld -g multiworld /var/cache/multiworld /run/multiworld
+# All in one layer, and in the image's own: to copy gigabytes from stage to stage takes longer than to install them.
+# uv fetches and unpacks side by side. Triton is left out: it serves torch.compile alone, which is not used here, and is a fifth of all.
+COPY --from=requirements /requirements /requirements
+ARG TORCH_INDEX=
+RUN python -m venv --without-pip /opt/multiworld \
+    && python -m venv /tools \
+    && /tools/bin/pip install --quiet --no-cache-dir --disable-pip-version-check uv \
+    && echo 'triton; python_version < "3"' > /tools/overrides.txt \
+    && set -- /tools/bin/uv pip install --quiet --no-cache --compile-bytecode --python /opt/multiworld --overrides /tools/overrides.txt \
+    && "$@" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --requirement /requirements/torch.txt \
+    && "$@" --requirement /requirements/torch.txt --requirement /requirements/other.txt \
+    && rm -rf /tools
+COPY --from=code /opt/multiworld /opt/multiworld
+
+# The root is read-only and the user nobody's: what may be written is a volume, and /tmp.
+ENV PATH=/opt/multiworld/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    XDG_CACHE_HOME=/var/cache/multiworld \
+    TORCH_HOME=/var/cache/multiworld/torch \
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/multiworld/inductor
+WORKDIR /tmp
+USER multiworld
+# HTTP, joining and worlds, metrics of the leader; metrics of a worker.
+EXPOSE 8000 8001 8002 8003
+# Of a leader. A worker's is http://127.0.0.1:8003/readyz, if it was given --metrics-port 8003.
+HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 \
+    CMD ["python", "-P", "-m", "deploy.health", "http://127.0.0.1:8000/healthz"]
+ENTRYPOINT ["tini", "--", "multiworld"]
+CMD ["serve", "--host", "0.0.0.0"]

@@ -1,0 +1,58 @@
+"""The tests on a real Docker Engine: `make containers`. Without the option, they are skipped by name, as they take minutes and an image."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.containers import why_no_docker
+from tests.containers.deployment import Deployment, Row, table
+
+ROWS = pytest.StashKey[list[Row]]()
+REASON = "needs a Docker Engine, an image and minutes: run `make containers`"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--containers", action="store_true", help="run the tests on the Docker Engine that runs here")
+    parser.addoption("--image", help="image to test, instead of one that is built now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS] = []
+
+
+@pytest.fixture(scope="session")
+def compose_command() -> None:
+    """`docker compose` is here, with or without an engine."""
+    if not shutil.which("docker"):
+        pytest.skip("the program `docker` is not here")
+
+
+@pytest.fixture(scope="session")
+def engine(pytestconfig: pytest.Config) -> None:
+    """A Docker Engine answers: where it was asked for, that there is none is a failure."""
+    if not pytestconfig.getoption("--containers", default=False):
+        pytest.skip(REASON)
+    if why := why_no_docker():
+        pytest.fail(f"--containers was given, and there is no Docker Engine with Compose: {why}", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    engine: None, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """docker-compose.yml, up and serving. Tests that share it leave every replica ready. Nothing is left of it in the end."""
+    folder: Path = tmp_path_factory.mktemp("deployment")
+    with Deployment(folder, pytestconfig.getoption("--image"), pytestconfig.stash[ROWS]) as running:
+        yield running
+    assert running.remains() == [], "docker compose down leaves nothing"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if rows := config.stash.get(ROWS, []):
+        terminalreporter.section("faults in containers")
+        for line in table(rows):
+            terminalreporter.line(line)

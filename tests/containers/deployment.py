@@ -1,0 +1,208 @@
+"""The service as docker-compose.yml brings it up, small: what the tests on containers share."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from chaos.campaign import Injection, inject, why_not
+from chaos.container_faults import FAULTS_OF_CONTAINERS
+from chaos.containers import ComposeProject, ContainerError, docker
+from chaos.images import photos
+from chaos.load import Load, Question, ask_quietly, load_on
+from chaos.observer import Observer
+from chaos.report import leaderless
+from chaos.scene import WAIT_S, Scene
+from chaos.schedule import Victims
+from tests.e2e.prometheus_server import PrometheusServer, free_port
+
+ROOT = Path(__file__).parents[2]
+CLIENTS = 4
+SETTINGS = {
+    "MULTIWORLD_MODEL": "resnet18",
+    "MULTIWORLD_WEIGHTS": "random:0",
+    "MULTIWORLD_IMAGE_SIZE": "64",
+    # A whole stage is away for as long as torch takes to be loaded, four times at once.
+    "MULTIWORLD_RECOVERY_GRACE_S": "100",
+    "MULTIWORLD_TIMEOUT_S": "110",
+    "WORKER_MEMORY": "768m",
+}
+"""Small enough for two cores."""
+CLIENT_TIMEOUT_S = 120.0
+HEARTBEAT_TIMEOUT_S = 1.0
+"""The service's own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one fault came to."""
+
+    injection: Injection
+    requests: int
+    failed: int
+    unled: int
+    """Requests that nobody answered while the leader was away."""
+
+
+class Deployment:
+    """`docker compose up -d --wait` while its `with` block lasts.
+
+    Args:
+        folder: for what the project needs beside the repository's own files.
+        image: to run; None builds it.
+        rows: what the faults came to is added here.
+
+    Attributes:
+        project: once it is up.
+        up_s: how long `docker compose up -d --wait` took.
+    """
+
+    project: ComposeProject
+
+    def __init__(self, folder: Path, image: str | None, rows: list[Row]) -> None:
+        self.name = f"multiworld-test-{os.getpid()}"
+        self.rows = rows
+        self.up_s = 0.0
+        self._image = image
+        self._ports = {"API_PORT": free_port(), "PROMETHEUS_PORT": free_port()}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
+        image_name = image or "multiworld-serving:test"
+        self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}
+        self._files = [ROOT / "docker-compose.yml", _faster_prometheus(folder)]
+        self._victims = Victims(seed=0)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports['API_PORT']}"
+
+    @property
+    def prometheus(self) -> PrometheusServer:
+        return PrometheusServer(f"http://127.0.0.1:{self._ports['PROMETHEUS_PORT']}")
+
+    def __enter__(self) -> Self:
+        if self._image is None:
+            self.compose("build", "--quiet", "leader")
+        try:
+            began_s = time.monotonic()
+            self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
+            self.up_s = time.monotonic() - began_s
+            self.project = ComposeProject(self.name, environment=self.environment)
+        except BaseException:
+            self._tell_logs()
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def compose(self, *arguments: str) -> str:
+        """`docker compose ARGUMENTS` for this project: what it prints."""
+        files = [part for file in self._files for part in ("--file", str(file))]
+        return docker(
+            *("compose", "--project-name", self.name, "--project-directory", str(ROOT), *files, *arguments),
+            environment=self.environment,
+            timeout_s=900.0,
+        )
+
+    def down(self) -> None:
+        """As a person does who wants to have nothing left of it."""
+        self.compose("down", "--volumes", "--timeout", "20")
+
+    def remains(self) -> list[str]:
+        """Containers, networks and volumes of this project that are there."""
+        label = f"label=com.docker.compose.project={self.name}"
+        kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
+        return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
+
+    def hurt(self, name: str) -> Row:
+        """Make one fault under load, and wait until every place serves again. Nothing must be lost by it."""
+        fault = next(fault for fault in FAULTS_OF_CONTAINERS if fault.name == name)
+        questions = self.questions()
+        with Observer(self.url) as observer:
+            now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
+            if why := why_not(fault, self.project, now):
+                pytest.skip(f"{name}: {why}")
+            victims = self._victims.choose(fault, now)
+            with self.load(questions) as load:
+                await_samples(load, CLIENTS)
+                made = inject(fault, Scene(self.project, observer, victims, HEARTBEAT_TIMEOUT_S, questions[0]))
+                await_samples(load, 2 * CLIENTS)
+        return self.judged(made, load)
+
+    def judged(self, made: Injection, load: Load) -> Row:
+        """What came of a fault, for the table."""
+        unled = [sample for sample in load.failed if made.leader_away and leaderless(sample, made.at_s, made.ended_s)]
+        failed = [sample for sample in load.failed if sample not in unled]
+        self.rows.append(row := Row(made, len(load.samples), len(failed), len(unled)))
+        assert not made.surprises, made.surprises
+        assert not failed, failed[:3]
+        assert made.doubles == 0
+        return row
+
+    def await_complete(self) -> None:
+        """Wait until every place serves."""
+        with Observer(self.url) as observer:
+            observer.wait(lambda now: now.complete, WAIT_S, "complete")
+
+    def questions(self) -> list[Question]:
+        """Images, and what the service says of them now."""
+        return ask_quietly(self.url, photos(4), CLIENT_TIMEOUT_S)
+
+    @contextmanager
+    def load(self, questions: Sequence[Question]) -> Iterator[Load]:
+        """Clients at the published port while the block runs."""
+        with load_on(self.url, questions, clients=CLIENTS, timeout_s=CLIENT_TIMEOUT_S) as load:
+            yield load
+
+    def _tell_logs(self) -> None:
+        try:
+            print(self.compose("ps", "--all"), self.compose("logs", "--no-color", "--tail", "40"))
+        except ContainerError as error:
+            print(error)
+
+
+def await_samples(load: Load, more: int) -> None:
+    """Wait until so many further requests have come to an end."""
+    wanted, deadline_s = len(load.samples) + more, time.monotonic() + WAIT_S
+    while len(load.samples) < wanted:
+        assert time.monotonic() < deadline_s, f"{len(load.samples)} of {wanted} requests have come to an end"
+        time.sleep(0.02)
+
+
+def _faster_prometheus(folder: Path) -> Path:
+    """A Compose file in which Prometheus looks more often: a test waits for what it has seen."""
+    deployed = ROOT / "deploy" / "prometheus"
+    text = (deployed / "prometheus.compose.yml").read_text()
+    config = folder / "prometheus.compose.yml"
+    config.write_text(re.sub(r"(interval): \d+s", r"\1: 2s", text))
+    config.chmod(0o644)
+    folder.chmod(0o755)
+    file = folder / "compose.yml"
+    file.write_text(
+        f"services:\n  prometheus:\n    volumes:\n      - {config}:/etc/prometheus/prometheus.compose.yml:ro\n"
+    )
+    return file
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The figures of all faults that were made, as Markdown."""
+    head = ["fault", "requests", "failed", "leader away", "double", "detect ms", "reroute ms", "recover s", "cause"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        made = row.injection
+        times = ["-" if s is None else f"{s * 1e3:.0f}" for s in (made.detected_s, made.rerouted_s)]
+        cells = [made.fault, row.requests, row.failed, row.unled, made.doubles, *times, f"{made.recovered_s:.1f}"]
+        lines.append("| " + " | ".join(map(str, [*cells, ", ".join(sorted(set(made.causes))) or "-"])) + " |")
+    return lines

@@ -1,0 +1,140 @@
+"""What the Compose files say, as `docker compose config` understands them: no engine is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.containers import docker
+from config.settings import Settings, facts, fields_of
+from config.sources import variable
+from deploy.gpu_overlay import main, overlay
+from server.settings import ServeSettings
+from workers.settings import WorkerSettings
+
+pytestmark = pytest.mark.usefixtures("compose_command")
+
+ROOT = Path(__file__).parents[2]
+PROFILES = ("--profile", "alertmanager", "--profile", "grafana")
+FIXED = {
+    "host",
+    "http_port",
+    "join_host",
+    "join_port",
+    "metrics_port",
+    "external_workers",
+    "token",
+    "token_file",
+    "name",
+}
+"""Settings that the file decides, as its networks and ports depend on them, or each container by itself."""
+OF_LOCAL_WORKERS = {"device", "worker_threads"}
+
+
+def config(
+    *files: Path, environment: dict[str, str] | None = None, options: tuple[str, ...] = PROFILES
+) -> dict[str, Any]:
+    """What Compose makes of these files, docker-compose.yml if none are given."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
+    given = [part for file in files or (ROOT / "docker-compose.yml",) for part in ("--file", str(file))]
+    command = ("compose", "--project-directory", str(ROOT), "--env-file", os.devnull, *given, *options)
+    text = docker(*command, "config", "--format", "json", environment=own | (environment or {}))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_what_starts_by_default_needs_no_image_but_pythons_and_prometheus() -> None:
+    services = config(options=())["services"]
+    assert services.keys() == {"token", "leader", "worker", "prometheus"}
+    images = {service["image"] for service in services.values()}
+    assert images == {"multiworld-serving", "prom/prometheus:v2.53.3"}
+    assert services["worker"]["deploy"]["replicas"] == 4
+
+
+def test_every_service_is_held_tightly_and_comes_back() -> None:
+    services = config()["services"]
+    assert services.keys() == {"token", "leader", "worker", "prometheus", "alertmanager", "grafana"}
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert int(service["mem_limit"]) > 0, name
+        assert service["restart"] == ("no" if name == "token" else "unless-stopped"), name
+        assert "healthcheck" in service, name
+
+
+def test_joining_and_worlds_are_on_a_network_of_their_own_that_leads_nowhere() -> None:
+    found = config()
+    assert found["networks"]["worlds"]["internal"] is True
+    services = found["services"]
+    assert set(services["worker"]["networks"]) == {"worlds"}
+    published = {name: [port["target"] for port in service.get("ports", ())] for name, service in services.items()}
+    assert published == {
+        "token": [],
+        "leader": [8000],
+        "worker": [],
+        "prometheus": [9090],
+        "alertmanager": [9093],
+        "grafana": [3000],
+    }
+    everywhere = [port["host_ip"] for service in services.values() for port in service.get("ports", ())]
+    assert set(everywhere) == {"127.0.0.1"}, "nobody else's before it is asked for"
+
+
+def test_token_stands_in_a_file_and_in_no_environment() -> None:
+    services = config(environment={"MULTIWORLD_TOKEN": "open-sesame"})["services"]
+    assert "open-sesame" not in json.dumps(services)
+    for name in ("leader", "worker"):
+        assert services[name]["environment"]["MULTIWORLD_TOKEN_FILE"] == "/run/multiworld/token"
+        (volume,) = (each for each in services[name]["volumes"] if each["target"] == "/run/multiworld")
+        assert volume["read_only"] is True
+    mine = config(environment={"TOKEN_FOLDER": "./secrets"})["services"]["leader"]["volumes"]
+    assert any(volume["type"] == "bind" and volume["source"].endswith("/secrets") for volume in mine)
+
+
+@pytest.mark.parametrize(
+    ("service", "program", "others"),
+    [("leader", ServeSettings, OF_LOCAL_WORKERS), ("worker", WorkerSettings, set[str]())],
+)
+def test_every_setting_is_passed_on_when_it_is_given(service: str, program: type[Settings], others: set[str]) -> None:
+    names = [name for name, field in fields_of(program).items() if not facts(field)["hidden"]]
+    wanted = {variable(name) for name in names if name not in FIXED | others}
+    given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
+    environment = config(environment=given)["services"][service]["environment"]
+    assert {name: environment.get(name) for name in wanted} == given
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_gpu_overlay_has_one_worker_on_each_gpu(gpus: int, tmp_path: Path) -> None:
+    file = tmp_path / "gpu.yml"
+    file.write_text(overlay(gpus))
+    chosen = {f"GPU_{gpu}": f"GPU-{gpu}-of-mine" for gpu in range(gpus)}
+    services = config(ROOT / "docker-compose.yml", file, environment=chosen)["services"]
+    workers = {name: service for name, service in services.items() if name.startswith("worker-gpu-")}
+    assert len(workers) == gpus
+    for gpu in range(gpus):
+        worker = workers[f"worker-gpu-{gpu}"]
+        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"]) == ("nvidia", [f"GPU-{gpu}-of-mine"])
+        assert worker["environment"]["MULTIWORLD_DEVICE"] == "cuda:0"
+        assert worker["command"] == ["worker"]
+        assert worker["ulimits"]["memlock"] == -1
+        assert worker["networks"]["worlds"]["aliases"] == ["worker"]
+        assert worker["read_only"] is True
+    assert services["worker"]["deploy"]["replicas"] == 0
+    leader = services["leader"]["environment"]
+    assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
+
+
+def test_gpu_overlay_of_the_repository_is_what_is_made_for_four() -> None:
+    assert (ROOT / "docker-compose.gpu.yml").read_text() == overlay(4)
+
+
+def test_gpu_overlay_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(arguments) for arguments in ([], ["0"], ["many"], ["65"])] == [2, 2, 2, 2]
+    assert main(["2"]) == 0
+    assert capsys.readouterr().out == overlay(2)

@@ -1,0 +1,121 @@
+"""Containers are killed, starved, paused, cut off, throttled, restarted and scaled under load through the published port: nothing is lost
+wherever a replica is left, everything comes back by itself, and Prometheus has seen it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import httpx
+import pytest
+
+from chaos.campaign import Injection
+from chaos.containers import docker
+from tests.containers.deployment import CLIENTS, Deployment, await_samples
+from tests.e2e.prometheus_server import wait_until_answers
+
+pytestmark = pytest.mark.timeout(600)
+
+WORKERS_UP = 'sum(up{job="multiworld-worker"})'
+LEADER_UP = 'sum(up{job="multiworld-leader"})'
+SEEN_S = 60.0
+BEFORE_S = 6
+OF_ONE_WORKER = ("container-kill", "kill", "oom", "container-pause", "unplug", "cut", "cut-from", "cut-to")
+
+
+def test_service_answers_once_docker_compose_up_has_returned(deployment: Deployment) -> None:
+    print(f"docker compose up -d --wait: {deployment.up_s:.1f} s")
+    assert all(question.expected for question in deployment.questions())
+    deployment.prometheus.wait_for(f"{WORKERS_UP} == 4 and on() {LEADER_UP} == 1")
+
+
+@pytest.mark.parametrize("name", OF_ONE_WORKER)
+def test_no_request_is_lost_and_prometheus_counts_it_when_a_worker_fails(deployment: Deployment, name: str) -> None:
+    made = deployment.hurt(name).injection
+    (cause,) = made.causes
+    counter = f'multiworld_world_failures_total{{{slot(made)},cause="{cause}"}}'
+    seen(deployment, made, f"max_over_time({counter}[W]) - min_over_time({counter}[B]) >= 1")
+    up = f"multiworld_world_up{{{slot(made)}}}"
+    seen(deployment, made, f"min_over_time({up}[W]) == 0 and {up} == 1")
+
+
+def test_no_request_is_lost_when_a_workers_network_is_narrow(deployment: Deployment) -> None:
+    made = deployment.hurt("narrow").injection  # if nothing had to wait, that is told as a surprise
+    up = 0 if made.causes else 1
+    seen(deployment, made, f"min_over_time(multiworld_world_up{{{slot(made)}}}[W]) == {up}")
+
+
+def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(deployment: Deployment) -> None:
+    made = deployment.hurt("stage").injection
+    assert made.causes == ("exit", "exit")
+    ready = f'multiworld_stage_replicas{{{slot(made).split(",")[0]},state="ready"}}'
+    seen(deployment, made, f"min_over_time({ready}[W]) == 0 and {ready} == 2")
+
+
+def test_requests_wait_and_succeed_when_docker_compose_restarts_all_workers(deployment: Deployment) -> None:
+    made = deployment.hurt("restart-workers").injection
+    assert made.causes == ("left",) * 4
+    seen(deployment, made, "min_over_time(multiworld_redundancy[W]) == -1 and multiworld_redundancy == 1")
+
+
+def test_no_request_is_lost_when_workers_are_added_and_taken_away(deployment: Deployment) -> None:
+    made = deployment.hurt("scale").injection
+    seen(deployment, made, f"max_over_time({WORKERS_UP}[W:1s]) == 6 and {WORKERS_UP} == 4")
+
+
+@pytest.mark.parametrize("name", ["leader-kill", "leader-restart"])
+def test_workers_join_again_by_themselves_when_the_leader_is_back(deployment: Deployment, name: str) -> None:
+    row = deployment.hurt(name)
+    assert row.unled, "nobody is answered without a leader"
+    seen(deployment, row.injection, f"min_over_time({LEADER_UP}[W:1s]) == 0 and {LEADER_UP} == 1")
+
+
+def test_workers_find_the_leader_when_it_comes_back_under_another_address(deployment: Deployment) -> None:
+    leader = deployment.project.leader
+    (inner,) = (name for name in leader.networks if name.endswith("_worlds"))
+    leader.do("kill")
+    # Docker gives the address to whoever comes first.
+    image = deployment.environment["IMAGE"]
+    other = docker("run", "--detach", "--network", inner, "--entrypoint", "sleep", image, "600").strip()
+    try:
+        leader.do("start")
+        deployment.compose("up", "--detach", "--wait", "--no-recreate")
+        assert deployment.project.leader.addresses[inner] != leader.addresses[inner]
+        deployment.await_complete()
+        assert all(question.expected for question in deployment.questions())
+    finally:
+        docker("rm", "--force", other)
+
+
+def test_nothing_changes_for_anybody_when_prometheus_is_restarted(deployment: Deployment) -> None:
+    with deployment.load(deployment.questions()) as load:
+        await_samples(load, CLIENTS)
+        began_s = time.time()
+        deployment.compose("restart", "prometheus")
+        wait_until_answers(f"{deployment.prometheus.url}/-/ready")
+        deployment.prometheus.wait_for("multiworld_redundancy == 1")
+        await_samples(load, CLIENTS)
+    assert not load.failed, load.failed[:3]
+    before = deployment.prometheus.query_range("multiworld_redundancy", began_s - 10, began_s)
+    assert before, "what it had seen before is still there"
+
+
+def slot(made: Injection) -> str:
+    """The place of the first victim, as metrics call it."""
+    stage, replica = made.victims[0].removeprefix("s").split(".r")
+    return f'stage="{stage}",replica="{replica}"'
+
+
+def seen(deployment: Deployment, made: Injection, expr: str) -> None:
+    """Wait until Prometheus has seen this. [W] stands for the time since the fault, [B] begins some seconds before it."""
+    deadline_s = time.monotonic() + SEEN_S
+    while time.monotonic() < deadline_s:
+        since_s = math.ceil(time.time() - made.at_s)
+        asked = expr.replace("[W", f"[{since_s}s").replace("[B", f"[{since_s + BEFORE_S}s")
+        try:
+            if deployment.prometheus.query(asked):
+                return
+        except httpx.TransportError:  # it is being restarted
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"{made.fault}: Prometheus has not seen {expr} within {SEEN_S} s of looking")
