@@ -5,6 +5,7 @@ from models.costs import counted_costs, measure_costs
 from models.cutting import cut
 from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
 from models.loading import LoadedModel, load_model
+from models.optimize import AS_IT_IS, TOLERANCE, Optimized, Recipe, Tuning, deviation, optimize
 from models.preprocessing import Normalize, Preprocessing
 from models.stage_spec import StageSpec
 from models.stages import (
@@ -20,25 +21,32 @@ from models.stages import (
 )
 
 __all__ = [
+    "AS_IT_IS",
     "MODEL_NAMES",
+    "TOLERANCE",
     "ArchitectureError",
     "LabelsError",
     "LoadedModel",
     "ModelError",
     "Normalize",
+    "Optimized",
     "Preprocessing",
     "PreprocessingError",
+    "Recipe",
     "Reference",
     "Stage",
     "StageError",
     "StageSpec",
+    "Tuning",
     "WeightsError",
     "block_names",
     "build_stage",
     "counted_costs",
     "cut",
+    "deviation",
     "load_model",
     "measure_costs",
+    "optimize",
     "reference",
     "reference_stage",
     "stage_input_dtype",

@@ -20,7 +20,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from config import UserError, raise_descriptor_limit
-from models import LoadedModel, load_model
+from models import LoadedModel, Tuning, load_model
 from server.admin_routes import AdminRoutes
 from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
@@ -78,7 +78,7 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
-    plan = make_plan(model, settings.stages)
+    plan = make_plan(model, settings.stages, Tuning(settings.precision, settings.optimize, settings.tuning_limit_s))
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 

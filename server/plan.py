@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from models import (
+    AS_IT_IS,
     LoadedModel,
     StageSpec,
+    Tuning,
     cut,
+    deviation,
     reference_stage,
     stage_input_dtype,
     stage_input_shape,
@@ -20,9 +23,10 @@ from wire import StageOrder
 
 logger = logging.getLogger(__name__)
 
-_RELATIVE_TOLERANCE = 1e-2
-"""Of the largest value of the reference. Other thread counts, other kernels and other devices differ by 1e-6 to 1e-3; a wrong weight,
-a bit that fell over or a not-a-number differs by more."""
+_TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
+"""Largest `deviation` of a replica's answer to the canary, by precision. In float32 other thread counts, other kernels and other devices
+differ by 1e-6 to 1e-3; a wrong weight, a bit that fell over or a not-a-number differs by more. What a worker itself accepts of a way
+that it chooses (models.TOLERANCE) is stricter, so that it never chooses what is refused here."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class StagePlan:
 
     Attributes:
         weights: the stage's parameters and buffers as a safetensors file.
-        canary_input, canary_output: one row, and what this stage makes of it on this machine.
+        canary_input, canary_output: one row, and what this stage makes of it on this machine, in float32.
+        tuning: how workers are to compute it.
     """
 
     spec: StageSpec
@@ -40,10 +45,15 @@ class StagePlan:
     input_dtype: torch.dtype
     canary_input: Tensor
     canary_output: Tensor
+    tuning: Tuning = AS_IT_IS
 
     def order(self, max_batch_size: int, window: int) -> StageOrder:
         shape = "x".join(map(str, self.input_shape))
-        return StageOrder(self.spec.to_json(), len(self.weights), shape, max_batch_size, window)
+        tuning = self.tuning
+        return StageOrder(
+            *(self.spec.to_json(), len(self.weights), shape, max_batch_size, window),
+            *(tuning.precision, tuning.optimize, round(tuning.limit_s * 1e3)),
+        )
 
     def accepts(self, output: Tensor | None) -> str | None:
         """Why a replica's answer to the canary is wrong; None when it is right."""
@@ -51,14 +61,19 @@ class StagePlan:
         if output is None or output.shape != expected.shape or output.dtype != expected.dtype:
             found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
             return f"expected {expected.dtype} {tuple(expected.shape)}, got {found}"
-        allowed = _RELATIVE_TOLERANCE * float(expected.abs().max())
-        error = float((output - expected).abs().max())
-        if not error <= allowed:  # also true for not-a-number
-            return f"it is {error:.3g} off the reference, {allowed:.3g} is allowed"
+        # Who may choose the precision may choose the one that differs most.
+        precision = "bfloat16" if self.tuning.precision == "auto" else self.tuning.precision
+        error = deviation(output, expected, probabilities=self.spec.is_last and precision != "float32")
+        if not error <= _TOLERANCE[precision]:  # also true for not-a-number
+            return f"it is {error:.3g} off the reference, {_TOLERANCE[precision]:g} is allowed"
         return None
 
 
-def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
+def make_plan(
+    model: LoadedModel,
+    num_stages: int,
+    tuning: Tuning = AS_IT_IS,
+) -> tuple[StagePlan, ...]:
     """Cut the model and compute each stage's reference.
 
     Raises:
@@ -79,6 +94,7 @@ def make_plan(model: LoadedModel, num_stages: int) -> tuple[StagePlan, ...]:
                 input_dtype=stage_input_dtype(spec),
                 canary_input=activation,
                 canary_output=output,
+                tuning=tuning,
             )
         )
         activation = output

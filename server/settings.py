@@ -1,7 +1,7 @@
 """The settings of `multiworld serve`: every field once, with its unit, bounds, default and sentence."""
 
 from collections import Counter
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -9,6 +9,7 @@ from config import DEVICE_PATTERN, Settings, SettingsError, setting
 from config.tokens import new_token
 
 _GENERATED = "generated"
+_TUNING_S = 2.0
 
 
 class ServeSettings(Settings):
@@ -56,6 +57,18 @@ class ServeSettings(Settings):
         "Compute threads of each local worker; 0 shares the cores fairly, at least 1 each.",
         ge=0,
         le=1024,
+    )
+
+    optimize: Literal["none", "eager", "auto"] = setting(
+        "eager",
+        "Pipeline",
+        "How workers compute: none as the model is written, bit for bit; eager with batch normalisation folded into the "
+        "convolutions and channels-last tensors (1e-6 off); auto measures both when it warms up.",
+    )
+    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+        "float32",
+        "Pipeline",
+        "Precision inside the stages; auto takes bfloat16 where a worker's device has it in hardware and it is faster.",
     )
 
     host: str = setting("127.0.0.1", "Network", "Address that the HTTP API and the metrics listen on; 0.0.0.0 for all.")
@@ -137,6 +150,11 @@ class ServeSettings(Settings):
         return self.stages * self.replicas + self.spares
 
     @property
+    def tuning_limit_s(self) -> float:
+        """How long a worker may measure for each stage: a spare holds all stages, and must have joined in time."""
+        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+
+    @property
     def token_is_ours(self) -> bool:
         """Nobody gave a token, and so we made one up for our own local workers."""
         return self._origins.get("token") == _GENERATED
@@ -147,6 +165,12 @@ class ServeSettings(Settings):
         if 0 < factor < 1:
             raise ValueError("must be 0, or 1 and more")
         return factor
+
+    @model_validator(mode="after")
+    def _precision_fits(self) -> Self:
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
+            raise ValueError(f"precision {self.precision} needs optimize eager or auto; none is float32")
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

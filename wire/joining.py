@@ -64,6 +64,7 @@ class StageOrder(_Json):
         spec: a models.StageSpec as JSON.
         weights_bytes: length of the safetensors file that follows in pieces.
         input_shape: of one row of this stage's input, as "3x224x224".
+        precision, optimize: as in models.Tuning, and tuning_ms how long measuring may take.
     """
 
     spec: str
@@ -71,6 +72,9 @@ class StageOrder(_Json):
     input_shape: str
     max_batch_size: int
     window: int
+    precision: str = "float32"
+    optimize: str = "none"
+    tuning_ms: int = 0
 
     @property
     def row_shape(self) -> tuple[int, ...]:

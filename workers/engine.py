@@ -11,9 +11,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models import Stage, StageSpec, build_stage
+from models import AS_IT_IS, Optimized, StageSpec, Tuning, build_stage, optimize
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +111,33 @@ class Place:
         self.jobs: deque[_Job] = deque()
         """Guarded by the engine."""
         self._engine = engine
-        self._stages: dict[int, Stage] = {}
+        self._stages: dict[int, nn.Module] = {}
 
     @property
     def busy_s(self) -> float:
         """How long a job of ours has been running; 0 when none is."""
         return self._engine.busy_s(self)
 
-    async def load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> float:
-        """Build a stage, load its weights and run it once for each of the smallest and largest batch. Gives the seconds taken.
+    async def load(
+        self,
+        spec: StageSpec,
+        weights: bytes,
+        row_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning = AS_IT_IS,
+    ) -> tuple[float, Optimized]:
+        """Build a stage, load its weights, make it fast and run it once for each of the smallest and largest batch.
+
+        Gives the seconds taken, and what the stage became.
 
         Raises:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
-        await self._engine.run(self, lambda: self._load(spec, weights, row_shape, max_batch_size))
-        return time.monotonic() - started_s
+        made: Optimized = await self._engine.run(
+            self, lambda: self._load(spec, weights, row_shape, max_batch_size, tuning)
+        )
+        return time.monotonic() - started_s, made
 
     async def compute(self, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
         """A stage's output for a batch: (CPU tensor, nanoseconds computed, nanoseconds waited).
@@ -148,16 +159,19 @@ class Place:
         self._engine.leave(self)
         self._stages = {}
 
-    def _load(self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int) -> None:
+    def _load(
+        self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> Optimized:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        stage = stage.to(self._engine.device)
+        made = optimize(stage, row_shape, max_batch_size, tuning, self._engine.device)
         dtype = torch.uint8 if spec.is_first else torch.float32
         for rows in {1, max_batch_size}:
-            self._forward(stage, torch.zeros((rows, *row_shape), dtype=dtype))
-        self._stages[spec.index] = stage
+            self._forward(made.module, torch.zeros((rows, *row_shape), dtype=dtype))
+        self._stages[spec.index] = made.module
+        return made
 
-    def _forward(self, stage: Stage, batch: Tensor) -> Tensor:
+    def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
         with torch.inference_mode():
             output: Tensor = stage(batch.to(self._engine.device))
             return output.cpu().contiguous()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from models import ModelError, StageSpec
+from models import ModelError, Optimized, StageSpec, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from wire import Channel, Kind, Message, StageOrder, WireError
 from workers.engine import Engine
@@ -84,22 +84,24 @@ class Session:
         order = StageOrder.from_json(message.text())
         spec = StageSpec.from_json(order.spec)
         weights = await self._receive_weights(order.weights_bytes)
-        took_s = await self._load(order, spec, weights)
+        took_s, made = await self._load(order, spec, weights)
         if not self.serving:
             self.serving = True
             # One more than the leader has in flight: a liar waits in its own link.
             for _ in range(order.window):
                 self._room.release()
         logger.info(
-            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s",
+            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s computes=%s (%s)",
             *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
-            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s, made.recipe, made.why),
         )
-        await self._channel.send(Message.of_text(Kind.READY, json.dumps({"warm_up_s": round(took_s, 3)})))
+        ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
+        await self._channel.send(Message.of_text(Kind.READY, json.dumps(ready)))
 
-    async def _load(self, order: StageOrder, spec: StageSpec, weights: bytes) -> float:
+    async def _load(self, order: StageOrder, spec: StageSpec, weights: bytes) -> tuple[float, Optimized]:
         try:
-            return await self.place.load(spec, weights, order.row_shape, order.max_batch_size)
+            tuning = Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
+            return await self.place.load(spec, weights, order.row_shape, order.max_batch_size, tuning)
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
