@@ -9,7 +9,7 @@ PIP_ARGS ?=
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check fmt bench chaos peers soak clean
+.PHONY: help install serve test check fmt bench chaos peers soak docs clean
 .SILENT:
 
 help: ## Show this list.
@@ -47,14 +47,32 @@ peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec and th
 soak: $(STAMP) ## Simulate the scheduler with fresh seeds for hours: make soak ARGS="--hours 2".
 	exec $(BIN)/python -m simulation soak $(ARGS)
 
+docs: .venv-docs/.installed ## Build the documentation, reference included, into site/; a warning or a broken link is an error.
+	exec .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 clean: ## Remove everything that make and the tools made, the virtual environment included.
-	rm -rf $(VENV) .venv-peers build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-docs build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv-peers/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) ".[peers]"
 	touch $@
+
+# Not the project itself, which would bring torch: docstrings are read, not run, and only the settings are imported.
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c "$$DOCS_REQUIREMENTS" > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) --requirement .venv-docs/requirements.txt
+	touch $@
+
+define DOCS_REQUIREMENTS_SCRIPT
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+settings = [requirement for requirement in project["dependencies"] if requirement.startswith("pydantic")]
+print(*project["optional-dependencies"]["docs"], *settings, sep="\n")
+endef
+.venv-docs/.installed: export DOCS_REQUIREMENTS = $(DOCS_REQUIREMENTS_SCRIPT)
 
 # Two makes may start at once: the first installs, the second waits for it and finds it done.
 $(STAMP): pyproject.toml

@@ -103,8 +103,7 @@ class Operation:
             if self.future.done() and not self.future.cancelled():
                 raise
             ending = self.carrier.on_cancelled(self)
-            task = asyncio.current_task()
-            if ending is not None and task is not None and not task.cancelling():  # another task that awaited it was
+            if ending is not None and not _is_being_cancelled():  # another task that awaited it was
                 raise ending from None
             raise
 
@@ -131,3 +130,10 @@ class Operation:
         else:
             self.future.set_exception(error)
             self.future.exception()  # a handle that nobody awaits is no reason for asyncio to complain
+
+
+def _is_being_cancelled() -> bool:
+    """Whether this task is. A function, for a frame in the traceback of a task's cancellation must not name the task: Python 3.11's
+    garbage collector does not see such a cycle."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())

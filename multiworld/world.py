@@ -149,9 +149,10 @@ class World:
         The world is ended then, and leaves nothing behind. Cancelling ends it too.
         """
         self._board = board_of(asyncio.get_running_loop())
-        deadline = asyncio.timeout(self._config.timeout_s)
         try:
-            async with deadline:
+            # No local name for the timeout: it knows its task, and a task that is cancelled keeps, out of the sight of Python 3.11's
+            # garbage collector, the error whose traceback has this frame.
+            async with asyncio.timeout(self._config.timeout_s):
                 host = await self._take_seat()
                 await self._build(host)
         except asyncio.CancelledError:
@@ -488,6 +489,7 @@ class World:
             self._traffic.read()
 
     def _detach(self) -> None:
+        self._forming = None  # its error has a traceback, and that the world before us, and so on
         if self._watch is not None:
             self._watch.detach()
             self._watch = None

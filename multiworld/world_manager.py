@@ -161,11 +161,7 @@ class WorldManager:
         backends = parse_backend(backend)
         host = _listening_host(addr) if rank == 0 else ""
         with self._lock:
-            known = self._worlds.get(world_name)
-            if known is not None and known.state in (WorldState.JOINING, WorldState.READY):
-                raise WorldExistsError(
-                    world_name, f"{known.state} here already; remove it first or choose another name"
-                )
+            self._refuse_second(world_name)
             door = self._door(host, port) if rank == 0 else None
             if rank == 0:
                 epoch = epoch or self._epochs.get(world_name, 0) + 1
@@ -197,6 +193,12 @@ class WorldManager:
             self._release(world)
             raise
         return world
+
+    def _refuse_second(self, world_name: str) -> None:
+        """Raises WorldExistsError while a world of that name is open here."""
+        known = self._worlds.get(world_name)
+        if known is not None and known.state in (WorldState.JOINING, WorldState.READY):
+            raise WorldExistsError(world_name, f"{known.state} here already; remove it first or choose another name")
 
     def add_world(self, world_name: str, backend: str) -> None:
         """Announce a world that `initialize_world` will open. Only pymultiworld's programs need it.

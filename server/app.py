@@ -5,13 +5,11 @@ import contextlib
 import gc
 import logging
 import os
-import platform
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +18,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from config import UserError, raise_descriptor_limit
+from metrics import build_labels
 from models import LoadedModel, Tuning, load_model
 from server.admin_routes import AdminRoutes
 from server.events_feed import EventsFeed
@@ -91,9 +90,7 @@ async def _serve(
     start_workers: WorkerStarter | None,
 ) -> int:
     stop = _stop_signal()
-    metrics = Metrics(
-        {"version": version("multiworld-serving"), "torch": torch.__version__, "python": platform.python_version()}
-    )
+    metrics = Metrics(build_labels(torch.__version__))
     progress = _Progress(settings, sockets)
     feed = EventsFeed(metrics)
 
@@ -223,6 +220,7 @@ def _limits(settings: ServeSettings) -> FrontendLimits:
         timeout_s=settings.timeout_s,
         max_body_bytes=settings.max_body_bytes,
         max_image_pixels=settings.max_image_pixels,
+        max_images=min(FrontendLimits.max_images, settings.queue_limit),
         top_k=min(settings.top_k, 1000),
     )
 

@@ -11,6 +11,9 @@ from starlette.types import Receive
 
 from server.errors import DeadlineError, WithdrawnError
 
+LATE_S = 1.0
+"""The predictor itself keeps the deadline, and says better why; this long after it nobody waits for that."""
+
 
 @asynccontextmanager
 async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterator[None]:

@@ -15,6 +15,8 @@
         ├── BodyTooLargeError       body_too_large
         ├── BodyTimeoutError        body_timeout
         ├── MediaTypeError          unsupported_media_type
+        ├── InferenceRequestError   invalid_inference_request
+        ├── UnknownModelError       unknown_model
         └── ImageError              invalid_image
             └── ImageTooLargeError  image_too_large
 
@@ -137,6 +139,18 @@ class MediaTypeError(InvalidRequestError):
     """The body's content type or encoding is none of those that are served."""
 
     reason = "unsupported_media_type"
+
+
+class InferenceRequestError(InvalidRequestError):
+    """What an inference request of the Open Inference Protocol says is no request for this model."""
+
+    reason = "invalid_inference_request"
+
+
+class UnknownModelError(InvalidRequestError):
+    """There is no such model, or not in that version."""
+
+    reason = "unknown_model"
 
 
 class ImageError(InvalidRequestError):

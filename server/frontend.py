@@ -25,6 +25,10 @@ from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
 from server.predictor import Predictor, ServedModel
 from server.request_tracker import RequestTracker
+from server.v2.infer_route import InferRoute
+from server.v2.routes import V2Routes
+from server.v2.signature import Signature
+from server.v2.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class FrontendLimits:
     """Width times height. A decoded image takes four bytes a pixel, on each decoding thread."""
     decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     max_waiting_decodes: int = 256
+    max_images: int = 64
+    """Most images in one request of the Open Inference Protocol; fewer where so many, unpacked, pass `max_body_bytes`."""
     top_k: int = 5
     """How many classes are answered when the request does not say."""
 
@@ -79,21 +85,37 @@ def create_app(
         docs_url=None,  # FastAPI's page loads its scripts from a CDN; /openapi.json has the same for tools
         redoc_url=None,
     )
+    bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
+    statistics = Statistics()
     predict = PredictRoute(
         predictor=predictor,
         model=model,
-        bodies=BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes),
+        bodies=bodies,
         decoders=decoders,
         timeout_s=limits.timeout_s,
         max_image_pixels=limits.max_image_pixels,
         top_k=limits.top_k,
     )
+    infer = InferRoute(
+        predictor=predictor,
+        signature=_signature(model, limits),
+        bodies=bodies,
+        decoders=decoders,
+        timeout_s=limits.timeout_s,
+        max_image_pixels=limits.max_image_pixels,
+    )
     app.include_router(predict.router())
+    app.include_router(V2Routes(predictor, infer.signature, statistics, infer).router())
     app.include_router(OperationsRoutes(predictor, model, metrics, feed).router())
-    metrics.outcomes(model.name, model.version, ("predict",), {"ok": 200, **STATUS_OF_REASON})
-    app.add_middleware(RequestTracker, model=model, metrics=metrics)
+    metrics.outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
+    app.add_middleware(RequestTracker, model=model, metrics=metrics, statistics=statistics)
     install_error_handlers(app)
     return app
+
+
+def _signature(model: ServedModel, limits: FrontendLimits) -> Signature:
+    fitting = limits.max_body_bytes // (3 * model.crop_size**2)
+    return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
 
 
 def create_operations_app(metrics: Metrics, admin: AdminRoutes) -> ASGIApp:

@@ -27,6 +27,8 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
     "invalid_request": 422,
     "invalid_parameter": 422,
     "invalid_body": 422,
+    "invalid_inference_request": 400,
+    "unknown_model": 404,
     "invalid_image": 422,
     "image_too_large": 413,
     "body_too_large": 413,
@@ -52,6 +54,8 @@ _CLOSING = {"body_timeout"}
 that is too large the connection stays: closing it while bytes are under way resets it, and clients lose the answer."""
 
 _DESCRIPTIONS = {
+    400: "The request is not one for this model: what its JSON says, or the data behind it.",
+    404: "There is no such model, or not in that version.",
     408: "The body did not come in time.",
     413: "The body or the image is larger than the limit.",
     415: "The content type or encoding is not served.",

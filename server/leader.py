@@ -377,6 +377,7 @@ class Leader:
                     transfer_s=times.transfer_s,
                     attempts=action.attempts,
                     path=tuple(link.partition("#")[0] for link in action.path),
+                    batch_size=len(action.rows),
                 )
             )
 

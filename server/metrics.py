@@ -10,18 +10,9 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
-    disable_created_metrics,
-)
-from prometheus_client.exposition import choose_encoder
-
-from server.metric_families import Counter, Families, Gauge, Histogram, Info
+from metrics import ProgramMetrics
 from server.predictor import ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
@@ -61,35 +52,15 @@ class Totals:
     reroutes: dict[int, int]
 
 
-FamilyT = TypeVar("FamilyT", Counter, Gauge, Histogram, Info)
-
-
-class Metrics:
-    """All series of one leader. Thread-safe; calls cost about a microsecond.
-
-    Args:
-        build: labels of `multiworld_build_info`, such as {"version": "0.1.0", "torch": "2.15.0"}.
-
-    Attributes:
-        registry: the same for whatever knows prometheus_client. Slow: a scrape asks `exposition`.
-    """
+class Metrics(ProgramMetrics):
+    """All series of one leader. Thread-safe; calls cost about a microsecond."""
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
-        # Nothing reads the `_created` series, and they swell every scrape. The library has one switch, for the process.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._families = Families()
+        super().__init__(build)
         self._latest: deque[float] = deque(maxlen=_MOST_LATEST)
-        self._process = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._process)
-        self.registry = CollectorRegistry()
-        self.registry.register(self._families)
         self._define_requests()
         self._define_stages()
         self._define_failures()
-        build = build or {}
-        info = self._add(Info("multiworld_build_info", "What this leader was built from.", tuple(build)))
-        info.labels(*build.values()).set(1)
 
     def _define_requests(self) -> None:
         self._requests = self._counter(
@@ -310,24 +281,3 @@ class Metrics:
     def take_latest(self) -> list[float]:
         """How many seconds each answer took since this was asked last. For one caller; of a long time, the latest."""
         return [self._latest.popleft() for _ in range(len(self._latest))]
-
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The text for a scrape and its content type, as the scraper's `Accept` header wants them."""
-        encode, content_type = choose_encoder(accept)
-        ours = self._families.text(openmetrics=content_type.startswith("application/openmetrics-text"))
-        return ours.encode() + encode(self._process), content_type
-
-    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        return self._add(Counter(f"multiworld_{name}_total", documentation, labels))
-
-    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        return self._add(Gauge(f"multiworld_{name}", documentation, labels))
-
-    def _histogram(
-        self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
-    ) -> Histogram:
-        return self._add(Histogram(f"multiworld_{name}", documentation, buckets, labels))
-
-    def _add(self, family: FamilyT) -> FamilyT:
-        self._families.all.append(family)
-        return family

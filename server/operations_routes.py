@@ -73,6 +73,7 @@ class OperationsRoutes:
         endpoints = {
             "GET /": "this list; for browsers, the status page",
             "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
+            "GET /v2": "the same by the Open Inference Protocol: /v2/models/MODEL, /v2/models/MODEL/infer, …",
             "GET /healthz": "alive?",
             "GET /readyz": "ready for requests?",
             "GET /status": "stages and replicas as they are now",
@@ -104,7 +105,7 @@ class OperationsRoutes:
         snapshot = self.predictor.snapshot()
         missing = list(snapshot.missing_stages)
         record = RequestRecord.of(request.scope)
-        return refusal_response(_why_not_ready(snapshot), record, ready=False, missing_stages=missing)
+        return refusal_response(why_not_ready(snapshot), record, ready=False, missing_stages=missing)
 
     async def status(self) -> PipelineSnapshot:
         """The pipeline as it is now: stages, their replicas, and what those do."""
@@ -125,7 +126,8 @@ def metrics_response(metrics: Metrics, request: Request) -> Response:
     return Response(text, headers={"Content-Type": content_type})
 
 
-def _why_not_ready(snapshot: PipelineSnapshot) -> RequestRefused:
+def why_not_ready(snapshot: PipelineSnapshot) -> RequestRefused:
+    """The refusal that says what is missing."""
     if snapshot.draining:
         return DrainingError("the server is stopping and takes no new requests; ask another one")
     missing = [

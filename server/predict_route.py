@@ -6,31 +6,34 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from urllib.parse import quote
+from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from torch import Tensor
 
-from server.body import BodyReader
-from server.connection import while_connected
+from server.answer_headers import HEADER_DOCUMENTATION, answer_headers
+from server.body import BodyReader, shortened
+from server.connection import LATE_S, while_connected
 from server.decode_pool import DecodePool
-from server.errors import BodyTimeoutError, DeadlineError, MediaTypeError, StageError
+from server.errors import MediaTypeError, StageError
 from server.form import FIELD, form_image
 from server.http_errors import error_documentation
 from server.images import image_tensor
-from server.predictor import Answer, Predictor, ServedModel
+from server.predictor import Predictor, ServedModel
 from server.request_record import RequestRecord
+from server.v2.statistics import Inference
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 FORM_TYPE = "multipart/form-data"
 
-_LATE_S = 1.0
-"""The predictor itself keeps the deadline, and says better why; this long after it nobody waits for that."""
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | SkipJsonSchema[None]
+"""A header may be missing, but never be the text "null"."""
 
 
 class Prediction(BaseModel):
@@ -79,13 +82,7 @@ class PredictRoute:
         top_k_query = Query(
             min(self.top_k, num_classes), ge=1, le=num_classes, description="How many classes to answer with."
         )
-        timeout_header = Header(
-            None,
-            alias="X-Request-Timeout-S",
-            gt=0,
-            allow_inf_nan=False,
-            description=f"Seconds the client waits; can only shorten the server's {self.timeout_s:g}.",
-        )
+        timeout_header = timeout_parameter(self.timeout_s)
         router = APIRouter(tags=["inference"])
 
         @router.post(
@@ -94,9 +91,7 @@ class PredictRoute:
             responses={**_ANSWER_DOCUMENTATION, **error_documentation((408, 413, 415, 422, 429, 500, 503, 504))},
             openapi_extra={"requestBody": _BODY_DOCUMENTATION},
         )
-        async def predict(
-            request: Request, top_k: int = top_k_query, timeout_s: float | None = timeout_header
-        ) -> Response:
+        async def predict(request: Request, top_k: int = top_k_query, timeout_s: Seconds = timeout_header) -> Response:
             """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
             return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
 
@@ -105,16 +100,11 @@ class PredictRoute:
     async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
         record = RequestRecord.of(request.scope)
         deadline_s = record.started_s + timeout_s
-        try:
+        with shortened(timeout_s, limit_s=self.timeout_s):
             image, decode_s = await self._image(request, deadline_s)
-        except BodyTimeoutError as late:
-            if timeout_s == self.timeout_s:
-                raise
-            raise DeadlineError(
-                f"the {timeout_s:g} s that the client gives were over before its body was here"
-            ) from late
-        async with while_connected(request.receive, deadline_s=deadline_s + _LATE_S):
+        async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
             answer = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
+        answered_s = time.monotonic()
         record.version = answer.version
         body = PredictResponse(
             id=record.request_id,
@@ -129,7 +119,9 @@ class PredictRoute:
                 transfer=_ms(answer.transfer_s),
             ),
         )
-        return Response(body.model_dump_json(), media_type="application/json", headers=_headers(answer))
+        text = body.model_dump_json()
+        record.inference = Inference((answer,), input_s=decode_s, output_s=time.monotonic() - answered_s)
+        return Response(text, media_type="application/json", headers=answer_headers((answer,)))
 
     async def _image(self, request: Request, deadline_s: float) -> tuple[Tensor, float]:
         """The tensor, and the seconds it took to make. The body is let go of here: answers may take long."""
@@ -148,6 +140,15 @@ class PredictRoute:
             crop_size=self.model.crop_size,
             max_pixels=self.max_image_pixels,
         )
+
+
+def timeout_parameter(limit_s: float) -> Any:
+    """The header by which a client says how long it waits."""
+    return Header(
+        None,
+        alias="X-Request-Timeout-S",
+        description=f"Seconds the client waits; can only shorten the server's {limit_s:g}.",
+    )
 
 
 def _served_type(request: Request) -> str:
@@ -177,15 +178,6 @@ def _most_probable(probabilities: Tensor, labels: tuple[str, ...], top_k: int) -
     ]
 
 
-def _headers(answer: Answer) -> dict[str, str]:
-    # Percent-encoded, because a version may be the name of a person's file and a header is neither free text nor Unicode.
-    return {
-        "X-Model-Version": quote(answer.version, safe=":+@,"),
-        "X-Path": ",".join(quote(world, safe=":+@") for world in answer.path),
-        "X-Attempts": str(answer.attempts),
-    }
-
-
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
@@ -208,14 +200,6 @@ _BODY_DOCUMENTATION: dict[str, Any] = {
 _ANSWER_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The most probable classes.",
-        "headers": {
-            "X-Request-Id": {"description": "The client's id or a new one.", "schema": {"type": "string"}},
-            "X-Model-Version": {"description": "Which weights answered.", "schema": {"type": "string"}},
-            "X-Path": {
-                "description": "The world that answered for each stage, in order.",
-                "schema": {"type": "string"},
-            },
-            "X-Attempts": {"description": "How often it was sent to a worker.", "schema": {"type": "integer"}},
-        },
+        "headers": HEADER_DOCUMENTATION,
     }
 }

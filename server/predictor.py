@@ -48,6 +48,8 @@ class Answer:
     """How many times a batch with this image was sent, over all stages; `len(path)` when nothing failed."""
     path: tuple[str, ...]
     """The world that answered for each stage, in order."""
+    batch_size: int = 1
+    """How many images the last stage answered together."""
 
 
 @dataclass(frozen=True)

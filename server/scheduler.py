@@ -74,6 +74,8 @@ from server.scheduling.turn import Turn
 
 _MOST_UNMATCHED_FAILURES = 3
 """So many batches in a row a link may raise on that succeed elsewhere, before it is broken."""
+_ADMISSION_MARGIN = 1.5
+"""A request is let in when it has so many times the time that full batches take: who does not make it has cost others theirs."""
 
 __all__ = [
     "Action",
@@ -249,7 +251,7 @@ class Scheduler:
         if waiting >= self.config.queue_limit:
             retry_after_s = self._drain_rate.time_to_drain_s(waiting)
             return Refusal("overloaded", f"{waiting} requests are waiting already", retry_after_s)
-        needed_s = self._drain_rate.least_time_s(open_requests)
+        needed_s = _ADMISSION_MARGIN * self._drain_rate.least_time_s(open_requests)
         if needed_s > patience_s:
             detail = f"{open_requests} requests are before it, which takes {needed_s:.1f} s, and its deadline is sooner"
             return Refusal("overloaded", detail, needed_s - patience_s)

@@ -11,11 +11,15 @@ from collections.abc import Callable
 import torch
 import uvloop
 
-from config import raise_descriptor_limit
+from config import UserError, raise_descriptor_limit
+from metrics import build_labels
 from multiworld import WorldManager
 from workers.device import check_device
 from workers.engine import Engine
+from workers.gpu import GpuWatch, nvml_reader
 from workers.membership import Membership, StuckError
+from workers.metrics import WorkerMetrics
+from workers.metrics_port import metrics_port
 from workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -41,14 +45,16 @@ def run(settings: WorkerSettings) -> int:
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stop, engine = asyncio.Event(), Engine(device)
+    metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_parent:
         _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
-    stuck = False
+    stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+            await _tell_metrics(stack, settings, metrics, engine)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
@@ -58,13 +64,35 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     )
                 )
-                tasks.create_task(Membership(leader, settings, engine, manager, stop).keep_serving())
+                tasks.create_task(Membership(leader, settings, engine, manager, stop, metrics).keep_serving())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
         stuck = True
+    except* UserError as errors:
+        refusals += [error for error in errors.exceptions if isinstance(error, UserError)]
     engine.close()
+    if refusals:  # bare, for the command line to tell: what is raised within `except*` is a group again
+        raise refusals[0]
     logger.info("stopped")
     return EXIT_STUCK if stuck else 0
+
+
+async def _tell_metrics(
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics, engine: Engine
+) -> None:
+    """Answer scrapes until the stack ends, if that is wanted."""
+    if settings.metrics_port is None:
+        return
+    device, watch = engine.device, None
+    if (read := nvml_reader(device)) is not None:
+        watch = stack.enter_context(GpuWatch(read))
+
+    def refresh() -> None:
+        metrics.busy(engine.busy)
+        if watch is not None:
+            metrics.gpu(str(device), watch.latest())
+
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh))
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

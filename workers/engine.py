@@ -51,6 +51,11 @@ class Engine:
             self._closed = True
             self._news.notify()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running, whosever it is."""
+        return self._current is not None
+
     def busy_s(self, place: "Place") -> float:
         """How long a job of this place has been running; 0 when none is."""
         with self._news:

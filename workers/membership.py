@@ -11,6 +11,7 @@ from config import UserError
 from multiworld import AskError, WorldError, WorldManager, ask
 from wire import JoinOffer, JoinRequest, WireError
 from workers.engine import Engine
+from workers.metrics import WorkerMetrics
 from workers.session import Session
 from workers.settings import Address, WorkerSettings
 
@@ -34,13 +35,20 @@ class Membership:
     """
 
     def __init__(
-        self, leader: Address, settings: WorkerSettings, engine: Engine, manager: WorldManager, stop: asyncio.Event
+        self,
+        leader: Address,
+        settings: WorkerSettings,
+        engine: Engine,
+        manager: WorldManager,
+        stop: asyncio.Event,
+        metrics: WorkerMetrics,
     ) -> None:
         self._leader = leader
         self._settings = settings
         self._engine = engine
         self._manager = manager
         self._stop = stop
+        self._metrics = metrics
         self._session: Session | None = None
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
@@ -80,16 +88,19 @@ class Membership:
         world = await self._manager.initialize_world(
             offer.world, 1, 2, addr=host, port=port, epoch=offer.epoch, timeout=self._settings.join_timeout_s
         )
-        self._session = session = Session(world, self._engine, self._stop.set)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics)
+        self._metrics.world_joined()
         try:
             ending = await session.run()
             logger.info(
                 "leader=%s world=%s epoch=%d ended cause=%s", self._leader, world.name, world.epoch, ending.cause
             )
+            self._metrics.world_ended(ending.cause)
             await self._raise_if_stuck(session)
             return session.serving
         finally:
             self._session = None
+            self._metrics.world_gone()
             await self._manager.close_world(world.name)
 
     async def _ask(self) -> JoinOffer:

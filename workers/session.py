@@ -1,6 +1,7 @@
 """One stay in one world: take orders and weights, warm up, answer batches, until the world ends."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,11 +11,14 @@ from models import ModelError, Optimized, StageSpec, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from wire import Channel, Kind, Message, StageOrder, WireError
 from workers.engine import Engine
+from workers.metrics import Outcome, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
 _MAX_WEIGHTS_BYTES = 4 << 30
 _MAX_MESSAGE_BYTES = 1 << 30
+_LAST_WORD_S = 5.0
+"""So long a leader has to read that its stage cannot be loaded, and to end the world for it."""
 LEADER_RANK = 0
 
 
@@ -26,12 +30,19 @@ class Session:
         on_restart: called when the leader wants this process to end and come back.
     """
 
-    def __init__(self, world: World, engine: Engine, on_restart: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        on_restart: Callable[[], object] = lambda: None,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
         self.serving = False
         """True once a stage is loaded and warm."""
         self.place = engine.place()
         self._world = world
         self._on_restart = on_restart
+        self._metrics = metrics or WorkerMetrics()
         self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
         self._room = asyncio.Semaphore(1)
         self._answers: set[asyncio.Task[None]] = set()
@@ -85,6 +96,7 @@ class Session:
         spec = StageSpec.from_json(order.spec)
         weights = await self._receive_weights(order.weights_bytes)
         took_s, made = await self._load(order, spec, weights)
+        self._metrics.stage_loaded(spec.index)
         if not self.serving:
             self.serving = True
             # One more than the leader has in flight: a liar waits in its own link.
@@ -105,6 +117,10 @@ class Session:
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
+            # Were we the ones to break the world, that could reach the leader before the reason does.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._channel.receive()
             raise WireError(f"the stage cannot be loaded: {_describe(error)}") from error
 
     async def _receive_weights(self, total_bytes: int) -> bytes:
@@ -121,19 +137,32 @@ class Session:
         return bytes(weights)
 
     async def _answer(self, message: Message) -> None:
-        """Compute one batch and send what came of it; an exception of the stage is an answer too."""
+        """Compute one batch, send what came of it, and count it."""
+        outcome: Outcome = "unwanted"
+        try:
+            outcome = await self._compute_and_send(message)
+        finally:
+            self._metrics.batch_ended(message.stage, outcome)
+
+    async def _compute_and_send(self, message: Message) -> Outcome:
+        """What came of the batch; an exception of the stage is an answer too."""
+        outcome: Outcome = "answered"
         try:
             if message.payload is None:
                 raise WireError("a batch without a payload")
             output, compute_ns, waited_ns = await self.place.compute(message.stage, message.payload)
+            self._metrics.computed(message.stage, compute_ns / 1e9)
             answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage)
         except Exception as error:
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             answer = Message.of_text(Kind.FAILED, _describe(error), batch=message.batch)
+            outcome = "failed"
         try:
             await self._channel.send(answer)
         except (BrokenWorldException, WorldClosedError):
             logger.debug("world=%s batch=%d is not wanted any more", self._world.name, message.batch)
+            return "unwanted"
+        return outcome
 
 
 def _describe(error: Exception) -> str:

@@ -44,6 +44,14 @@ class WorkerSettings(Settings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         allowed="1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit",
     )
+    metrics_host: str = setting("127.0.0.1", "Network", "Address that the metrics listen on; 0.0.0.0 for all.")
+    metrics_port: int | None = setting(
+        None,
+        "Network",
+        "Port of this worker's own Prometheus metrics, such as 8003; 0 takes any free one, without it there are none.",
+        ge=0,
+        le=65535,
+    )
     device: str = setting(
         "cpu", "Compute", "Device to compute on.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
     )

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,33 @@ def program(name: str) -> str:
 
 @contextlib.contextmanager
 def running_prometheus(
-    folder: Path, metrics_url: str, *, alertmanager: str = "", alert_for: str | None = None
+    folder: Path,
+    metrics_url: str,
+    *,
+    worker_url: str = "",
+    alertmanager: str = "",
+    alert_for: str | None = None,
+    windows: Mapping[str, str] | None = None,
 ) -> Iterator[PrometheusServer]:
     """Run one while the block lasts; it evaluates and scrapes every second.
 
     Args:
         folder: for its configuration and data.
+        worker_url: metrics of a worker; none by default.
         alertmanager: HOST:PORT; none by default.
         alert_for: how long every alert's condition must hold, in place of what the rules say.
+        windows: for each range that the rules look back over, such as "10m", a shorter one; the thresholds stay.
     """
     binary = program("prometheus")
     shutil.copytree(DEPLOYED / "rules", folder / "rules")
     if alert_for is not None:
         alerts = folder / "rules" / "alerts.yml"
         alerts.write_text(re.sub(r"\bfor: \w+", f"for: {alert_for}", alerts.read_text()))
+    if windows is not None:
+        for file in (folder / "rules").glob("*.yml"):
+            file.write_text(re.sub(r"\[(\w+)\]", lambda found: f"[{windows[found[1]]}]", file.read_text()))
     config = (DEPLOYED / "prometheus.yml").read_text()
+    config = config.replace("127.0.0.1:8003", urlsplit(worker_url).netloc or "127.0.0.1:9")
     config = config.replace("127.0.0.1:8002", urlsplit(metrics_url).netloc)
     config = config.replace("127.0.0.1:9093", alertmanager or "127.0.0.1:9")
     (folder / "prometheus.yml").write_text(re.sub(r"_interval: 5s", "_interval: 1s", config))

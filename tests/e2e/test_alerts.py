@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from chaos import load
+from chaos.images import photo
+from chaos.load import Question
 from deploy.service import LocalService
 from tests.e2e.prometheus_server import free_port, process, program, running_prometheus, wait_until_answers
 
@@ -29,6 +33,11 @@ class Webhook:
     def __init__(self) -> None:
         self.told: list[tuple[str, str, str]] = []
         self.news = threading.Condition()
+
+    def has(self, path: str, alert: str, status: str) -> bool:
+        """Whether it was told by now."""
+        with self.news:
+            return (path, alert, status) in self.told
 
     def wait_for(self, path: str, alert: str, status: str, timeout_s: float = 90.0) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -116,3 +125,100 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
             heard.wait_for("/page", "StageDown", "resolved")
             heard.wait_for("/ticket", "RedundancyLost", "resolved")
             assert "RequestsLost" not in {alert for _, alert, _ in heard.told}
+
+
+WINDOWS = {
+    "1m": "5s",  # QueueSaturated
+    "5m": "5s",
+    "1h": "15s",
+    "30m": "30s",  # the slow burn is to be seen after the fast one is over, which hides it
+    "6h": "45s",
+    "10m": "90s",  # five failures must fit in
+    "15m": "20s",  # HighDetectionTime
+}
+"""How far the rules look back here. Their thresholds are those that are deployed."""
+
+
+@contextmanager
+def stopped(service: LocalService) -> Iterator[None]:
+    """All workers frozen while the block lasts."""
+    pids = service.worker_pids().values()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def wait_until_gone(service: LocalService, worker: str) -> None:
+    """Until the leader knows."""
+    deadline_s = time.monotonic() + 60
+    while service.worker_at(0, 0) == worker and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def flap(service: LocalService, heard: Webhook) -> None:
+    """Kill whoever is in one place, as often as it takes, but not for ever."""
+    for _ in range(10):
+        service.wait_until_complete(60.0)
+        worker = service.worker_at(0, 0)
+        assert worker is not None
+        os.kill(service.worker_pids()[worker], signal.SIGKILL)
+        wait_until_gone(service, worker)
+        if heard.has("/ticket", "WorldFlapping", "firing"):
+            return
+    heard.wait_for("/ticket", "WorldFlapping", "firing")
+
+
+def stutter(service: LocalService, heard: Webhook) -> None:
+    """Freeze all workers for less than is a failure, again and again: answers are late, and the queue is full."""
+    wanted = (("/ticket", "QueueSaturated", "firing"), ("/page", "LatencyBudgetBurnFast", "firing"))
+    deadline_s = time.monotonic() + 90
+    while not all(heard.has(*each) for each in wanted):
+        assert time.monotonic() < deadline_s, heard.told
+        with stopped(service):
+            time.sleep(2.0)
+        time.sleep(0.5)
+
+
+def test_alerts_on_burning_budgets_full_queues_slow_detection_and_flapping_fire_and_are_resolved(
+    tmp_path: Path,
+) -> None:
+    prometheus_folder = tmp_path / "prometheus"
+    prometheus_folder.mkdir()
+    settings: dict[str, Any] = {
+        "heartbeat_timeout_s": 4,  # slow detection
+        "recovery_grace_s": 0,  # errors at once when nobody is there
+        "breaker_max_s": 0,  # nobody who flaps is kept away
+        **{"queue_limit": 4, "max_batch_size": 1, "window": 1},
+    }
+    with (
+        webhook() as (heard, port),
+        alertmanager(tmp_path / "alertmanager", port) as address,
+        LocalService(model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, **settings) as service,
+        running_prometheus(
+            prometheus_folder, service.metrics_url, alertmanager=address, alert_for="0s", windows=WINDOWS
+        ) as prometheus,
+        load.load_on(service.url, [Question(photo())], rate_hz=10),
+    ):
+        prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
+        flap(service, heard)
+        service.wait_until_complete(60.0)
+
+        stutter(service, heard)
+        heard.wait_for("/ticket", "QueueSaturated", "resolved")
+        heard.wait_for("/page", "LatencyBudgetBurnFast", "resolved")
+        heard.wait_for("/ticket", "LatencyBudgetBurnSlow", "firing")
+
+        with stopped(service):
+            heard.wait_for("/page", "StageDown", "firing")
+            heard.wait_for("/page", "ErrorBudgetBurnFast", "firing")
+            heard.wait_for("/ticket", "HighDetectionTime", "firing")
+        heard.wait_for("/page", "StageDown", "resolved")
+        heard.wait_for("/page", "ErrorBudgetBurnFast", "resolved")
+        heard.wait_for("/ticket", "ErrorBudgetBurnSlow", "firing")
+        for alert in ("HighDetectionTime", "LatencyBudgetBurnSlow", "ErrorBudgetBurnSlow", "WorldFlapping"):
+            heard.wait_for("/ticket", alert, "resolved", timeout_s=150.0)
+        assert "RequestsLost" not in {alert for _, alert, _ in heard.told}

@@ -14,16 +14,20 @@ from server.metrics import Metrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
 from tests.unit.test_metrics_registry import tell_everything
+from tests.unit.test_worker_metrics import tell_everything as tell_everything_of_a_worker
+from workers.metrics import WorkerMetrics
 
 FROM_PROMETHEUS = {"job", "instance"}
 
 
 def told() -> dict[str, set[str]]:
-    """The labels of every series that a leader exposes, by name."""
-    metrics = Metrics({"version": "1"})
+    """The labels of every series that a leader or a worker exposes, by name."""
+    metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
     tell_everything(metrics)
+    tell_everything_of_a_worker(of_worker)
+    text = metrics.exposition()[0] + of_worker.exposition()[0]
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
-    for line in metrics.exposition()[0].decode().splitlines():
+    for line in text.decode().splitlines():
         if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
             found.setdefault(match[1], set(FROM_PROMETHEUS)).update(re.findall(r'(\w+)="', match[2] or ""))
     return found

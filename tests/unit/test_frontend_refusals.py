@@ -98,7 +98,7 @@ async def test_predict_answers_500_when_the_model_gives_nan() -> None:
 async def test_predict_answers_504_when_the_predictor_does_not_keep_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.predict_route._LATE_S", 0.0)
+    monkeypatch.setattr("server.predict_route.LATE_S", 0.0)
     async with running_frontend(ColourPredictor(proceed=asyncio.Event()), timeout_s=3.0) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})
         assert response.status_code == 504

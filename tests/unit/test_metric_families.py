@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, genera
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
-from server.metric_families import Counter, Families, Gauge, Histogram, Info
+from metrics.families import Counter, Families, Gauge, Histogram, Info
 
 NASTY = 'a "quoted" \\ path\nand a line'
 

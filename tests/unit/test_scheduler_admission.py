@@ -132,10 +132,10 @@ def test_request_is_refused_at_once_when_its_deadline_is_sooner_than_the_queue_i
     saturated(driver, 5.0)
     before_it = driver.scheduler.open_requests
     needed_s = before_it / 40
-    assert refused(driver.arrive(timeout_s=needed_s * 1.3)) == {}
+    assert refused(driver.arrive(timeout_s=needed_s * 2.0)) == {}
     refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Refuse)
     assert refusal.reason == "overloaded"
-    assert refusal.retry_after_s == pytest.approx(needed_s * 0.5, rel=0.3)
+    assert refusal.retry_after_s == pytest.approx(needed_s, rel=0.3)
 
 
 def test_no_request_is_refused_for_a_rate_that_was_seen_with_little_to_do() -> None:

@@ -124,6 +124,12 @@ class Family(ABC, Generic[SeriesT]):
             series = self._by_given.setdefault(values, self._named(tuple(map(str, values))))
         return series
 
+    def clear(self) -> None:
+        """Forget all series: what they told is not known any more."""
+        with _lock:
+            self._series.clear()
+            self._by_given.clear()
+
     def items(self) -> Iterator[tuple[tuple[str, ...], SeriesT]]:
         """All series by their labels' values."""
         return iter(tuple(self._series.items()))  # a copy, because a series may be born meanwhile

@@ -1,0 +1,168 @@
+"""What it costs to be watched: throughput with everything on, divided by throughput with everything off.
+
+    python -m benchmarks.observing_cost
+    python -m benchmarks.observing_cost --model resnet50 --image-size 224 --seconds 10
+
+On: leader and workers are scraped every second as Prometheus does it, a reader follows `GET /events`, and every request is a line of
+JSON in the log. Off: none of that, and the workers have no metrics port. Two services stand side by side and are loaded in turn, one
+idle while the other works; the scraper and the reader are a process of their own, on the same cores. Exits 1 below the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+
+from benchmarks.overload import Connections, request_bytes
+from benchmarks.ranks import table
+from chaos.images import photo
+from deploy.service import LocalService
+
+GOAL = 0.98
+_ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4"
+
+
+def observe(events_url: str, metrics_urls: list[str], scrapes: Any, stop: Any) -> None:
+    """Scrape and read along until told to stop; a process of its own. `scrapes` counts the rounds."""
+    threading.Thread(target=_read_along, args=(events_url,), daemon=True).start()
+    with httpx.Client(headers={"accept": _ACCEPT}, timeout=10) as client:
+        while not stop.wait(1.0):
+            for url in metrics_urls:
+                client.get(url).raise_for_status()
+            scrapes.value += 1
+
+
+def _read_along(url: str) -> None:
+    with httpx.Client(timeout=None) as client, client.stream("GET", url) as answer:
+        for _ in answer.iter_bytes():
+            pass
+
+
+@contextlib.contextmanager
+def observed(service: LocalService, workers: list[str]) -> Iterator[None]:
+    """Watched while the block lasts. Raises AssertionError when nobody watched."""
+    context = multiprocessing.get_context("spawn")
+    stop, scrapes = context.Event(), context.Value("i", 0)
+    urls = [service.metrics_url, *workers]
+    process = context.Process(target=observe, args=(f"{service.url}/events", urls, scrapes, stop))
+    process.start()
+    try:
+        deadline_s = time.monotonic() + 60
+        while not scrapes.value:  # importing is no part of what is measured
+            assert process.is_alive(), "the scraper ended"
+            assert time.monotonic() < deadline_s, "no scrape"
+            time.sleep(0.05)
+        before = scrapes.value
+        yield
+        assert scrapes.value > before, "nobody scraped meanwhile"
+    finally:
+        stop.set()
+        process.join()
+
+
+@contextlib.contextmanager
+def worker(leader: str, folder: Path, name: str, token: str, *, metrics: bool) -> Iterator[Path]:
+    """One worker process; gives its log."""
+    log = folder / f"{name}.log"
+    options = ["--leader", leader, "--name", name, "--threads", "1", "--log-format", "json"]
+    options += ["--metrics-port", "0"] if metrics else []
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MULTIWORLD_")}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cli.main", "worker", *options],
+            stderr=file,
+            env={**environment, "MULTIWORLD_TOKEN": token},
+        )
+        try:
+            yield log
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def metrics_url(log: Path) -> str:
+    """Where the worker with this log answers scrapes."""
+    lines = (json.loads(line) for line in log.read_text().splitlines())
+    return next(str(line["metrics"]) for line in lines if line["message"].startswith("listening "))
+
+
+@contextlib.contextmanager
+def service(options: argparse.Namespace, *, on: bool) -> Iterator[tuple[LocalService, list[str]]]:
+    """One that is ready, and the metrics' addresses of its workers."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        token = secrets.token_hex()
+        (folder / "token").write_text(token)
+        made = stack.enter_context(
+            LocalService(
+                model=options.model,
+                weights="random:0",
+                image_size=options.image_size,
+                stages=2,
+                replicas=1,
+                external_workers=True,
+                token_file=folder / "token",
+                access_log=on,
+                wait_until_ready=False,
+            )
+        )
+        logs = [
+            stack.enter_context(worker(made.join_address, folder, f"{name}", token, metrics=on)) for name in ("a", "b")
+        ]
+        made.wait_until_complete(120.0)
+        yield made, [metrics_url(log) for log in logs] if on else []
+
+
+def throughput(url: str, clients: int, seconds: float) -> float:
+    """Answers a second of a closed loop."""
+    outcome = uvloop.run(Connections(url).closed_loop(request_bytes(photo(), None), clients, seconds))
+    assert outcome.statuses.keys() == {200}, outcome.statuses
+    return outcome.goodput
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5, help="of each kind")
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {"on": [], "off": []}
+    with service(options, on=True) as (watched, workers), service(options, on=False) as (alone, _):
+        for url in (watched.url, alone.url):
+            throughput(url, options.clients, 1.0)  # warm
+        for turn in range(options.turns):
+            # On first, then off first: whatever drifts, drifts for both.
+            for kind in ("on", "off") if turn % 2 else ("off", "on"):
+                if kind == "off":
+                    found[kind].append(throughput(alone.url, options.clients, options.seconds))
+                else:
+                    with observed(watched, workers):
+                        found[kind].append(throughput(watched.url, options.clients, options.seconds))
+    medians = {kind: statistics.median(rates) for kind, rates in found.items()}
+    share = medians["on"] / medians["off"]
+    rows = [[kind, f"{medians[kind]:.1f}", f"{min(rates):.1f}", f"{max(rates):.1f}"] for kind, rates in found.items()]
+    table(f"{options.model}, {options.image_size} px, 2 workers", ("observing", "median 1/s", "min", "max"), rows)
+    print(f"on / off: {share:.3f} (goal {GOAL:g})")
+    return 0 if share >= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

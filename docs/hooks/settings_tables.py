@@ -1,0 +1,63 @@
+"""MkDocs hook: a line `<!-- settings: serve -->` becomes the tables of that program's settings, from where they are declared."""
+
+import re
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from config.settings import Settings, allowed, facts, fields_of
+from config.sources import option, variable
+from server.settings import ServeSettings
+from workers.settings import WorkerSettings
+
+PROGRAMS: dict[str, type[Settings]] = {cls.section: cls for cls in (ServeSettings, WorkerSettings)}
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_pixels": "pixels"}
+"""The names of settings end with their units."""
+MARKER = re.compile(r"^<!-- settings: (\w+) -->$", re.MULTILINE)
+HEAD = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    return MARKER.sub(lambda marker: tables(PROGRAMS[marker[1]]), markdown)
+
+
+def tables(cls: type[Settings]) -> str:
+    """The settings of a program as Markdown: one table a panel of `--help`, without what only our own programs give."""
+    shown = [item for item in fields_of(cls).items() if not facts(item[1])["hidden"]]
+    panels = list(dict.fromkeys(_panel(item) for item in shown))
+    shown.sort(key=lambda item: panels.index(_panel(item)))  # stable: within a panel as declared
+    blocks = []
+    for panel, items in groupby(shown, key=_panel):
+        blocks.append(
+            "\n".join([f"### {panel} of multiworld {cls.section}", "", *HEAD, *(_row(*item) for item in items)])
+        )
+    return "\n\n".join(blocks)
+
+
+def _panel(item: tuple[str, FieldInfo]) -> str:
+    return str(facts(item[1])["panel"])
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    names = [option(name)] if facts(field)["in_argv"] else []
+    setting = "<br>".join(f"`{text}`" for text in (*names, variable(name)))
+    unit = next((f", in {unit}" for suffix, unit in UNITS.items() if name.endswith(suffix)), "")
+    cells = [setting, _default(field), allowed(field) + unit, field.description or ""]
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "made up at the start"
+    default: Any = field.default
+    if default in (..., PydanticUndefined):
+        return "**must be given**"
+    if default is None:
+        return "none"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"

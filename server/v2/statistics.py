@@ -1,0 +1,112 @@
+"""What inference has taken since the start, as the statistics of the Open Inference Protocol count it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.predictor import Answer
+
+_PHASES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What one request took until its answer was made.
+
+    Attributes:
+        answers: one an image, at least one.
+        input_s: seconds for making images of what the client sent.
+        output_s: seconds for making the body of the answer.
+    """
+
+    answers: Sequence[Answer]
+    input_s: float
+    output_s: float
+
+    @property
+    def slowest(self) -> Answer:
+        """The images travel side by side: the request waited for this one."""
+        return max(self.answers, key=lambda answer: answer.queue_s + answer.compute_s + answer.transfer_s)
+
+
+@dataclass
+class _Duration:
+    """How often something was done, and the seconds that it took all together."""
+
+    count: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, seconds: float, *, count: float = 1.0) -> None:
+        self.count += count
+        self.seconds += seconds
+
+    def as_json(self) -> dict[str, int]:
+        return {"count": round(self.count), "ns": round(self.seconds * 1e9)}
+
+
+@dataclass
+class _BatchTimes:
+    """Batches of one size. Each of a batch's images brings its share of it."""
+
+    transfer: _Duration = field(default_factory=_Duration)
+    compute: _Duration = field(default_factory=_Duration)
+
+
+class Statistics:
+    """Sums over all inference requests, whichever protocol they came by. Not thread-safe: the event loop's."""
+
+    def __init__(self) -> None:
+        self._last_unix_s = 0.0
+        self._images = 0
+        self._executions = 0.0
+        self._phases = {phase: _Duration() for phase in _PHASES}
+        self._batches: defaultdict[int, _BatchTimes] = defaultdict(_BatchTimes)
+
+    def request_finished(self, inference: Inference | None, duration_s: float) -> None:
+        """A request has ended, so long after it came; None when it got no answer."""
+        self._last_unix_s = time.time()
+        if inference is None:
+            self._phases["fail"].add(duration_s)
+            return
+        slowest = inference.slowest
+        self._phases["success"].add(duration_s)
+        self._phases["queue"].add(slowest.queue_s)
+        self._phases["compute_input"].add(inference.input_s + slowest.transfer_s)
+        self._phases["compute_infer"].add(slowest.compute_s)
+        self._phases["compute_output"].add(inference.output_s)
+        for answer in inference.answers:
+            self._image_answered(answer)
+
+    def _image_answered(self, answer: Answer) -> None:
+        share = 1 / answer.batch_size
+        self._images += 1
+        self._executions += share
+        batches = self._batches[answer.batch_size]
+        batches.transfer.add(answer.transfer_s * share, count=share)
+        batches.compute.add(answer.compute_s * share, count=share)
+
+    def as_json(self, model: str, version: str) -> dict[str, Any]:
+        """One member of `model_stats`."""
+        return {
+            "name": model,
+            "version": version,
+            "last_inference": round(self._last_unix_s * 1e3),
+            "inference_count": self._images,
+            "execution_count": round(self._executions),
+            "inference_stats": {phase: duration.as_json() for phase, duration in self._phases.items()},
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": self._batches[size].transfer.as_json(),
+                    "compute_infer": self._batches[size].compute.as_json(),
+                    "compute_output": _Duration().as_json(),
+                }
+                for size in sorted(self._batches)
+            ],
+            "memory_usage": [],
+        }

@@ -1,0 +1,92 @@
+"""A real worker's own metrics, scraped over HTTP while it serves a real leader."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from deploy.service import LocalService
+from tests.integration.test_prometheus_files import check, tool
+from tests.worker_process import MeteredWorker, metered_service
+
+REQUESTS = 3
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalService, MeteredWorker]]:
+    """A worker that has answered some requests."""
+    with metered_service(tmp_path_factory.mktemp("served")) as (service, worker):
+        for _ in range(REQUESTS):
+            assert predict(service) == 200
+        yield service, worker
+
+
+def predict(service: LocalService) -> int:
+    return httpx.post(
+        f"{service.url}/predict", content=photo(), headers={"content-type": "image/jpeg"}, timeout=60
+    ).status_code
+
+
+def scrape(worker: MeteredWorker) -> dict[str, float]:
+    """Value by series."""
+    text = httpx.get(worker.metrics_url, timeout=30).text
+    return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)}
+
+
+def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalService, MeteredWorker]) -> None:
+    found = scrape(served[1])
+    # The leader's canary is a batch as well.
+    answered = found['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    assert answered >= REQUESTS + 1
+    assert found['multiworld_worker_batches_total{stage="0",outcome="failed"}'] == 0
+    assert found['multiworld_worker_compute_seconds_count{stage="0"}'] == answered
+    assert found['multiworld_worker_compute_seconds_sum{stage="0"}'] > 0
+    assert found["multiworld_worker_leaders_connected"] == found["multiworld_worker_worlds_joined_total"] == 1
+    assert found["multiworld_worker_busy"] in {0, 1}
+    assert found["process_cpu_seconds_total"] > 0
+    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone is more"
+    assert found["process_open_fds"] > 5
+    assert any(series.startswith("multiworld_build_info{version=") for series in found)
+    assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
+
+
+def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, MeteredWorker]) -> None:
+    service, worker = served
+    before = scrape(worker)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    of_leader = service.metric("multiworld_stage_duration_seconds_count", phase="compute")
+    for _ in range(REQUESTS):
+        predict(service)
+    after = scrape(worker)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    assert after - before == REQUESTS
+    assert service.metric("multiworld_stage_duration_seconds_count", phase="compute") - of_leader == REQUESTS
+
+
+def test_worker_metrics_are_named_as_prometheus_wants(served: tuple[LocalService, MeteredWorker]) -> None:
+    check(tool("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
+
+
+def test_worker_serves_without_metrics_and_says_so_when_the_port_is_busy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with metered_service(tmp_path, port) as (service, worker):
+            assert worker.metrics_url == ""
+            assert f"cannot listen on 127.0.0.1:{port}" in worker.complaint
+            assert "--metrics-port" in worker.complaint
+            assert predict(service) == 200
+
+
+def test_worker_counts_the_end_of_a_world_and_goes_on_answering_scrapes_when_the_leader_is_gone(tmp_path: Path) -> None:
+    with metered_service(tmp_path) as (service, worker):
+        service.stop()
+        deadline_s = time.monotonic() + 60
+        while (found := scrape(worker))["multiworld_worker_leaders_connected"] != 0:
+            assert time.monotonic() < deadline_s, found
+        ended = {series: value for series, value in found.items() if "worlds_ended_total" in series and value}
+        assert list(ended.values()) == [1], ended
