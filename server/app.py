@@ -220,6 +220,7 @@ def _limits(settings: ServeSettings) -> FrontendLimits:
         timeout_s=settings.timeout_s,
         max_body_bytes=settings.max_body_bytes,
         max_image_pixels=settings.max_image_pixels,
+        exact_images=settings.decoding == "exact",
         max_images=min(FrontendLimits.max_images, settings.queue_limit),
         top_k=min(settings.top_k, 1000),
     )

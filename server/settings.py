@@ -34,6 +34,12 @@ class ServeSettings(Settings):
         ge=8,
         le=4096,
     )
+    decoding: Literal["fast", "exact"] = setting(
+        "fast",
+        "Model",
+        "How images are made small: exact as torchvision does it, within one grey level; fast decodes large JPEGs at a fraction "
+        "of their size (less than one grey level off on average).",
+    )
     top_k: int = setting(5, "Model", "Number of most probable labels in an answer.", ge=1, le=1000)
 
     stages: int = setting(2, "Pipeline", "Number of slices that the model is cut into.", ge=1, le=64)
@@ -54,7 +60,7 @@ class ServeSettings(Settings):
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores fairly, at least 1 each.",
+        "Compute threads of each local worker; 0 shares the cores: a worker that computes while others are idle takes theirs too.",
         ge=0,
         le=1024,
     )

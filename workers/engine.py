@@ -5,7 +5,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models import AS_IT_IS, Optimized, StageSpec, Tuning, build_stage, optimize
+from workers.cores import SharedCores
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +30,14 @@ class Engine:
     """Runs jobs one at a time on one daemon thread: a model that never returns holds up nobody else's exit.
 
     Who wants to compute takes a `Place`. Places that have jobs take turns, one job each: no leader can crowd out another.
+
+    Args:
+        cores: shared with other workers of this machine, where they are; batches are computed on as many as are free.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
         self.device = device
+        self._cores = cores
         self._turns: deque[Place] = deque()
         """Places with jobs, the next one first."""
         self._news = threading.Condition()
@@ -60,6 +66,17 @@ class Engine:
         """How long a job of this place has been running; 0 when none is."""
         with self._news:
             return time.monotonic() - self._current_since_s if self._current is place else 0.0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what computes a batch, on the thread: takes the cores that are free."""
+        if self._cores is None:
+            yield
+            return
+        with self._cores.computing() as threads:
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+            yield
 
     async def run(self, place: "Place", call: Callable[[], Any]) -> Any:
         """The result of `call`, made on the thread when it is this place's turn. Raises what it raises."""
@@ -153,7 +170,8 @@ class Place:
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
-            output = self._forward(self._stages[stage], batch)
+            with self._engine.computing():
+                output = self._forward(self._stages[stage], batch)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute)

@@ -78,8 +78,8 @@ def optimize(
     """
     recipes = candidates(tuning, device)
     if len(recipes) == 1:
-        return Optimized(_make(recipes[0], stage).to(device), recipes[0], "asked for")
-    makers = [(recipe, lambda recipe=recipe: _make(recipe, stage).to(device)) for recipe in recipes]
+        return Optimized(_make(recipes[0], stage, row_shape).to(device), recipes[0], "asked for")
+    makers = [(recipe, lambda recipe=recipe: _make(recipe, stage, row_shape).to(device)) for recipe in recipes]
     rows = min(max_batch_size, _MEASURED_ROWS)
     return choose(makers, stage, _sample(stage, rows, row_shape), device, tuning.limit_s)
 
@@ -129,10 +129,10 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(recipe: Recipe, stage: Stage) -> nn.Module:
+def _make(recipe: Recipe, stage: Stage, row_shape: tuple[int, ...]) -> nn.Module:
     if recipe == PLAIN:
         return stage
-    return FoldedStage(stage, recipe.dtype)
+    return FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None)
 
 
 def _sample(stage: Stage, rows: int, row_shape: tuple[int, ...]) -> Tensor:

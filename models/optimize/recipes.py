@@ -9,10 +9,11 @@ from typing import Literal, get_args
 import torch
 
 from models.errors import StageError
+from models.optimize.fusing import fusable
 
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["none", "eager", "auto"]
-Form = Literal["none", "eager"]
+Form = Literal["none", "eager", "fused"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
 OPTIMIZE: tuple[str, ...] = get_args(Optimize)
@@ -58,7 +59,8 @@ class Recipe:
 
     Attributes:
         form: "none" is the stage as it is; "eager" has batch normalisation folded into the convolutions, and
-            channels-last tensors.
+            channels-last tensors; "fused" has the convolutions do what follows them too, and takes the place of "eager"
+            where the device can do it.
         precision: of the blocks. Images are centred, and probabilities computed, in float32 always.
     """
 
@@ -84,8 +86,13 @@ def candidates(tuning: Tuning, device: torch.device) -> tuple[Recipe, ...]:
     recipes = []
     if tuning.optimize == "auto" and tuning.precision in ("float32", "auto"):
         recipes.append(PLAIN)
-    recipes += [Recipe("eager", precision) for precision in _precisions(tuning, device)]
+    recipes += [_made_fast(precision, device) for precision in _precisions(tuning, device)]
     return tuple(recipes)
+
+
+def _made_fast(precision: Literal["float32", "bfloat16", "float16"], device: torch.device) -> Recipe:
+    recipe = Recipe("eager", precision)
+    return Recipe("fused", precision) if fusable(device, recipe.dtype) else recipe
 
 
 def _precisions(tuning: Tuning, device: torch.device) -> tuple[Literal["float32", "bfloat16", "float16"], ...]:
