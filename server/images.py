@@ -3,7 +3,7 @@
 Exactly: scaling and cropping give what torchvision's `ImageClassification` transform gives before it normalises (within one
 grey level), so that accuracy over HTTP is accuracy in the notebook. Fast: a JPEG that is much larger than what is wanted is
 decoded at a half, a quarter or an eighth of its size, and only what the crop leaves is scaled; smaller ones differ by one grey
-level at the most, larger photographs by less than one on average (0.2 to 0.8 were seen). Neither time nor memory depends on the image's aspect ratio.
+level at the most, larger photographs by less than one on average. Neither time nor memory depends on the image's aspect ratio.
 
 All of it is synchronous and holds no state: `server.decode_pool` runs it off the event loop.
 """

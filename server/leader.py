@@ -107,6 +107,7 @@ class Leader:
                 num_stages=len(plan),
                 max_batch_size=settings.max_batch_size,
                 batch_timeout_s=settings.batch_timeout_s,
+                adaptive_batching=settings.batching == "adaptive",
                 window=settings.window,
                 queue_limit=settings.queue_limit,
                 recovery_grace_s=settings.recovery_grace_s,

@@ -88,6 +88,12 @@ class ServeSettings(Settings):
     )
 
     max_batch_size: int = setting(8, "Batching", "Most images that travel together.", ge=1, le=1024)
+    batching: Literal["adaptive", "fixed"] = setting(
+        "adaptive",
+        "Batching",
+        "adaptive sends a batch at once to a replica that idles, and waits for others to share it only while all are busy; "
+        "fixed always waits.",
+    )
     batch_timeout_s: float = setting(
         0.002, "Batching", "Longest time that an image waits for others to share its batch.", ge=0, le=60
     )
