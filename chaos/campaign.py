@@ -106,10 +106,10 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
     """
     found = Findings(plan)
     with ExitStack() as stack:
-        observer = stack.enter_context(Observer(target.url))
+        observer = stack.enter_context(Observer(target.url, target.way_in))
         start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
         faults = _possible(plan, target, start, found, tell)
-        questions = ask_quietly(target.url, plan.images)
+        questions = ask_quietly(target.url, plan.images, way_in=target.way_in)
         if pairs := alike(questions):
             found.warnings.append(f"{pairs} pairs of images have the same answer: a mix-up of those would go unseen")
         doubles = observer.metric(_DOUBLES)
@@ -122,6 +122,7 @@ def run(target: Target, plan: Plan, *, tell: Callable[[str], None] = lambda _lin
             rate_hz=plan.rate_hz,
             timeout_s=plan.request_timeout_s,
             seed=plan.seed,
+            way_in=target.way_in,
         ) as found.load:
             time.sleep(plan.settle_s)
             try:

@@ -141,7 +141,7 @@ def _disconnect(scene: Scene) -> None:
     """Clients that hang up in the middle: when the image is being decoded, waits, or is being computed."""
 
     async def hang_up() -> None:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(**scene.target.way_in.options) as client:
             for after_s in DISCONNECT_AFTER_S:
                 requests = [asyncio.create_task(_post(client, scene, {})) for _ in range(CLIENTS // 4)]
                 await asyncio.sleep(after_s)
@@ -156,7 +156,7 @@ def _deadline(scene: Scene) -> None:
     """Requests whose time is over while their image arrives, is decoded, waits or is being computed."""
 
     async def ask() -> list[int]:
-        async with httpx.AsyncClient(timeout=30.0) as client:
+        async with httpx.AsyncClient(timeout=30.0, **scene.target.way_in.options) as client:
             headers = ({"x-request-timeout-s": str(DEADLINES_S[n % len(DEADLINES_S)])} for n in range(CLIENTS))
             return await asyncio.gather(*(_post(client, scene, header) for header in headers))
 

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from chaos.statistics import quantile
+from config import NOTHING, Access
 
 _TOLERANCE = 1e-2
 """Of a probability. The same image in batches of other sizes differs by 1e-6 to 1e-4; another image by far more."""
@@ -47,9 +48,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Load:
-    """What came of it all, in the order of the answers."""
+    """What came of it all, in the order of the answers.
+
+    Attributes:
+        unsent: requests of an open loop that were not sent, because too many were under way already.
+    """
 
     samples: list[Sample] = field(default_factory=list)
+    unsent: int = 0
 
     @property
     def failed(self) -> list[Sample]:
@@ -70,11 +76,18 @@ class Question:
 
     Attributes:
         expected: probabilities by class; empty when any answer will do.
+        path: where it is asked.
     """
 
     body: bytes
     content_type: str = "image/jpeg"
     expected: dict[int, float] = field(default_factory=dict)
+    path: str = "/predict"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that go with the body."""
+        return {"content-type": self.content_type}
 
     def complaint(self, answer: httpx.Response, request_id: str) -> str:
         """Why this is not the answer to this question, asked under this id; empty when it is."""
@@ -100,10 +113,12 @@ class Question:
         return ""
 
 
-def ask_quietly(url: str, images: Sequence[tuple[bytes, str]], timeout_s: float = 60.0) -> list[Question]:
+def ask_quietly(
+    url: str, images: Sequence[tuple[bytes, str]], timeout_s: float = 60.0, way_in: Access = NOTHING
+) -> list[Question]:
     """Ask about each image alone, to know the right answers. Raises httpx.HTTPError when one is not answered."""
     questions = []
-    with httpx.Client(timeout=timeout_s) as client:
+    with httpx.Client(timeout=timeout_s, **way_in.options) as client:
         for body, content_type in images:
             response = client.post(f"{url}/predict", content=body, headers={"content-type": content_type})
             response.raise_for_status()
@@ -124,10 +139,10 @@ def alike(questions: Sequence[Question]) -> int:
 
 async def ask(client: httpx.AsyncClient, url: str, question: Question, request_id: str) -> Sample:
     """One request and its check. Never raises for what the service or the network does."""
-    headers = {"content-type": question.content_type, "x-request-id": request_id}
+    headers = question.headers | {"x-request-id": request_id}
     sent_s, started_s = time.time(), time.perf_counter()
     try:
-        answer = await client.post(f"{url}/predict", content=question.body, headers=headers)
+        answer = await client.post(url + question.path, content=question.body, headers=headers)
         took_s = time.perf_counter() - started_s
         return Sample(sent_s, took_s, answer.status_code, question.complaint(answer, request_id))
     except httpx.HTTPError as error:
@@ -142,12 +157,13 @@ async def closed_loop(
     until: Callable[[], bool],
     load: Load | None = None,
     timeout_s: float = 120.0,
+    way_in: Access = NOTHING,
 ) -> Load:
     """Each client sends its next request when its last one was answered, until `until()` is true."""
     load = Load() if load is None else load
     numbers = itertools.count()
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout_s) as http:
+    async with httpx.AsyncClient(limits=limits, timeout=timeout_s, **way_in.options) as http:
 
         async def one() -> None:
             while not until():
@@ -167,16 +183,22 @@ async def open_loop(
     load: Load | None = None,
     timeout_s: float = 120.0,
     seed: int = 0,
+    way_in: Access = NOTHING,
 ) -> Load:
     """Requests come as they please, `rate_hz` a second on average (Poisson), whether or not earlier ones are answered."""
     load = Load() if load is None else load
     generator, due_s = random.Random(seed), time.perf_counter()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout_s) as http, asyncio.TaskGroup() as tasks:
+    async with (
+        httpx.AsyncClient(limits=limits, timeout=timeout_s, **way_in.options) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
         under_way: set[asyncio.Task[None]] = set()
 
-        async def one(number: int) -> None:
-            load.samples.append(await ask(http, url, questions[number % len(questions)], f"chaos-{number}"))
+        async def one(number: int, due_s: float) -> None:
+            late_s = time.perf_counter() - due_s  # of our own making, but the service may have caused it
+            sample = await ask(http, url, questions[number % len(questions)], f"chaos-{number}")
+            load.samples.append(replace(sample, sent_s=sample.sent_s - late_s, took_s=sample.took_s + late_s))
 
         for number in itertools.count():
             due_s += generator.expovariate(rate_hz)
@@ -184,9 +206,11 @@ async def open_loop(
             if until():
                 break
             if len(under_way) < _MAX_OPEN:
-                task = tasks.create_task(one(number))
+                task = tasks.create_task(one(number, due_s))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
+            else:
+                load.unsent += 1
     return load
 
 
@@ -199,6 +223,7 @@ def load_on(
     rate_hz: float | None = None,
     timeout_s: float = 120.0,
     seed: int = 0,
+    way_in: Access = NOTHING,
 ) -> Iterator[Load]:
     """Clients in a thread of their own while the block runs; every request has its answer after it.
 
@@ -206,7 +231,7 @@ def load_on(
         rate_hz: requests a second of an open loop; None runs `clients` in a closed one.
     """
     over, load = threading.Event(), Load()
-    common: dict[str, Any] = {"until": over.is_set, "load": load, "timeout_s": timeout_s}
+    common: dict[str, Any] = {"until": over.is_set, "load": load, "timeout_s": timeout_s, "way_in": way_in}
 
     def run() -> None:
         if rate_hz:

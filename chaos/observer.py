@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import httpx
 
+from config import NOTHING, Access
+
 _POLL_S = 0.05
 
 Place = tuple[int, int]
@@ -101,8 +103,11 @@ class Observer:
         moments: every one that differs from the one before.
     """
 
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=30.0)
+    def __init__(self, url: str, way_in: Access = NOTHING) -> None:
+        self._client = httpx.Client(base_url=url, timeout=30.0, **way_in.options)
+        self._metrics = httpx.Client(
+            base_url=url, timeout=30.0, **way_in.options
+        )  # asked by other threads than the first
         self._news = threading.Condition()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="chaos-observer", daemon=True)
@@ -119,6 +124,7 @@ class Observer:
         self._over.set()
         self._thread.join()
         self._client.close()
+        self._metrics.close()
 
     @property
     def now(self) -> Moment:
@@ -140,8 +146,7 @@ class Observer:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over all its series; 0 when there is none."""
-        text = httpx.get(f"{self._client.base_url}/metrics", timeout=30.0).text
-        return metric(text, name)
+        return metric(self._metrics.get("/metrics").text, name)
 
     def _watch(self) -> None:
         while not self._over.wait(_POLL_S):

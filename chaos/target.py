@@ -8,7 +8,7 @@ from typing import Protocol
 import httpx
 
 from chaos.processes import parent
-from config import UserError
+from config import NOTHING, Access, UserError
 
 _STARTED = re.compile(r"worker slot=(\d+) pid=(\d+) started")
 
@@ -19,6 +19,10 @@ class Target(Protocol):
     @property
     def url(self) -> str:
         """Where its HTTP API answers."""
+
+    @property
+    def way_in(self) -> Access:
+        """What it wants to be shown."""
 
     @property
     def pid(self) -> int | None:
@@ -35,8 +39,9 @@ class RunningService:
         log: file that the service's standard error goes to, as text or JSON; needed for local workers, which are called `local-N`.
     """
 
-    def __init__(self, url: str, *, pid: int | None = None, log: Path | None = None) -> None:
+    def __init__(self, url: str, *, pid: int | None = None, log: Path | None = None, way_in: Access = NOTHING) -> None:
         self.url = url.rstrip("/")
+        self.way_in = way_in
         self._pid = pid
         self._log = log
 
@@ -58,7 +63,7 @@ class RunningService:
         return pids_in_names(self._names()) | self._pids_in_log()
 
     def _names(self) -> list[str]:
-        status = httpx.get(f"{self.url}/status", timeout=30.0).json()
+        status = httpx.get(f"{self.url}/status", timeout=30.0, **self.way_in.options).json()
         return [str(replica["worker"]) for stage in status["stages"] for replica in stage["replicas"]]
 
     def _pids_in_log(self) -> dict[str, int]:

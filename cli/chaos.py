@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.service import ServiceError
+from cli.service import ApiKeyFile, CaFile, ClientCertFile, ServiceError, access
 from config import UserError
 
 if TYPE_CHECKING:
@@ -157,6 +157,9 @@ def chaos(
     protect: Protect = "",
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
 ) -> int:
     """Kill, freeze, slow down and cut off workers of a service while clients ask it, and show what that cost them.
 
@@ -192,7 +195,8 @@ def chaos(
     if url is not None:
         if sets:
             raise UserError("--set: is for a service of our own; a running one has its settings")
-        return _run(nullcontext(RunningService(url, pid=pid, log=log)), plan, json_file, plot_file)
+        way_in = access(api_key_file, ca_file, client_cert_file)
+        return _run(nullcontext(RunningService(url, pid=pid, log=log, way_in=way_in)), plan, json_file, plot_file)
     settings = {
         "model": model,
         "weights": weights,

@@ -12,7 +12,21 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from cli import chaos, predict, reserve, rolling_restart, serve, simulate, status, version, worker
+from cli import (
+    bench,
+    chaos,
+    config,
+    key,
+    predict,
+    reserve,
+    rolling_restart,
+    serve,
+    simulate,
+    status,
+    version,
+    versions,
+    worker,
+)
 from cli.service import ServiceError
 from config import UserError
 
@@ -47,9 +61,14 @@ _add(serve.serve, serve.EPILOG)
 _add(worker.worker, worker.EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(status.status, status.EPILOG)
+_add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
 _add(rolling_restart.rolling_restart, rolling_restart.EPILOG)
+_add(versions.load_version, versions.LOAD_EPILOG)
+_add(versions.unload, versions.UNLOAD_EPILOG)
+_add(config.config, config.EPILOG)
+_add(key.key, key.EPILOG)
 _add(version.version)
 app.command(hidden=True)(reserve.reserve)
 

@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.service import DEFAULT_URL, AsJson, ServiceError, ServiceUnreachableError, TimeoutS, Url, ask, service
+from cli.service import (
+    DEFAULT_URL,
+    ApiKeyFile,
+    AsJson,
+    CaFile,
+    ClientCertFile,
+    ServiceError,
+    ServiceUnreachableError,
+    TimeoutS,
+    Url,
+    access,
+    ask,
+    service,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -30,14 +43,21 @@ TopK = Annotated[
 
 
 def predict(
-    files: Files, url: Url = DEFAULT_URL, top_k: TopK = None, as_json: AsJson = False, timeout_s: TimeoutS = 60.0
+    files: Files,
+    url: Url = DEFAULT_URL,
+    top_k: TopK = None,
+    as_json: AsJson = False,
+    timeout_s: TimeoutS = 60.0,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
 ) -> int:
     """Send images to a running service and show what it sees in them.
 
     With --json, each image gives one line: the service's answer, and the file's name.
     """
     failed = 0
-    with service(url, timeout_s) as client:
+    with service(url, timeout_s, access(api_key_file, ca_file, client_cert_file)) as client:
         for file in files:
             try:
                 answer = _predict(client, file, top_k)

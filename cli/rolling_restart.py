@@ -1,14 +1,10 @@
 """`multiworld rolling-restart`: restart every worker of a running service, one after the other."""
 
 import json
-import os
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cli.service import ServiceError, service
-from config.tokens import read_token
+from cli.operations import DEFAULT_OPERATIONS_URL, OperationsUrl, TokenFile, admin_access
+from cli.service import ApiKeyFile, AsJson, CaFile, ClientCertFile, ServiceError, refusal, service, unreachable
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -20,55 +16,41 @@ multiworld rolling-restart --operations-url http://10.0.0.1:8002 --token-file to
 [bold]Exit status[/bold]: 0 every worker was restarted, 1 one was not, 2 bad usage.
 """
 
-OperationsUrl = Annotated[
-    str,
-    typer.Option(
-        "--operations-url",
-        envvar="MULTIWORLD_OPERATIONS_URL",
-        metavar="URL",
-        help="Address of the service's operators' port, the one of the metrics.",
-    ),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        envvar="MULTIWORLD_TOKEN_FILE",
-        metavar="FILE",
-        help="File that holds the join token; not needed on the machine of a service that made up its own. "
-        "MULTIWORLD_TOKEN may hold the token itself.",
-    ),
-]
 
-
-def rolling_restart(url: OperationsUrl = "http://127.0.0.1:8002", token_file: TokenFile = None) -> int:
+def rolling_restart(
+    url: OperationsUrl = DEFAULT_OPERATIONS_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
+) -> int:
     """Restart every worker in turn, while the others serve.
 
     Each worker finishes what it has, ends, is started again by what started it (the service itself, Docker, Kubernetes) and
-    serves again before the next one goes. No request fails. Ctrl-C stops after the worker at hand.
+    serves again before the next one goes. No request fails. Ctrl-C stops after the worker at hand. A service with keys of
+    administrators (--admin-keys-file) wants one of them: --api-key-file. With --json, each step is one line.
     """
     import httpx
 
-    token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
-    headers = {"Authorization": f"Bearer {token.strip()}"} if token else {}
+    way_in = admin_access(api_key_file, token_file, ca_file, client_cert_file)
     last: dict[str, Any] = {}
     try:
         with (
-            service(url, timeout_s=10.0) as client,
-            client.stream(
-                "POST", "/admin/rolling-restart", json={}, headers=headers, timeout=httpx.Timeout(10, read=None)
-            ) as response,
+            service(url, 10.0, way_in) as client,
+            client.stream("POST", "/admin/rolling-restart", json={}, timeout=httpx.Timeout(10, read=None)) as response,
         ):
             if not response.is_success:
                 response.read()
-                raise ServiceError(f"{response.json().get('error', response.text)} (HTTP {response.status_code})")
+                raise ServiceError(refusal(response))
             for line in response.iter_lines():
                 last = json.loads(line)
-                _show(last)
+                if as_json:
+                    print(line, flush=True)
+                else:
+                    _show(last)
     except httpx.ConnectError as error:
-        raise ServiceError(
-            f"nothing answers at {url}; say where the operators' port is with --operations-url"
-        ) from error
+        raise unreachable(url, error, "--operations-url, the operators' port") from error
     except (httpx.TransportError, ValueError) as error:
         raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
     if last.get("state") != "done":

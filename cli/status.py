@@ -5,8 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.service import DEFAULT_URL, AsJson, ServiceError, TimeoutS, Url, ask, service
-from config import UserError
+from cli.service import (
+    DEFAULT_URL,
+    ApiKeyFile,
+    AsJson,
+    CaFile,
+    ClientCertFile,
+    ServiceError,
+    TimeoutS,
+    Url,
+    access,
+    ask,
+    service,
+)
+from config import Access, UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,11 +40,20 @@ STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yello
 Watch = Annotated[bool, typer.Option("--watch", help="Stay, and show each change as it happens, until Ctrl-C.")]
 
 
-def status(url: Url = DEFAULT_URL, as_json: AsJson = False, watch: Watch = False, timeout_s: TimeoutS = 10.0) -> int:
+def status(
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    watch: Watch = False,
+    timeout_s: TimeoutS = 10.0,
+    api_key_file: ApiKeyFile = None,
+    ca_file: CaFile = None,
+    client_cert_file: ClientCertFile = None,
+) -> int:
     """Show the stages of a running service, their replicas, and how each failed last."""
+    way_in = access(api_key_file, ca_file, client_cert_file)
     if watch:
-        return _watch(url, timeout_s, as_json=as_json)
-    with service(url, timeout_s) as client:
+        return _watch(url, timeout_s, way_in, as_json=as_json)
+    with service(url, timeout_s, way_in) as client:
         response = ask(client, "GET", "/status", headers={"Accept": "application/json"})
     if as_json:
         print(response.text)
@@ -47,13 +68,13 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False, watch: Watch = False
     return 0
 
 
-def _watch(url: str, timeout_s: float, *, as_json: bool) -> int:
+def _watch(url: str, timeout_s: float, way_in: Access, *, as_json: bool) -> int:
     if as_json:
         raise UserError("--watch and --json cannot go together: programs read GET /events")
     from cli.watch import watch
 
     try:
-        return watch(url, timeout_s)
+        return watch(url, timeout_s, way_in)
     except (ValueError, KeyError, TypeError) as error:
         raise ServiceError(f"{url} answers, but not as a multiworld service of this version does") from error
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cli.service import ServiceError, ask, service
+from config import Access
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,14 +72,14 @@ class Picture:
         return Group(*parts)
 
 
-def watch(url: str, timeout_s: float) -> int:
+def watch(url: str, timeout_s: float, way_in: Access) -> int:
     """Draw until Ctrl-C. Raises ServiceError when there is no such service at the start; later it waits for it."""
     from rich.live import Live
 
     from cli.console import console
 
     picture = Picture()
-    with service(url, timeout_s) as client:
+    with service(url, timeout_s, way_in) as client:
         picture.status = ask(client, "GET", "/status", headers={"Accept": "application/json"}).json()
         with Live(picture.drawn(), console=console(), auto_refresh=False) as live:
             while True:

@@ -1,6 +1,11 @@
-"""Limits of the process that the programs set at their start."""
+"""Limits of the process: those that the programs set at their start, and the memory that is left to it."""
 
 import resource
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = "max"
 
 
 def raise_descriptor_limit() -> None:
@@ -11,3 +16,34 @@ def raise_descriptor_limit() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Raises MemoryError when so much cannot be had: a polite end of one piece of work, where the kernel would end the process.
+
+    It is a look, not a reservation: what others take in the next moment is not foreseen. Where nothing is known, all is well.
+    """
+    available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
+    if available_bytes is not None and needed_bytes > available_bytes:
+        raise MemoryError(f"it takes {needed_bytes / 1e6:.0f} MB, and {available_bytes / 1e6:.0f} MB are left")
+
+
+def _on_machine() -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _in_container() -> int | None:
+    """What the control group still allows, files in the page cache not counted: those make room."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == _UNLIMITED:
+            return None
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(statistics["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        return None

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from config.errors import SettingsError
-from config.tokens import read_token
+from config.tokens import read_token, read_tokens
 
 ENV_PREFIX = "MULTIWORLD_"
 DEVICE_PATTERN = r"^(cpu|cuda(:\d+)?)$"
@@ -81,7 +81,18 @@ class Settings(BaseSettings):
     token: SecretStr | None = setting(
         None, "Access", "Secret that a worker must know to join.", allowed="at least one character", in_argv=False
     )
-    token_file: Path | None = setting(None, "Access", "File that holds the join token, on one line.")
+    token_file: Path | None = setting(
+        None,
+        "Access",
+        "File that holds the join token, on its first line; a leader lets in who knows that of any line, and reads it again at SIGHUP.",
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "Logging",
+        "URL that OpenTelemetry traces are sent to, by OTLP over HTTP; none traces nothing.",
+        pattern=r"^https?://[^\s]+$",
+        allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Logging", "Least severity to be logged.")
     log_format: Literal["text", "json"] = setting("text", "Logging", "Lines for people, or one JSON object a line.")
 
@@ -121,6 +132,13 @@ class Settings(BaseSettings):
     def secret(self) -> bytes:
         """The token as it is proven; empty while there is none."""
         return self.token.get_secret_value().encode() if self.token else b""
+
+    @property
+    def secrets(self) -> tuple[bytes, ...]:
+        """Who knows one of these is let in: the token, or all that the token's file holds now. Raises SettingsError."""
+        if self.token_file is None:
+            return (self.secret,)
+        return tuple(token.get_secret_value().encode() for token in read_tokens(self.token_file))
 
     def with_token(self) -> Self:
         """A copy whose `token` is set, from `token_file` if need be. Raises SettingsError if there is none."""

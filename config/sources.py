@@ -23,10 +23,10 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource
 
 from config.errors import SettingsError
-from config.settings import ENV_PREFIX, Settings, allowed
+from config.settings import ENV_PREFIX, Settings, allowed, facts
 
-OTHER_VARIABLES = ("CONFIG", "URL", "OPERATIONS_URL")
-"""MULTIWORLD_… variables that are no setting: the TOML file, and the addresses that the verbs for a running service speak to."""
+OTHER_VARIABLES = ("CONFIG", "URL", "OPERATIONS_URL", "API_KEY", "API_KEY_FILE", "CA_FILE", "CLIENT_CERT_FILE")
+"""MULTIWORLD_… variables that are no setting: the TOML file, and where a running service is and how to get in, for the verbs."""
 
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment"
@@ -92,6 +92,12 @@ def refuse_unknown_variables(environ: Mapping[str, str], programs: Iterable[type
     for name, value in sorted(environ.items()):
         if name.upper().startswith(ENV_PREFIX) and name.upper() not in known and not _is_service_link(name, value):
             raise SettingsError(f"unknown environment variable {name}{_nearest(name.upper(), known)}")
+
+
+def refuse_unknown_options(options: Iterable[str], cls: type[Settings]) -> None:
+    """Raises SettingsError for the name of a setting that this program does not have, or has no option for."""
+    known = {name for name, field in cls.model_fields.items() if facts(field)["in_argv"]}
+    _refuse_unknown_keys(options, known, f"the command line of multiworld {cls.section}")
 
 
 def _is_service_link(name: str, value: object) -> bool:

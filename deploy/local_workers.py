@@ -31,7 +31,7 @@ def local_workers(
     """
     threads = settings.worker_threads or fair_threads(settings.num_workers)
     devices = spread(settings.device, settings.num_workers)
-    shared = {
+    shared: dict[str, object] = {
         "leader": leader,
         "threads": threads,
         "heartbeat_interval_s": settings.heartbeat_interval_s,
@@ -40,6 +40,8 @@ def local_workers(
         "log_level": settings.log_level,
         "log_format": settings.log_format,
     }
+    if settings.otlp_endpoint is not None:
+        shared["otlp_endpoint"] = settings.otlp_endpoint
     sharing = shared_cores(settings)
     # -P: a folder named `cli` in the working directory must not be taken for ours.
     program = [sys.executable, "-P", "-m", "cli.main"]

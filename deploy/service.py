@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 
+from config import NOTHING, Access
 from config.sources import option
 
 _STOP_S = 30.0
@@ -48,11 +49,20 @@ class LocalService:
     """`multiworld serve` with local workers on free ports of 127.0.0.1, as `with LocalService(stages=2) as service`.
 
     Args:
+        way_in: what it wants to be shown, where its settings say so.
         wait_until_ready: whether entering waits for all replicas, or only until it listens.
         settings: of `multiworld serve`, by name: `model="resnet18"`, `weights="random:0"`, …
     """
 
-    def __init__(self, *, start_timeout_s: float = 180.0, wait_until_ready: bool = True, **settings: object) -> None:
+    def __init__(
+        self,
+        *,
+        start_timeout_s: float = 180.0,
+        wait_until_ready: bool = True,
+        way_in: Access = NOTHING,
+        **settings: object,
+    ) -> None:
+        self.way_in = way_in
         defaults = {"http_port": 0, "join_port": 0, "metrics_port": 0, "log_format": "json"}
         chosen = defaults | settings
         self._arguments = [part for name, value in chosen.items() for part in _option(name, value)]
@@ -148,13 +158,13 @@ class LocalService:
 
     def status(self) -> dict[str, Any]:
         """What GET /status says."""
-        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0).json()
+        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0, **self.way_in.options).json()
         return found
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all series with these labels; 0 when there is none."""
         total = 0.0
-        for line in httpx.get(self.metrics_url, timeout=30.0).text.splitlines():
+        for line in httpx.get(self.metrics_url, timeout=30.0, **self.way_in.options).text.splitlines():
             match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
             if match and all(f'{label}="{value}"' in (match[1] or "") for label, value in labels.items()):
                 total += float(match[2])

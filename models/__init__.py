@@ -2,7 +2,7 @@
 
 from models.architectures import MODEL_NAMES, block_names
 from models.costs import counted_costs, measure_costs
-from models.cutting import cut
+from models.cutting import cut, same_cut
 from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
 from models.loading import LoadedModel, load_model
 from models.optimize import AS_IT_IS, TOLERANCE, Optimized, Recipe, Tuning, deviation, optimize
@@ -49,6 +49,7 @@ __all__ = [
     "optimize",
     "reference",
     "reference_stage",
+    "same_cut",
     "stage_input_dtype",
     "stage_input_shape",
     "stage_output_shape",

@@ -21,7 +21,8 @@ class Ranks:
 
     Attributes:
         rank, size: this member, and how many there are.
-        backends: device type → c10d backend. With Gloo, tensors of other devices cross through host memory.
+        backends: device type → c10d backend. With Gloo, tensors of other devices cross through host memory. None at all: the world
+            has lines alone, and what goes over them: messages, all_reduce and barrier.
     """
 
     world_name: str
@@ -43,6 +44,7 @@ class Ranks:
 
     def on_host(self, name: str, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors, all on one device, must go through host memory. Raises ValueError, TypeError."""
+        self.collective(name)
         for tensor in tensors:
             check_dense(name, tensor)
         device = tensors[0].device
@@ -54,6 +56,21 @@ class Ranks:
         if "gloo" in self.backends.values():
             return device.type != "cpu"
         raise ValueError(f"{name}: {self._self} has no backend for tensors on {device}, only {self.backends}")
+
+    def message_on_host(self, name: str, tensor: Tensor) -> bool:
+        """Whether what goes over lines with this tensor must go through host memory. Raises ValueError, TypeError."""
+        if self.backends:
+            return self.on_host(name, (tensor,))
+        check_dense(name, tensor)
+        return tensor.device.type != "cpu"
+
+    def collective(self, name: str) -> None:
+        """Raises ValueError where the world has no backend for collectives."""
+        if not self.backends:
+            raise ValueError(
+                f"{name}: {self._self} has lines alone, which carry messages, all_reduce and barrier; "
+                "give it backend='gloo' or 'nccl' for other collectives"
+            )
 
     @property
     def _self(self) -> str:

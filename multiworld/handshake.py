@@ -56,10 +56,15 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 class HostHandshake:
-    """The listening side: `challenge`, then `accept` the guest's HELLO, then `welcome` (and `reply` to a question)."""
+    """The listening side: `challenge`, then `accept` the guest's HELLO, then `welcome` (and `reply` to a question).
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    Args:
+        secrets: the guest must know one of these, and that one is what we prove to know in turn.
+    """
+
+    def __init__(self, *secrets: bytes) -> None:
+        self._secrets = secrets
+        self._secret = secrets[0]
         self._nonce = os.urandom(NONCE_BYTES)
         self._transcript: tuple[bytes, ...] = ()
 
@@ -72,8 +77,10 @@ class HostHandshake:
             raise FrameError(f"expected a hello, got {frame.kind.name}")
         body, guest_nonce, proof = frame.fields
         self._transcript = (self._nonce, guest_nonce, body)
-        if not hmac.compare_digest(proof, _proof(self._secret, b"guest", *self._transcript)):
+        known = [s for s in self._secrets if hmac.compare_digest(proof, _proof(s, b"guest", *self._transcript))]
+        if not known:
             raise PermissionError("wrong secret")
+        self._secret = known[0]
         return Hello.decode(body)
 
     def welcome(self) -> Frame:

@@ -22,7 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from multiworld.board import Board
-from multiworld.operation import Operation
+from multiworld.operation import Operation, Part
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ _BUFFERS_AT_ONCE = 16
 
 
 class LineOwner(Protocol):
-    """Who is told what becomes of the operations. Called under the world's lock."""
+    """Who is told what becomes of the messages. Called under the world's lock."""
 
-    def on_carried(self, operation: Operation) -> None:
+    def on_carried(self, freight: Operation | Part) -> None:
         """The kernel has all of a message that was sent; or one that was waited for is here."""
 
-    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
         """The connection failed; these were under way."""
 
     def on_line_nonsense(self, peer: int, detail: str) -> None:
@@ -64,7 +64,7 @@ class Letter:
         data: whose memory it is.
     """
 
-    operation: Operation
+    freight: Operation | Part
     head: bytes
     memory: memoryview | None = None
     data: Tensor | None = None
@@ -94,8 +94,9 @@ class Line:
         self._sends: dict[int, deque[Letter]] = {}
         self._wanted: dict[int, int] = {}  # tag → messages that the peer waits for
         self._wanted_total = 0
-        self._outbox: deque[tuple[bytes | memoryview, Operation | None]] = deque()
-        self._begun = False  # part of the outbox's first has gone
+        # Bytes, what is carried when they have gone, and whether the next ones belong to them.
+        self._outbox: deque[tuple[bytes | memoryview, Operation | Part | None, bool]] = deque()
+        self._begun = False  # nothing may come before the outbox's first: part of it has gone, or its head
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._held = 0  # bytes in scratch of a head that is not whole
@@ -111,7 +112,7 @@ class Line:
         self._raise_if_lost()
         self._receives.setdefault(tag, deque()).append(letter)
         # In front of messages that have not begun: these may be long, and how many wait is all that it says.
-        self._outbox.insert(int(self._begun), (_posted(tag), None))
+        self._outbox.insert(int(self._begun), (_posted(tag), None, False))
         self._flush()
 
     def send(self, letter: Letter, tag: int) -> None:
@@ -129,10 +130,10 @@ class Line:
             letter = letters.popleft()
             self._want(tag, -1)
             if letter.memory:
-                self._outbox.append((letter.head, None))
-                self._outbox.append((letter.memory, letter.operation))
+                self._outbox.append((letter.head, None, True))
+                self._outbox.append((letter.memory, letter.freight, False))
             else:
-                self._outbox.append((letter.head, letter.operation))
+                self._outbox.append((letter.head, letter.freight, False))
         if letters is not None and not letters:
             del self._sends[tag]
         self._flush()
@@ -213,7 +214,7 @@ class Line:
             if self._filled < len(letter.memory):
                 return
             self._incoming = None
-            self._owner.on_carried(letter.operation)
+            self._owner.on_carried(letter.freight)
         at, end = 0, self._held + count
         while self.lost is None and self._incoming is None and end - at >= HEAD.size:
             kind, tag, size, signature = HEAD.unpack_from(self._scratch, at)
@@ -251,7 +252,7 @@ class Line:
         if taken:
             memory[:taken] = come[:taken]
         if taken == size:
-            self._owner.on_carried(letter.operation)
+            self._owner.on_carried(letter.freight)
         else:
             self._incoming, self._filled = letter, taken
         return taken
@@ -269,7 +270,7 @@ class Line:
         outbox = self._outbox
         while outbox and turn > 0:
             try:
-                sent = self._sock.sendmsg([buffer for buffer, _ in islice(outbox, _BUFFERS_AT_ONCE)])
+                sent = self._sock.sendmsg([buffer for buffer, _, _ in islice(outbox, _BUFFERS_AT_ONCE)])
             except BlockingIOError:
                 break
             except OSError as error:
@@ -277,14 +278,13 @@ class Line:
                 return
             turn -= sent
             while outbox and sent >= len(outbox[0][0]):
-                buffer, operation = outbox.popleft()
+                buffer, freight, self._begun = outbox.popleft()
                 sent -= len(buffer)
-                self._begun = False
-                if operation is not None:
-                    self._owner.on_carried(operation)
+                if freight is not None:
+                    self._owner.on_carried(freight)
             if sent:
-                buffer, operation = outbox[0]
-                outbox[0] = memoryview(buffer)[sent:], operation
+                buffer, freight, goes_on = outbox[0]
+                outbox[0] = memoryview(buffer)[sent:], freight, goes_on
                 self._begun = True
         self._watch(select.EPOLLIN | select.EPOLLOUT if outbox else select.EPOLLIN)
 
@@ -310,18 +310,18 @@ class Line:
             self._owner.on_line_lost(self.peer, self._end(), reason)
             self._sock.close()
 
-    def _end(self) -> list[Operation]:
+    def _end(self) -> list[Operation | Part]:
         """Let go of everything but the connection. Gives what was under way."""
         self._board.unplug(self._sock.fileno())
         letters = [self._incoming] if self._incoming is not None else []
         for queue in (*self._receives.values(), *self._sends.values()):
             letters += queue
-        operations = [letter.operation for letter in letters]
-        operations += [operation for _, operation in self._outbox if operation is not None]
+        freights = [letter.freight for letter in letters]
+        freights += [freight for _, freight, _ in self._outbox if freight is not None]
         self._incoming = None
         for kept in (self._receives, self._sends, self._wanted, self._outbox):
             kept.clear()
-        return operations
+        return freights
 
 
 @functools.lru_cache(256)

@@ -29,15 +29,17 @@ class Meeting:
 
     Args:
         seat: our own; its epoch says which world, exactly.
+        bind_host: the address of this machine that our calls leave from; empty lets the kernel choose.
     """
 
-    def __init__(self, watchdog: WatchDog, seat: Hello, secret: bytes, pulse: Pulse) -> None:
+    def __init__(self, watchdog: WatchDog, seat: Hello, secret: bytes, pulse: Pulse, bind_host: str = "") -> None:
         self.world = seat.world
         self.epoch = seat.epoch
         self._watchdog = watchdog
         self._seat = seat
         self._secret = secret
         self._pulse = pulse
+        self._bind_host = bind_host
         self._changed = threading.Condition()
         self._socks: dict[int, socket.socket] = {}
         self._call: socket.socket | None = None
@@ -116,7 +118,7 @@ class Meeting:
         self._watchdog.call_soon(self._dismiss)
 
     def _open_port(self, host: str) -> int:
-        reception = Reception(self._watchdog, bind(host, 0), self._secret, self._pulse)
+        reception = Reception(self._watchdog, bind(host, 0), [self._secret], self._pulse)
 
         def close() -> None:
             reception.expect_no_more(self)
@@ -158,6 +160,8 @@ class Meeting:
             with self._calling(sock):
                 sock.settimeout(_ATTEMPT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._bind_host:
+                    sock.bind((self._bind_host, 0))
                 sock.connect(address)
                 frames = FrameReader(MAX_HANDSHAKE_BYTES)
                 sock.sendall(handshake.hello(_next_frame(sock, frames)).encode())

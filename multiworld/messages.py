@@ -10,7 +10,7 @@ from multiworld.operation import Plan
 def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Plan:
     ranks.peer("send", dst)
     check_tag("send", tag)
-    on_host = ranks.on_host("send", (tensor,))
+    on_host = ranks.message_on_host("send", tensor)
     source = Outgoing(tensor, on_host)
     return Plan(
         name="send",
@@ -28,7 +28,7 @@ def send(ranks: Ranks, tensor: Tensor, dst: int, tag: int) -> Plan:
 def recv(ranks: Ranks, tensor: Tensor, src: int, tag: int) -> Plan:
     ranks.peer("recv", src)
     check_tag("recv", tag)
-    on_host = ranks.on_host("recv", (tensor,))
+    on_host = ranks.message_on_host("recv", tensor)
     target = Incoming("recv", tensor, on_host)
     return Plan(
         name="recv",

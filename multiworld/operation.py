@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
+
+if TYPE_CHECKING:
+    from multiworld.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +25,20 @@ class Plan:
     Attributes:
         name: of the operation, for messages.
         signature: what the members must agree on, in words; checked mode compares it before anything else is sent.
-        post: hands it to c10d.
+        post: hands it to c10d. None for what goes over the lines by its script.
         deliver: brings the results to the caller's tensors where c10d could not write into them directly.
         tensors: kept alive until c10d has let go of them, whatever the caller does.
         staged: whether `post` has to move data off a device first, which may take long and must not hold up an event loop.
         peer: the other rank of a send or receive, -1 for a collective.
         tag, size_bytes: of a send or receive.
-        buffer: of a send or receive, its data on the host, contiguous.
+        buffer: of what goes over lines, its data on the host, contiguous.
+        script: does it over the lines, given its buffer.
         splits_bytes: of an all-to-all, how much goes to each rank and how much is expected from each.
     """
 
     name: str
     signature: str
-    post: Callable[[ProcessGroup], Work]
+    post: Callable[[ProcessGroup], Work] | None = None
     tensors: tuple[Tensor, ...] = ()
     deliver: Callable[[], None] | None = None
     staged: bool = False
@@ -42,6 +46,7 @@ class Plan:
     tag: int = 0
     size_bytes: int = 0
     buffer: Callable[[], Tensor] | None = None
+    script: "Callable[[Exchange, Tensor], Coroutine[Any, Any, None]] | None" = None
     splits_bytes: tuple[list[int], list[int]] | None = None
 
 
@@ -67,6 +72,12 @@ class Operation:
     future: asyncio.Future[None]
     carrier: Carrier
     works: list[Work] = field(default_factory=list)
+    exchange: "Exchange | None" = None
+    """Its messages, where it has some of its own."""
+    task: asyncio.Task[None] | None = None
+    """What runs its script."""
+    agreed: bool = False
+    """Whether all members are known to be about to do it; of collectives in checked mode."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
     """Whether its caller has it already."""
@@ -123,6 +134,8 @@ class Operation:
     def _settle(self, error: BaseException | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
+        if self.task is not None and error is not None:
+            self.task.cancel()
         if self.future.done():
             return
         if error is None:
@@ -130,6 +143,18 @@ class Operation:
         else:
             self.future.set_exception(error)
             self.future.exception()  # a handle that nobody awaits is no reason for asyncio to complain
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One message of a collective, under way.
+
+    Attributes:
+        on_carried: called under the world's lock, on any thread.
+    """
+
+    whole: Operation
+    on_carried: Callable[[], object]
 
 
 def _is_being_cancelled() -> bool:

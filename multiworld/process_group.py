@@ -19,6 +19,8 @@ FOREVER = timedelta(days=3650)
 """The deadline of an operation that has none of its own: the watchdog decides, not the clock."""
 _CONNECT_S = 5.0
 """How long Gloo waits for a connection, five times over, where nothing can interrupt it. All members are known to be there by then."""
+LINES = "lines"
+"""The backend of a world whose members connect as the lines do, and no other way: c10d opens no port and no connection."""
 _POISON_TAG = 0x7FFF_FFF1
 """Reserved: nothing is ever sent with it."""
 _POISON_WAIT = timedelta(milliseconds=1)
@@ -37,14 +39,20 @@ class UnsupportedBackendError(ValueError):
 
 
 def parse_backend(backend: str) -> dict[str, str]:
-    """`"gloo"`, `"nccl"` or c10d's `"cpu:gloo,cuda:nccl"` as a mapping from device type to backend. Raises UnsupportedBackendError."""
+    """`"gloo"`, `"nccl"` or c10d's `"cpu:gloo,cuda:nccl"` as a mapping from device type to backend; `"lines"` is none at all.
+
+    Raises UnsupportedBackendError.
+    """
+    if backend.strip().lower() == LINES:
+        return {}
     parts = {"gloo": "cpu:gloo", "nccl": "cuda:nccl"}.get(backend.strip().lower(), backend.strip().lower())
     chosen: dict[str, str] = {}
     for part in parts.split(","):
         device, _, name = part.strip().partition(":")
         if (device, name) not in {("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")}:
             raise UnsupportedBackendError(
-                f"unknown backend {backend!r}: expected 'gloo', 'nccl', or a list such as 'cpu:gloo,cuda:nccl'"
+                f"unknown backend {backend!r}: expected 'gloo', 'nccl', a list such as 'cpu:gloo,cuda:nccl', or '{LINES}' "
+                "for messages, all_reduce and barrier alone"
             )
         chosen[device] = name
     if "nccl" in chosen.values() and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):

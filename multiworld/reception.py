@@ -7,7 +7,7 @@ Runs on the watchdog's thread, save `bind`. What strangers may cost is bounded: 
 import logging
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from multiworld.errors import Cause
@@ -65,10 +65,12 @@ class LineHost(Protocol):
 class Guest:
     """One accepted connection until it has a seat, an answer, or the door."""
 
-    def __init__(self, reception: "Reception", watchdog: WatchDog, sock: socket.socket, secret: bytes) -> None:
+    def __init__(
+        self, reception: "Reception", watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes]
+    ) -> None:
         self.hello: Hello | None = None
         self.lifeline = Lifeline(watchdog, sock, self)
-        self._handshake = HostHandshake(secret)
+        self._handshake = HostHandshake(*secrets)
         self._reception = reception
         self._watchdog = watchdog
         self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._overdue)
@@ -130,14 +132,18 @@ class Guest:
 
 
 class Reception:
-    """One listening port. Guests for a world that is not open yet wait; peers may start in any order."""
+    """One listening port. Guests for a world that is not open yet wait; peers may start in any order.
 
-    def __init__(self, watchdog: WatchDog, sock: socket.socket, secret: bytes, pulse: Pulse) -> None:
+    Attributes:
+        secrets: who knows one of these is let in. To be replaced whole; who is in stays in.
+    """
+
+    def __init__(self, watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes], pulse: Pulse) -> None:
         self.port: int = sock.getsockname()[1]
+        self.secrets = secrets
         self.on_question: QuestionHandler | None = None
         self._watchdog = watchdog
         self._sock = sock
-        self._secret = secret
         self._pulse = pulse
         self._rosters: dict[str, Roster] = {}
         self._line_hosts: dict[tuple[str, int], LineHost] = {}
@@ -245,7 +251,7 @@ class Reception:
                 sock.close()
                 continue
             try:
-                self._strangers[Guest(self, self._watchdog, sock, self._secret)] = None
+                self._strangers[Guest(self, self._watchdog, sock, self.secrets)] = None
             except OSError:  # gone before we could greet it
                 sock.close()
             if len(self._strangers) > _MAX_STRANGERS:

@@ -1,4 +1,4 @@
-"""The collectives that compute, as plans: their arguments checked, and how they are handed to c10d."""
+"""The collectives that compute, as plans: their arguments checked, and how they go over the lines or are handed to c10d."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from multiworld import shares
 from multiworld.arguments import Ranks, check_list, check_whole, described
 from multiworld.buffers import Incoming, Outgoing, arithmetic, check_computable
 from multiworld.operation import Plan
@@ -24,21 +25,28 @@ _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT
 
 
 def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
-    on_host = ranks.on_host("all_reduce", (tensor,))
+    on_host = ranks.message_on_host("all_reduce", tensor)
     reduction = _Reduction("all_reduce", ranks, tensor, op)
     options = AllreduceOptions()
     options.reduceOp, options.timeout = reduction.op, FOREVER
     target = Incoming("all_reduce", tensor, on_host)
-
-    def deliver() -> None:
-        reduction.finish(target)
-        target.deliver()
+    signature = f"all_reduce({described(tensor)}, {reduction.name})"
+    if reduction.on_gloo:
+        return Plan(
+            name="all_reduce",
+            signature=signature,
+            buffer=lambda: arithmetic(target.open(load=True)).reshape(-1),
+            script=lambda exchange, data: shares.all_reduce(exchange, data, reduction.name),
+            deliver=None if target.direct else target.deliver,
+            tensors=(tensor,),
+            staged=on_host,
+        )
 
     return Plan(
         name="all_reduce",
-        signature=f"all_reduce({described(tensor)}, {reduction.name})",
+        signature=signature,
         post=lambda group: group.allreduce([arithmetic(target.open(load=True))], options),
-        deliver=deliver,
+        deliver=target.deliver,
         tensors=(tensor,),
         staged=on_host,
     )
@@ -117,10 +125,16 @@ def _reduce_scatter(
 
 
 def barrier(ranks: Ranks) -> Plan:
-    device = "cpu" if "gloo" in ranks.backends.values() else next(iter(ranks.backends))
+    if "gloo" in ranks.backends.values() or not ranks.backends:
+        return Plan(
+            name="barrier",
+            signature="barrier()",
+            buffer=lambda: torch.empty(0),
+            script=lambda exchange, nothing: shares.all_reduce(exchange, nothing, "SUM"),
+        )
     options = AllreduceOptions()
     options.timeout = FOREVER
-    token = torch.zeros(1, device=device)
+    token = torch.zeros(1, device=next(iter(ranks.backends)))
     return Plan(
         name="barrier",
         signature="barrier()",
@@ -147,4 +161,4 @@ class _Reduction:
     def finish(self, target: Incoming) -> None:
         if self._divisor > 1:
             with torch.inference_mode():
-                target.result.div_(self._divisor)
+                arithmetic(target.result).div_(self._divisor)

@@ -240,9 +240,11 @@ class Membership(Watch):
         pulse: Pulse,
         secret: bytes,
         addresses: Sequence["Address"],
+        bind_host: str = "",
     ) -> None:
         super().__init__(watchdog, world, seat, pulse)
         self._addresses = addresses
+        self._bind_host = bind_host
         self._secret = secret
         self._attempt = 0
         self._welcome = False
@@ -271,8 +273,10 @@ class Membership(Watch):
         try:
             self._connecting = sock = socket.socket(address.family, socket.SOCK_STREAM)
             sock.setblocking(False)
+            if self._bind_host:
+                sock.bind((self._bind_host, 0))
             result = sock.connect_ex(address.sockaddr)
-        except OSError as error:  # no descriptor left, say
+        except OSError as error:  # no descriptor left, say, or no such address here
             self._unreachable(error.strerror or str(error))
             return
         if result in (0, errno.EINPROGRESS):

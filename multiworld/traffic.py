@@ -1,13 +1,13 @@
 """The operations of one world on their way: handed to a line or to c10d, awaited without holding up anybody, completed or failed.
 
-A send or receive goes over the line to its peer (multiworld/line.py), driven by the event loop on which the world was formed. A
-collective completes through the future that c10d gives it. Whatever may take its time before or after its data moves (checked
-collectives, copies from and to a device, NCCL) does that on a thread of the world's own; what ran on a CUDA stream is done when an
-event on that stream says so.
+A send or receive goes over the line to its peer (multiworld/line.py), driven by the event loop on which the world was formed; so do
+the messages of a collective that has a script (multiworld/shares.py), and of the agreement before any collective of a checked world.
+Other collectives complete through the future that c10d gives them. Whatever may take its time before or after its data moves (copies
+from and to a device, NCCL) does that on a thread of the world's own; what ran on a CUDA stream is done when an event on that stream
+says so.
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -17,13 +17,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld.agreement import DisagreementError, agree, agree_on_splits
+from multiworld.agreement import DisagreementError, agree_on_splits
 from multiworld.board import Board, board_of
+from multiworld.concert import Concert
 from multiworld.errors import Cause, WorldError
 from multiworld.lane import Lane
 from multiworld.line import Letter, Line, message_head, sealed
-from multiworld.operation import Operation, Plan
+from multiworld.operation import Operation, Part, Plan
 from multiworld.process_group import FOREVER
+from multiworld.streams import on_stream
 from multiworld.waiters import Waiters
 
 _Posted = TypeVar("_Posted")
@@ -69,6 +71,7 @@ class Traffic:
         self._casualties: list[Operation] = []
         self._waiters = Waiters(f"multiworld-{world.name}")
         self._collectives = Lane(self._waiters)
+        self._concert = Concert(self, lock, self._waiters, checked=checked)
         self._nccl: dict[int, Lane] = {}  # NCCL has one order for all messages with a peer
         self._lines: dict[int, Line] = {}
         self._board: Board | None = None
@@ -105,9 +108,9 @@ class Traffic:
             self._come_along(loop)
             self._pending.add(operation)
             try:
-                self._set_off(operation, self._group)
+                self._set_off(operation)
             except RuntimeError as refusal:  # a connection is lost, or no thread is to be had: the world is breaking
-                self._fail([operation], operation.peer, refusal.with_traceback(None))
+                self.fail([operation], operation.peer, refusal.with_traceback(None))
             except BaseException:
                 self._pending.discard(operation)
                 raise
@@ -125,8 +128,8 @@ class Traffic:
         for line in self._lines.values():
             line.move(self._board)
 
-    def _set_off(self, operation: Operation, group: ProcessGroup) -> None:
-        """Post it, unless that could take long or would overtake what has still to be posted: then queue it."""
+    def _set_off(self, operation: Operation) -> None:
+        """Post it, unless that could take long, would overtake what has still to be posted, or must be agreed on: then queue it."""
         plan = operation.plan
         on_cuda = _on_cuda(plan)
         if on_cuda:
@@ -137,13 +140,23 @@ class Traffic:
             else:
                 self._expect(operation)
             return
+        if plan.peer < 0 and self._concert.concerns(operation, self._lines):
+            self._concert.start(operation, self._lines)
+        else:
+            self.post(operation)
+
+    def post(self, operation: Operation) -> None:
+        """Hand a collective, or what NCCL carries, to c10d, or to its lane. Under the world's lock. Raises RuntimeError."""
+        plan = operation.plan
         lane = self._collectives if plan.peer < 0 else self._nccl.setdefault(plan.peer, Lane(self._waiters))
+        splits = self._checked and plan.splits_bytes is not None
         # Copies from a device take their time, and NCCL connects lazily and blocks.
-        if plan.staged or on_cuda or lane.unposted or self._checked:
+        if plan.staged or _on_cuda(plan) or lane.unposted or splits:
             lane.unposted += 1
             lane.run(partial(self._carry, operation, lane))
-        else:
-            operation.works = [plan.post(group)]
+        elif self._group is not None:
+            assert plan.post is not None
+            operation.works = [plan.post(self._group)]
             operation.works[0].get_future().add_done_callback(partial(self._on_future, operation))
 
     def _write(self, operation: Operation) -> None:
@@ -168,43 +181,51 @@ class Traffic:
 
     def _fetch(self, letter: Letter) -> None:
         """Bring the data of a message from its device, and send it. On a thread of the world's own."""
-        operation = letter.operation
+        operation = letter.freight
+        assert isinstance(operation, Operation)
         assert operation.plan.buffer is not None
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 data = operation.plan.buffer()
             with self._lock:
                 letter.put(data)
                 self._lines[operation.peer].advance(operation.plan.tag)
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
 
-    def on_carried(self, operation: Operation) -> None:
+    def on_carried(self, freight: Operation | Part) -> None:
         """A line has done its part."""
+        if isinstance(freight, Part):
+            freight.on_carried()
+        else:
+            self.on_done(freight)
+
+    def on_done(self, operation: Operation) -> None:
         if operation.plan.deliver is None:
             self._settle(operation)
             return
         try:
             self._waiters.run(partial(self._deliver, operation))
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
 
     def _deliver(self, operation: Operation) -> None:
         """Bring what came to where its receiver wants it. On a thread of the world's own."""
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 assert operation.plan.deliver is not None
                 operation.plan.deliver()
                 if operation.stream is not None:
                     operation.stream.synchronize()
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
         else:
             self._settle(operation)
 
-    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
+        operations = list(dict.fromkeys(each.whole if isinstance(each, Part) else each for each in freights))
         if operations:  # an idle line is missed when it is used: the lifeline may have a better reason by then
-            self._fail(operations, peer, RuntimeError(reason))
+            self.fail(operations, peer, RuntimeError(reason))
 
     def on_line_nonsense(self, peer: int, detail: str) -> None:
         self._world.on_line_nonsense(peer, detail)
@@ -215,12 +236,26 @@ class Traffic:
             for line in self._lines.values():
                 line.read()
 
-    # -- collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
+    # -- collectives over the lines (see `ConcertHost`) ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises WorldError when the world has ended; what is under way when a member leaves may go on."""
+        ending = self._world.ending()
+        if ending is not None and (self._group is None or not self.draining):
+            raise ending
+
+    def on_abandoned(self, operation: Operation) -> None:
+        self._world.break_(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
+
+    def on_dissent(self, rank: int, detail: str) -> None:
+        self._world.on_line_nonsense(rank, detail)
+
+    # -- other collectives, and what NCCL carries, under way (on threads of the world's own) ---------------------------------------
 
     def _carry(self, operation: Operation, lane: Lane) -> None:
         """Post it, wait, and bring the results to where they belong."""
         try:
-            with _stream(operation.stream):
+            with on_stream(operation.stream):
                 self._post_late(operation, lane)
                 self._wait_for(operation)
                 if operation.plan.deliver is not None:
@@ -229,23 +264,21 @@ class Traffic:
                     operation.stream.synchronize()
         except DisagreementError as error:
             self._world.break_(Cause.ERROR, error.rank, error.detail)
-            self._fail([operation], operation.peer, RuntimeError(error.detail))
+            self.fail([operation], operation.peer, RuntimeError(error.detail))
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))  # a traceback holds tensors
+            self.fail([operation], operation.peer, error.with_traceback(None))  # a traceback holds tensors
         except WorldError as error:
-            self._fail([operation], operation.peer, RuntimeError(str(error)))
+            self.fail([operation], operation.peer, RuntimeError(str(error)))
         else:
             self._settle(operation)
 
     def _post_late(self, operation: Operation, lane: Lane) -> None:
-        """Post an operation that queued; a collective of a checked world once everybody has agreed to it."""
+        """Post an operation that queued; an all-to-all of a checked world once it is known how much comes from each."""
         plan = operation.plan
+        assert plan.post is not None
         try:
-            if self._checked and plan.peer < 0:
-                group = self._post_unless_ended(lambda group: group)
-                agree(group, self._world.size, plan.signature)
-                if plan.splits_bytes is not None:
-                    agree_on_splits(group, *plan.splits_bytes)
+            if self._checked and plan.splits_bytes is not None:
+                agree_on_splits(self._post_unless_ended(lambda group: group), *plan.splits_bytes)
             operation.works = [self._post_unless_ended(plan.post, _on_cuda(plan))]
         finally:
             with self._lock:
@@ -254,9 +287,8 @@ class Traffic:
     def _post_unless_ended(self, post: Callable[[ProcessGroup], _Posted], slow: bool = False) -> _Posted:
         """Under the world's lock, unless that could be held for long. What is under way when a member leaves may go on."""
         with self._lock:
-            ending, group = self._world.ending(), self._group
-            if ending is not None and (group is None or not self.draining):
-                raise ending
+            self.check()
+            group = self._group
             assert group is not None
             if not slow:
                 return post(group)
@@ -269,7 +301,7 @@ class Traffic:
                 work.wait(FOREVER)
             return
         device = operation.plan.tensors[0].device
-        with _stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with on_stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             for work in operation.works:
                 work.wait()  # orders this stream after the operation, and returns
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -285,7 +317,7 @@ class Traffic:
             if operation.plan.deliver is not None:
                 operation.plan.deliver()
         except RuntimeError as error:
-            self._fail([operation], operation.peer, error.with_traceback(None))
+            self.fail([operation], operation.peer, error.with_traceback(None))
         else:
             self._settle(operation)
 
@@ -299,7 +331,7 @@ class Traffic:
         if self.draining and not self._pending:
             self._world.on_drained()
 
-    def _fail(self, operations: Sequence[Operation], peer: int, error: RuntimeError) -> None:
+    def fail(self, operations: Sequence[Operation], peer: int, error: RuntimeError) -> None:
         """Their callers learn why once that is known, which is when the world has been broken."""
         with self._lock:
             self._pending.difference_update(operations)
@@ -354,7 +386,3 @@ class Traffic:
 
 def _on_cuda(plan: Plan) -> bool:
     return bool(plan.tensors) and plan.tensors[0].is_cuda
-
-
-def _stream(stream: Any) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()

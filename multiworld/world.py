@@ -14,28 +14,26 @@ import logging
 import socket
 import threading
 import time
-import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store
+from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld import messages
 from multiworld.arguments import Ranks
 from multiworld.board import Board, board_of
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
-from multiworld.handshake import Hello
-from multiworld.meeting import Meeting
+from multiworld.forming import AnyWatch, Forming
 from multiworld.operation import Operation, Plan
-from multiworld.process_group import abort_process_group, make_process_group
+from multiworld.process_group import abort_process_group
 from multiworld.reception import Reception
-from multiworld.rendezvous import Address, Membership, Pulse, Roster, Watch
+from multiworld.rendezvous import Roster, Watch
 from multiworld.store import LifelineStore
 from multiworld.traffic import Traffic
 from multiworld.watchdog import WatchDog
+from multiworld.world_config import WorldConfig
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +48,6 @@ _READ_S = 0.02
 _RECLAIM_RETRY_S = 0.1
 _RECLAIM_S = 5.0
 """How long the waiting threads of an ended world may take to come back before we say that they hang."""
-_BUILDER_S = 1.0
-"""How long to wait for the group's constructor: woken in milliseconds, unless it waits for a frozen member's connection."""
-_RESOLVE_RETRY_S = 0.5
-
-
-builders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""The threads that build, or built, the groups of this process's worlds."""
 
 
 class WorldState(StrEnum):
@@ -70,34 +61,6 @@ class WorldListener(Protocol):
     """Who is told of a world's changes. Called from any thread; must return at once."""
 
     def on_world_changed(self, world: "World") -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorldConfig:
-    """What a world is made of.
-
-    Attributes:
-        rank, size: this member's rank, and how many members there are.
-        epoch: which incarnation of `name`; 0 lets rank 0 decide.
-        addr, port: where rank 0 listens; the others connect there.
-        timeout_s: how long forming the world may take.
-        store: use this store for the rendezvous instead of the lifeline (a `TCPStore`, say).
-        checked: agree on every operation before its data moves (multiworld/agreement.py). The same at all members.
-    """
-
-    name: str
-    rank: int
-    size: int
-    epoch: int
-    backends: dict[str, str]
-    device: torch.device
-    addr: str
-    port: int
-    secret: bytes
-    pulse: Pulse
-    timeout_s: float
-    store: Store | None = None
-    checked: bool = False
 
 
 class World:
@@ -126,18 +89,11 @@ class World:
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends)
         self._traffic = Traffic(self, self._lock, checked=config.checked)
         self._settled = threading.Event()
-        self._refusal = "nobody answered"
-        self._started = False
-        self._forming: asyncio.Future[Any] | None = None
-        self._builder: threading.Thread | None = None
-        self._meeting: Meeting | None = None
-        self._host_addr = config.addr
+        self.forming = Forming(self, config, watchdog, reception, self._store)
         self._board: Board | None = None
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} epoch={self.epoch} rank={self.rank}/{self.size} {self.state}>"
-
-    # -- forming -------------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Meet the other members and build the group.
@@ -149,127 +105,23 @@ class World:
         The world is ended then, and leaves nothing behind. Cancelling ends it too.
         """
         self._board = board_of(asyncio.get_running_loop())
-        try:
-            # No local name for the timeout: it knows its task, and a task that is cancelled keeps, out of the sight of Python 3.11's
-            # garbage collector, the error whose traceback has this frame.
-            async with asyncio.timeout(self._config.timeout_s):
-                host = await self._take_seat()
-                await self._build(host)
-        except asyncio.CancelledError:
-            self.break_(Cause.ABORTED, self.rank, "cancelled while joining")
-            raise
-        except TimeoutError:
-            obstacle = self._obstacle()
-            self.break_(Cause.TIMEOUT, -1, "did not form in time")
-            raise JoinError(
-                self.name,
-                f"did not form within {self._config.timeout_s:g} s as rank {self.rank} of {self.size} at "
-                f"{self._config.addr}:{self._config.port}: {obstacle}",
-            ) from None
-        except WorldError:
-            raise
-        except Exception as error:
-            self.break_(Cause.TRANSPORT, -1, str(error))
-            raise JoinError(self.name, f"the process group could not be built: {error}") from error
+        await self.forming.run()
 
-    def _obstacle(self) -> str:
-        if self._started:
-            return "all members came, but their connections did not form"
-        watch = self._watch
-        if isinstance(watch, Roster):
-            return f"ranks {', '.join(map(str, watch.missing()))} did not come"
-        return self._refusal
+    # -- what its forming says (see `FormingWorld`) ----------------------------------------------------------------------------
 
-    def _await(self) -> asyncio.Future[Any]:
-        """A step of forming, which whatever ends the world wakes."""
-        self._forming = step = asyncio.get_running_loop().create_future()
-        step.add_done_callback(lambda done: done.cancelled() or done.exception())  # may go unread
-        if error := self.ending():
-            raise error
-        return step
-
-    async def _take_seat(self) -> str:
-        seated = self._await()
-        seat = Hello(self.name, self.rank, self.size, self.epoch)
-        if self.rank == 0:
-            self._watchdog.call_soon(self._host, seat)
-        else:
-            self._watchdog.call_soon(self._join, seat, await self._resolve())
-        return await seated or self._config.addr
-
-    async def _resolve(self) -> list[Address]:
-        """The host's addresses; a name that is not known yet (a container that has not started) is asked for again."""
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                found = await loop.getaddrinfo(self._config.addr, self._config.port, type=socket.SOCK_STREAM)
-                return [Address(family, (str(sockaddr[0]), self._config.port)) for family, *_, sockaddr in found]
-            except OSError as error:
-                self._refusal = f"{self._config.addr} cannot be resolved: {error.strerror}"
-                await asyncio.sleep(_RESOLVE_RETRY_S)
-
-    def _host(self, seat: Hello) -> None:
+    def be_watched(self, make_watch: Callable[[], AnyWatch]) -> AnyWatch | None:
         with self._lock:
             if self.state is not WorldState.JOINING:
-                return
-            assert self._reception is not None
-            roster = Roster(self._watchdog, self, seat, self._config.pulse)
-            self._watch = roster
-            meeting = self._prepare_meeting()
-        if meeting is not None:
-            meeting.attend(self._reception)
-        self._reception.host(roster)
+                return None
+            self._watch = watch = make_watch()
+            return watch
 
-    def _join(self, seat: Hello, addresses: list[Address]) -> None:
-        with self._lock:
-            if self.state is WorldState.JOINING:
-                self._watch = Membership(self._watchdog, self, seat, self._config.pulse, self._config.secret, addresses)
-
-    def _prepare_meeting(self) -> Meeting | None:
-        """What connects the lines of a world that needs some. On the watchdog's thread, before any member may call."""
-        if self.size > 1 and "gloo" in self._config.backends.values():
-            seat = Hello(self.name, self.rank, self.size, self.epoch)
-            self._meeting = Meeting(self._watchdog, seat, self._config.secret, self._config.pulse)
-        return self._meeting
-
-    async def _build(self, host: str) -> None:
-        """Run the group's constructor, which blocks until all ranks are there, on a thread that nobody has to wait for."""
-        built = self._await()
-
-        def build() -> None:
-            error: BaseException | None = None
-            try:
-                self._adopt(self._make_group(host))
-            except Exception as failure:  # noqa: BLE001 - handed to the caller, whatever it is
-                error = self.ending() or failure.with_traceback(None)
-            if not self._wake(None, error):
-                self.break_(Cause.ABORTED, self.rank, "the event loop ended while joining")
-
-        self._builder = threading.Thread(target=build, name=f"multiworld-{self.name}-join", daemon=True)
-        builders.add(self._builder)
-        self._builder.start()
-        await built
-
-    def _make_group(self, host: str) -> ProcessGroup:
-        """Blocks until all ranks are there. Raises RuntimeError, JoinError."""
-        config = self._config
-        store = config.store or self._store
-        mode = "checked" if config.checked else "unchecked"
-        if self.rank == 0:
-            store.set("mode", mode)
-        if self._meeting is not None:
-            self._meeting.gather(self._store, host, (self._host_addr, config.port), config.timeout_s)
-        group = make_process_group(store, self.rank, self.size, config.backends, host, config.timeout_s, config.device)
-        if self.rank > 0 and (theirs := store.get("mode").decode(errors="replace")) != mode:
-            raise JoinError(self.name, f"rank 0 is {theirs}, we are {mode}")
-        return group
-
-    def _adopt(self, group: ProcessGroup) -> None:
+    def adopt(self, group: ProcessGroup, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
         with self._lock:
             if error := self.ending():
                 raise error
             assert self._board is not None
-            self._traffic.open(group, self._meeting.take() if self._meeting is not None else {}, self._board)
+            self._traffic.open(group, take_socks(), self._board)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock: nobody is to hear of its end before
 
@@ -277,14 +129,8 @@ class World:
 
     def on_all_here(self, epoch: int, local_host: str) -> None:
         self.epoch = epoch
-        self._started = True
-        if self.rank > 0 and self._watch is not None:
-            self._host_addr = self._watch.lifelines[0].peer_host
-            with self._lock:
-                if self.state is not WorldState.JOINING:
-                    return
-                self._prepare_meeting()
-        self._wake(local_host)
+        host = self._watch.lifelines[0].peer_host if self.rank > 0 and self._watch is not None else None
+        self.forming.on_all_here(host, local_host)
 
     def on_stored(self, key: str, value: bytes) -> None:
         self._store.receive(key, value)
@@ -304,34 +150,11 @@ class World:
         self._settled.set()
 
     def on_refused(self, reason: str, *, final: bool) -> None:
-        self._refusal = reason
-        if final:
-            error = f"rank 0 at {self._config.addr}:{self._config.port} refused us: {reason}"
-            self._wake(None, JoinError(self.name, error))
+        self.forming.on_refused(reason, final=final)
 
     def _put(self, key: str, value: bytes) -> None:
         if self._watch is not None:
             self._watch.put(key, value)
-
-    def _wake(self, result: str | None, error: BaseException | None = None) -> bool:
-        """End the step of forming that is awaited. False when its event loop has ended."""
-        step = self._forming
-        if step is None:
-            return True
-
-        def resolve() -> None:
-            if step.done():
-                return
-            if error is None:
-                step.set_result(result)
-            else:
-                step.set_exception(error)
-
-        try:
-            step.get_loop().call_soon_threadsafe(resolve)
-        except RuntimeError:
-            return False
-        return True
 
     # -- operations ----------------------------------------------------------------------------------------------------------
 
@@ -414,7 +237,7 @@ class World:
                 rank,
                 detail,
             )
-        self._wake(None, self.ending())
+        self.forming.wake(error=self.ending())
         self._watchdog.call_soon(self._part, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
@@ -428,7 +251,7 @@ class World:
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
         logger.info("world=%s epoch=%d rank=%d ->closed", self.name, self.epoch, self.rank)
-        self._wake(None, WorldClosedError(self.name, "closed while joining"))
+        self.forming.wake(error=WorldClosedError(self.name, "closed while joining"))
         self._watchdog.call_soon(self._part, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_reclaim()
@@ -470,16 +293,14 @@ class World:
         if self._traffic.draining or not self._traffic.busy:
             self._linger()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
-        if self._meeting is not None:
-            self._meeting.end()
+        self.forming.end()
         group = self._traffic.take_group()
         if group is not None:
             abort_process_group(group, self.rank, self.size, self._config.backends)
             del group
         if not self._traffic.end(_RECLAIM_S):
             logger.error("world=%s: operations did not come back %.0f s after the abort", self.name, _RECLAIM_S)
-        if self._builder is not None and self._builder is not threading.current_thread():
-            self._builder.join(_BUILDER_S)
+        self.forming.join_builder()
         self._watchdog.call_soon(self._detach)
 
     def _linger(self) -> None:
@@ -489,7 +310,7 @@ class World:
             self._traffic.read()
 
     def _detach(self) -> None:
-        self._forming = None  # its error has a traceback, and that the world before us, and so on
+        self.forming.forget()
         if self._watch is not None:
             self._watch.detach()
             self._watch = None

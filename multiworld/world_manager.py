@@ -18,12 +18,14 @@ from torch._C._distributed_c10d import Store
 
 from multiworld.errors import WorldClosedError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
+from multiworld.forming import builders
 from multiworld.process_group import parse_backend
 from multiworld.reception import Reception, bind
 from multiworld.rendezvous import Pulse
 from multiworld.watchdog import WatchDog
-from multiworld.world import World, WorldConfig, WorldState, builders
+from multiworld.world import World, WorldState
 from multiworld.world_communicator import WorldCommunicator
+from multiworld.world_config import WorldConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class WorldManager:
         checked: agree on sizes and dtypes before every operation, so that a mismatch breaks the world and not the process, at the
             cost of a short exchange; `initialize_world` may say otherwise for a world.
         heartbeat_interval_s, heartbeat_timeout_s: how often members beat, and after how long a silence they count as hung.
+        bind_host: the address of this machine that connections to other members leave from, which is also where those reach us;
+            empty lets the kernel choose, by where rank 0 is.
     """
 
     def __init__(
@@ -67,10 +71,13 @@ class WorldManager:
         heartbeat_interval_s: float = 0.2,
         heartbeat_timeout_s: float = 1.0,
         checked: bool = True,
+        bind_host: str = "",
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret
+        self._let_in: tuple[bytes, ...] = (self._secret,)
         self._pulse = Pulse(heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"))
         self._checked = checked
+        self._bind_host = bind_host
         self._watchdog: WatchDog | None = None
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
@@ -138,7 +145,8 @@ class WorldManager:
 
         Args:
             rank, world_size: this member's rank and how many there are. Rank 0 listens on `addr`:`port`, the others connect.
-            backend: "gloo", "nccl", or "cpu:gloo,cuda:nccl".
+            backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or "lines": messages, all_reduce and barrier alone, and of a world of
+                two only rank 0 must be within the other's reach, at one port.
             port: -1 is 29500. Many worlds may share a port. 0 suits rank 0 only behind `listen`, which says what it took.
             timeout: seconds that forming the world may take.
             device: the CUDA device that NCCL uses; the CPU needs none.
@@ -180,6 +188,7 @@ class WorldManager:
                 timeout_s=timeout,
                 store=store,
                 checked=(self._checked if checked is None else checked) and "gloo" in backends.values(),
+                bind_host=self._bind_host,
             )
             self._announced.discard(world_name)
             world = World(config, self._running_watchdog(), door.reception if door else None, self)
@@ -210,6 +219,19 @@ class WorldManager:
             if not self.is_broken(world_name):
                 raise WorldExistsError(world_name, "there already")
             self._announced.add(world_name)
+
+    def let_in(self, *secrets: bytes) -> None:
+        """Who knows one of these may come to our worlds and questions from now on, and nobody else. Who is in a world stays there.
+
+        To change a secret without an interruption: let in who knows the old or the new one, have the others change over, then let in
+        the new one alone. What we say to hosts elsewhere stays `secret`.
+        """
+        if not secrets:
+            raise ValueError("let_in: at least one secret must be known to who comes")
+        with self._lock:
+            self._let_in = secrets
+            for door in self._doors.values():
+                door.reception.secrets = secrets
 
     def listen(self, addr: str = "127.0.0.1", port: int = 0) -> int:
         """Open a port for worlds and questions, and keep it open. Gives the port, which 0 lets the kernel choose. Raises OSError."""
@@ -255,7 +277,7 @@ class WorldManager:
         if door is None:
             sock = bind(host, port)
             watchdog = self._running_watchdog()
-            reception = Reception(watchdog, sock, self._secret, self._pulse)
+            reception = Reception(watchdog, sock, self._let_in, self._pulse)
             watchdog.call_soon(reception.open)
             door = self._doors[host, reception.port] = _Door(reception)
         return door

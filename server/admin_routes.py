@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -11,24 +9,25 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from server.rolling_restart import RestartFailedError, RestartRefusedError, RestartStep
+from server.errors import MediaTypeError
+from server.maintenance import MaintenanceError
+from server.rolling_restart import RestartFailedError, RestartStep
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AdminRoutes:
-    """
+    """What answers the verbs; who may ask is checked before (server/access.py).
+
     Attributes:
         restart_workers: starts a rolling restart.
-        token: to be given as `Authorization: Bearer …`. Empty: none is needed, and only this machine is let in.
     """
 
     restart_workers: Callable[[], AsyncGenerator[RestartStep, None]]
-    token: bytes
 
     def routes(self) -> list[Route]:
         """For the operators' application."""
@@ -39,26 +38,10 @@ class AdminRoutes:
 
         Who hangs up stops it after the worker at hand.
         """
-        if refusal := self._refusal(request):
-            return refusal
-        return StreamingResponse(_lines(self.restart_workers()), media_type="application/x-ndjson")
-
-    def _refusal(self, request: Request) -> Response | None:
         # A page in somebody's browser can send a form to this machine, but not JSON without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            return JSONResponse({"error": "send it with Content-Type: application/json"}, 415)
-        if self.token:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-                return JSONResponse(
-                    {"error": "send the join token as `Authorization: Bearer TOKEN`"},
-                    401,
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        elif not _is_this_machine(request):
-            error = "without a join token of its own (--token-file), the service takes this from its own machine only"
-            return JSONResponse({"error": error}, 403)
-        return None
+            raise MediaTypeError("an admin verb is sent with Content-Type: application/json; send it, with the body {}")
+        return StreamingResponse(_lines(self.restart_workers()), media_type="application/x-ndjson")
 
 
 async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str, None]:
@@ -69,15 +52,8 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[str
                 logger.info("rolling restart: %s", step)
                 done += step.state == "restarted"
                 yield json.dumps(asdict(step)) + "\n"
-    except (RestartRefusedError, RestartFailedError) as error:
+    except (MaintenanceError, RestartFailedError) as error:
         logger.warning("rolling restart: %s", error)
         yield json.dumps({"state": "failed", "restarted": done, "error": str(error)}) + "\n"
     else:
         yield json.dumps({"state": "done", "restarted": done}) + "\n"
-
-
-def _is_this_machine(request: Request) -> bool:
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False

@@ -8,32 +8,40 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Generator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import torch
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
 from config import UserError, raise_descriptor_limit
+from config.sources import option
 from metrics import build_labels
 from models import LoadedModel, Tuning, load_model
+from server.access import Gate
 from server.admin_routes import AdminRoutes
+from server.batch_traces import BatchTraces
+from server.connections import ConnectionLimits, Connections
+from server.credentials import Credentials, Renewal, read_credentials, warn_of_openness
 from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
+from server.http_server import HttpServer, affordable, bind, serving
+from server.join_tokens import JoinTokens
 from server.leader import Leader
 from server.metrics import Metrics
-from server.plan import StagePlan, make_plan
+from server.plan import make_plan
 from server.predictor import PipelineSnapshot, ServedModel
+from server.repository_routes import RepositoryRoutes
+from server.request_traces import RequestTraces
 from server.settings import ServeSettings
+from server.versions import VersionPlan
+from server.weights_source import WeightsSource
+from tracing import Tracing, start_tracing
+from tracing.provider import closing
 
 logger = logging.getLogger(__name__)
-
-_BACKLOG = 2048
-_CLOSE_S = 3
-"""How long connections may take to end once all requests have their answers."""
 
 
 class LocalWorkers(Protocol):
@@ -64,51 +72,81 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
     """
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
-        sockets = {name: stack.enter_context(_bind(settings, name)) for name in ("http_port", "metrics_port")}
+        credentials = read_credentials(settings)
+        hosts = {"http_port": settings.host, "metrics_port": settings.operators_host}
+        sockets = {
+            name: stack.enter_context(bind(host, getattr(settings, name), option(name))) for name, host in hosts.items()
+        }
+        tracing = _tracing(settings)
+        stack.enter_context(closing(tracing))
         model, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
         gc.freeze()  # what is here now stays: the collector need not walk over all of torch again and again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, model, plan, sockets, start_workers))
+            return runner.run(_serve(settings, credentials, model, plan, tracing, sockets, start_workers))
 
 
-def _prepare(settings: ServeSettings) -> tuple[LoadedModel, tuple[StagePlan, ...]]:
+def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
-    plan = make_plan(model, settings.stages, Tuning(settings.precision, settings.optimize, settings.tuning_limit_s))
+    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
+    plan = VersionPlan.of(make_plan(model, settings.stages, tuning))
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 
 
 async def _serve(
     settings: ServeSettings,
+    credentials: Credentials,
     model: LoadedModel,
-    plan: tuple[StagePlan, ...],
+    plan: VersionPlan,
+    tracing: Tracing | None,
     sockets: dict[str, socket.socket],
     start_workers: WorkerStarter | None,
 ) -> int:
     stop = _stop_signal()
     metrics = Metrics(build_labels(torch.__version__))
     progress = _Progress(settings, sockets)
+    warn_of_openness(settings, credentials)
     feed = EventsFeed(metrics)
 
     def changed(snapshot: PipelineSnapshot) -> None:
         progress.show(snapshot)
         feed.observe(snapshot)
 
-    leader = Leader(model, plan, settings, metrics, on_change=changed)
-    app = create_app(leader, _served(model), _limits(settings), metrics, feed)
+    source = WeightsSource.beside(model, settings)
+    traces = BatchTraces(tracing) if tracing else None
+    leader = Leader(model.name, plan, settings, metrics, source=source, traces=traces, on_change=changed)
+    tokens = JoinTokens(settings, leader.let_in)
+    gate = Gate(credentials.rings, tokens.operators())
+    admin = AdminRoutes(leader.restart_workers)
+    repository = RepositoryRoutes(leader.snapshot, leader.load_version, leader.unload)
+    apps: dict[str, ASGIApp] = {
+        "http_port": create_app(
+            leader, _served(model), _limits(settings), metrics, feed, gate, RequestTraces(tracing) if tracing else None
+        ),
+        "metrics_port": create_operations_app(metrics, admin, gate, repository),
+    }
     try:
         await leader.__aenter__()
     except OSError as error:
         raise UserError(f"{error}; choose another --join-port or --join-host, or stop what listens there") from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
-        api = await stack.enter_async_context(_serving(app, sockets["http_port"], access_log=settings.access_log))
-        operations = create_operations_app(metrics, AdminRoutes(leader.restart_workers, _admin_token(settings)))
-        await stack.enter_async_context(_serving(operations, sockets["metrics_port"], access_log=False))
+        limits = _connection_limits(settings)
+        connections = {
+            "http_port": Connections(limits, metrics.connection_closed, metrics.connections),
+            "metrics_port": Connections(limits, metrics.connection_closed),
+        }
+        servers = {}
+        for port, app in apps.items():
+            access_log = settings.access_log and port == "http_port"
+            context = credentials.contexts[port]
+            server = HttpServer(app, sockets[port], connections[port], context=context, access_log=access_log)
+            servers[port] = await stack.enter_async_context(serving(server))
+        Renewal(settings, gate, tokens, servers).on_hangup()
         progress.listening(leader.join_port)
         if start_workers is not None:
             workers = start_workers(
@@ -118,13 +156,20 @@ async def _serve(
             )
             progress.workers = await stack.enter_async_context(workers)
         await asyncio.wait(
-            {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(api.stopped.wait())},
+            {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(servers["http_port"].stopped.wait())},
             return_when=asyncio.FIRST_COMPLETED,
         )
         logger.info("stopping: %d requests to answer first", leader.snapshot().requests_in_flight)
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+def _tracing(settings: ServeSettings) -> Tracing | None:
+    instance = f"{socket.gethostname()}-{os.getpid()}"
+    return start_tracing(
+        settings.otlp_endpoint, service="multiworld-leader", instance=instance, ratio=settings.trace_ratio
+    )
 
 
 def _stop_signal() -> asyncio.Event:
@@ -143,76 +188,21 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: this process has one way to stop."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stopped = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-@asynccontextmanager
-async def _serving(app: ASGIApp, sock: socket.socket, *, access_log: bool) -> AsyncIterator[_Server]:
-    """Serve `app` on a listening socket while the block lasts."""
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="auto",
-        log_config=None,
-        log_level=logging.WARNING if not access_log else None,
-        access_log=access_log,
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    task.add_done_callback(lambda _: server.stopped.set())
-    try:
-        yield server
-    finally:
-        server.should_exit = True
-        await task
-
-
-def _bind(settings: ServeSettings, setting: str) -> socket.socket:
-    port = getattr(settings, setting)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((settings.host, port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        option = "--" + setting.replace("_", "-")
-        raise UserError(
-            f"cannot listen on {settings.host}:{port}: {error.strerror}; stop what listens there, or choose another "
-            f"{option} (0 takes any free one) or --host"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
 def _reachable(host: str) -> str:
     """Where this machine's own workers reach what listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
+def _outside(host: str) -> str:
+    """What other machines call one that listens on `host`."""
+    name = socket.gethostname() if host in {"0.0.0.0", "::"} else host  # noqa: S104 - translated, not bound
+    return f"[{name}]" if ":" in name else name
+
+
 def _served(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
     return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
-
-
-def _admin_token(settings: ServeSettings) -> bytes:
-    """What an admin verb must know. Nothing where the token was made up by us, for nobody can know it: then it is this machine only."""
-    return b"" if settings.token_is_ours else settings.secret
 
 
 def _limits(settings: ServeSettings) -> FrontendLimits:
@@ -226,14 +216,29 @@ def _limits(settings: ServeSettings) -> FrontendLimits:
     )
 
 
+def _connection_limits(settings: ServeSettings) -> ConnectionLimits:
+    return affordable(
+        ConnectionLimits(
+            max_connections=settings.max_connections,
+            idle_timeout_s=settings.idle_timeout_s,
+            header_timeout_s=settings.header_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            max_header_bytes=settings.max_header_bytes,
+            max_headers=settings.max_headers,
+        )
+    )
+
+
 class _Progress:
     """Follows the replicas: tells how the start goes, at its end where to send a request, and the supervisor who has proven itself."""
 
     def __init__(self, settings: ServeSettings, sockets: dict[str, socket.socket]) -> None:
         self.workers: LocalWorkers | None = None
         self._settings = settings
-        self._http = f"http://{_reachable(settings.host)}:{sockets['http_port'].getsockname()[1]}"
-        self._metrics = f"http://{_reachable(settings.host)}:{sockets['metrics_port'].getsockname()[1]}/metrics"
+        scheme = "http" if settings.tls_cert_file is None else "https"
+        self._http = f"{scheme}://{_reachable(settings.host)}:{sockets['http_port'].getsockname()[1]}"
+        operators = f"{_reachable(settings.operators_host)}:{sockets['metrics_port'].getsockname()[1]}"
+        self._metrics = f"{scheme}://{operators}/metrics"
         self._started_s = time.monotonic()
         self._last = ""
         self._ready = False
@@ -244,8 +249,8 @@ class _Progress:
         )
         if self._settings.external_workers:
             logger.info(
-                "waiting for workers; on each of their machines: multiworld worker --leader %s:%d --token-file …",
-                *(self._settings.join_host, join_port),
+                "waiting for workers; on each of their machines: multiworld worker --leader %s --token-file …",
+                self._settings.advertised(join_port) or f"{_outside(self._settings.join_host)}:{join_port}",
             )
 
     def show(self, snapshot: PipelineSnapshot) -> None:
@@ -265,7 +270,8 @@ class _Progress:
         if snapshot.ready:
             self._ready = True
             logger.info("ready after %.1f s, to be seen at %s; try:", time.monotonic() - self._started_s, self._http)
-            print(f"\n    curl -s -F image=@photo.jpg {self._http}/predict\n", flush=True)  # noqa: T201
+            key = " -H 'Authorization: Bearer KEY'" if self._settings.needs_keys else ""
+            print(f"\n    curl -s{key} -F image=@photo.jpg {self._http}/predict\n", flush=True)  # noqa: T201
 
 
 def _count(replicas: tuple[Any, ...]) -> str:

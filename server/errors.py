@@ -17,6 +17,8 @@
         ├── MediaTypeError          unsupported_media_type
         ├── InferenceRequestError   invalid_inference_request
         ├── UnknownModelError       unknown_model
+        ├── UnauthenticatedError    unauthenticated
+        ├── ForbiddenError          forbidden
         └── ImageError              invalid_image
             └── ImageTooLargeError  image_too_large
 
@@ -151,6 +153,18 @@ class UnknownModelError(InvalidRequestError):
     """There is no such model, or not in that version."""
 
     reason = "unknown_model"
+
+
+class UnauthenticatedError(InvalidRequestError):
+    """A key is needed, and there is none, or one that nobody was given."""
+
+    reason = "unauthenticated"
+
+
+class ForbiddenError(InvalidRequestError):
+    """Whoever this is may not do this."""
+
+    reason = "forbidden"
 
 
 class ImageError(InvalidRequestError):

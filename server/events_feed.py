@@ -19,7 +19,9 @@ from server.errors import OverloadedError
 from server.metrics import Metrics, Totals
 from server.predictor import PipelineSnapshot, ReplicaSnapshot
 
-Happening = Literal["joining", "serves", "rejoined", "takes_over", "draining", "broken", "left", "rerouted"]
+Happening = Literal[
+    "joining", "serves", "rejoined", "takes_over", "draining", "broken", "left", "rerouted", "version_changed"
+]
 
 _TICK_S = 1.0
 _MOST_POINTS = 300
@@ -36,13 +38,14 @@ class Event:
 
     Attributes:
         id: rises by one; a reader that comes back names the last one that it has.
-        detail: the cause and what was seen of it, or how many batches.
+        stage: None where it concerns all.
+        detail: the cause and what was seen of it, how many batches, or the version before and after.
     """
 
     id: int
     at_unix_s: float
     what: Happening
-    stage: int
+    stage: int | None
     replica: int | None = None
     worker: str | None = None
     epoch: int = 0
@@ -107,6 +110,7 @@ class EventsFeed:
         self._replicas: dict[tuple[int, int], ReplicaSnapshot] = {}
         self._totals = metrics.totals()
         self._tick_s = time.monotonic()
+        self._version: str | None = None
         self._next_id = 1
 
     @asynccontextmanager
@@ -121,7 +125,10 @@ class EventsFeed:
             self._end_all()
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
-        """A replica may have changed its state."""
+        """A replica may have changed its state, or the version may have changed."""
+        if self._version not in (None, snapshot.version):
+            self._happened("version_changed", None, detail=f"{self._version} to {snapshot.version}")
+        self._version = snapshot.version
         for stage in snapshot.stages:
             for replica in stage.replicas:
                 before = self._replicas.get((stage.index, replica.slot))
@@ -190,7 +197,9 @@ class EventsFeed:
         if what is not None and now.world is not None:
             self._happened(what, stage, now, detail)
 
-    def _happened(self, what: Happening, stage: int, replica: ReplicaSnapshot | None = None, detail: str = "") -> None:
+    def _happened(
+        self, what: Happening, stage: int | None, replica: ReplicaSnapshot | None = None, detail: str = ""
+    ) -> None:
         if replica is None:
             event = Event(self._next_id, time.time(), what, stage, detail=detail)
         else:

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from config.keys import KeyRing
+from server.access import AccessControl, Gate, Rings, need_on_http_port, need_on_operators_port
 from server.admin_routes import AdminRoutes
 from server.body import BodyReader
 from server.decode_pool import DecodePool
@@ -24,7 +26,9 @@ from server.metrics import Metrics
 from server.operations_routes import OperationsRoutes, metrics_response
 from server.predict_route import PredictRoute
 from server.predictor import Predictor, ServedModel
-from server.request_tracker import RequestTracker
+from server.repository_routes import RepositoryRoutes
+from server.request_traces import RequestTraces
+from server.request_tracker import RecordStart, RequestTracker
 from server.v2.infer_route import InferRoute
 from server.v2.routes import V2Routes
 from server.v2.signature import Signature
@@ -58,10 +62,14 @@ def create_app(
     limits: FrontendLimits,
     metrics: Metrics,
     feed: EventsFeed | None = None,
+    gate: Gate | None = None,
+    traces: RequestTraces | None = None,
 ) -> FastAPI:
     """The application. Starts nothing by itself; its lifespan runs the feed, and ends the decoding threads.
 
     Args:
+        gate: who may do what; without one, everybody may ask.
+        traces: makes spans of the requests; None = nothing is traced.
         feed: shown each change of a replica's state by the leader; without one, events are as late as a second.
     Raises:
         ValueError: the model's sizes cannot be, or it has no classes.
@@ -70,7 +78,7 @@ def create_app(
         raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
     if not model.labels:
         raise ValueError("the model must have a label for each of its classes, and has none")
-    feed = feed or EventsFeed(metrics)
+    feed, gate = feed or EventsFeed(metrics), gate or _open_gate()
     decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
 
     @asynccontextmanager
@@ -112,7 +120,15 @@ def create_app(
     app.include_router(V2Routes(predictor, infer.signature, statistics, infer).router())
     app.include_router(OperationsRoutes(predictor, model, metrics, feed).router())
     metrics.outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    app.add_middleware(RequestTracker, model=model, metrics=metrics, statistics=statistics)
+    app.add_middleware(AccessControl, gate=gate, need=need_on_http_port)
+    app.add_middleware(
+        RequestTracker,
+        predictor=predictor,
+        model=model.name,
+        metrics=metrics,
+        statistics=statistics,
+        traces=traces,
+    )
     install_error_handlers(app)
     return app
 
@@ -122,10 +138,21 @@ def _signature(model: ServedModel, limits: FrontendLimits) -> Signature:
     return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
 
 
-def create_operations_app(metrics: Metrics, admin: AdminRoutes) -> ASGIApp:
+def create_operations_app(
+    metrics: Metrics, admin: AdminRoutes, gate: Gate | None = None, repository: RepositoryRoutes | None = None
+) -> ASGIApp:
     """The application for the operators' port: GET /metrics, from the same registry, and the admin verbs."""
 
     def scrape(request: Request) -> Response:
         return metrics_response(metrics, request)
 
-    return Starlette(routes=[Route("/metrics", scrape), *admin.routes()])
+    verbs = [*admin.routes(), *(repository.routes() if repository else ())]
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs])
+    app.add_middleware(AccessControl, gate=gate or _open_gate(), need=need_on_operators_port)
+    app.add_middleware(RecordStart)
+    install_error_handlers(app)
+    return app
+
+
+def _open_gate() -> Gate:
+    return Gate(Rings(KeyRing(), KeyRing()))

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -29,6 +29,8 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
     "invalid_body": 422,
     "invalid_inference_request": 400,
     "unknown_model": 404,
+    "unauthenticated": 401,
+    "forbidden": 403,
     "invalid_image": 422,
     "image_too_large": 413,
     "body_too_large": 413,
@@ -55,6 +57,8 @@ that is too large the connection stays: closing it while bytes are under way res
 
 _DESCRIPTIONS = {
     400: "The request is not one for this model: what its JSON says, or the data behind it.",
+    401: "A key is needed, and there was none, or one that nobody was given.",
+    403: "The key may not do this.",
     404: "There is no such model, or not in that version.",
     408: "The body did not come in time.",
     413: "The body or the image is larger than the limit.",
@@ -120,7 +124,7 @@ def error_response(
     return JSONResponse(body.model_dump() | fields, status, headers)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Make every error of this application, also those of the framework, take the one shape."""
     app.add_exception_handler(RequestRefused, _on_refusal)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)

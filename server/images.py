@@ -80,7 +80,7 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
         with file_type(BytesIO(data)) as image:
             _check_size(image, max_pixels)
             size = image.size
-            window = (0.0, 0.0, *map(float, size)) if exact else _reduce(image, resize_size)
+            window = (0.0, 0.0, float(size[0]), float(size[1])) if exact else _reduce(image, resize_size)
             upright = _upright_rgb(image)
             orientation = _orientation(image)
             if orientation in _LYING:
@@ -157,7 +157,7 @@ def _reduce(image: ImageFile, resize_size: int) -> tuple[float, float, float, fl
     width, height = image.size
     wanted = _SPARE * resize_size / min(width, height)
     # Pillow takes the smallest fraction that has at least this size.
-    drafted = image.draft(None, (math.ceil(wanted * width), math.ceil(wanted * height))) if wanted < 1 else None  # type: ignore[no-untyped-call]
+    drafted = image.draft(None, (math.ceil(wanted * width), math.ceil(wanted * height))) if wanted < 1 else None
     return drafted[1] if drafted else (0.0, 0.0, float(width), float(height))
 
 

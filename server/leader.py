@@ -1,123 +1,65 @@
-"""The leader: it hands the scheduler what happens, and does what the scheduler says.
+"""The leader: the pipeline as the frontend sees it, and the employer of the workers.
 
-All decisions are the scheduler's; here are the tensors, the links, the clock and the futures. Everything runs on one event loop.
+What becomes of requests is the scheduler's to decide (server/shell.py does it), who serves what the recruiter's; here they meet.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 from torch import Tensor
 
-from models import LoadedModel
-from multiworld import Cause, WorldManager
-from server.errors import DeadlineError, DrainingError, RequestRefused
+from multiworld import WorldManager
+from server.batch_traces import BatchTraces
+from server.errors import RequestRefused
 from server.link import Link
-from server.metrics import HEDGE_OUTCOMES, Metrics
-from server.payloads import Payloads
-from server.plan import StagePlan
-from server.predictor import Answer as Prediction
-from server.predictor import PipelineSnapshot
+from server.maintenance import Maintenance
+from server.metrics import Metrics
+from server.operations_routes import why_not_ready
+from server.predictor import Answer, ModelVersion, PipelineSnapshot
 from server.recruiter import Recruiter
 from server.rolling_restart import RestartStep, RollingRestart
-from server.scheduler import Scheduler
-from server.scheduling.actions import (
-    Action,
-    Answer,
-    BreakLink,
-    CloseLink,
-    ForgetBatch,
-    KeepOutput,
-    Refuse,
-    SendBatch,
-)
-from server.scheduling.config import SchedulerConfig
-from server.scheduling.events import (
-    BatchDone,
-    BatchFailed,
-    Drain,
-    Event,
-    LinkBroken,
-    LinkDraining,
-    LinkReady,
-    RequestArrived,
-    RequestCancelled,
-    Tick,
-)
+from server.scheduling.events import Drain
 from server.settings import ServeSettings
+from server.shell import Shell, Surroundings
+from server.version_change import VersionChange, VersionSource
+from server.versions import VersionPlan, Versions, link_id
 from wire import Message
 
 logger = logging.getLogger(__name__)
-
-_LOST_AFTER_S = 0.5
-"""A request that has heard nothing so long after its deadline would wait for ever. The scheduler lets that happen to none."""
-_WHY_BROKEN = {
-    "hang": "no answer within hang_timeout_s",
-    "error": "batches that fail there succeed elsewhere",
-}
-"""In words, by the cause with which the scheduler has a link broken."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A request whose caller waits."""
-
-    future: asyncio.Future[Prediction]
-    request_id: str
-    arrived_s: float
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One copy of a batch on one link."""
-
-    sent_s: float
-    stage: int
 
 
 class Leader:
     """Implements `server.predictor.Predictor`. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
-        on_change: called when a replica changed its state.
+        model: its name.
+        plan: the version to begin with.
+        source: where further versions come from; None = there are none.
+        traces: follows traced requests; None = nothing is traced.
+        on_change: called when a replica changed its state, or the version changed.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
-        plan: tuple[StagePlan, ...],
+        model: str,
+        plan: VersionPlan,
         settings: ServeSettings,
         metrics: Metrics,
         *,
+        source: VersionSource | None = None,
+        traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
         self._model = model
-        self._plan = plan
         self._settings = settings
         self._metrics = metrics
         metrics.queue_limit(settings.queue_limit)
         self._on_change = on_change
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                num_stages=len(plan),
-                max_batch_size=settings.max_batch_size,
-                batch_timeout_s=settings.batch_timeout_s,
-                adaptive_batching=settings.batching == "adaptive",
-                window=settings.window,
-                queue_limit=settings.queue_limit,
-                recovery_grace_s=settings.recovery_grace_s,
-                max_attempts=settings.max_attempts,
-                hang_timeout_s=settings.hang_timeout_s,
-                hedge_factor=settings.hedge_factor or None,
-                hedge_floor_s=settings.hedge_floor_s,
-                hedge_budget=settings.hedge_budget,
-            )
-        )
+        self._versions = Versions(plan)
         self._manager = WorldManager(
             secret=settings.secret,
             checked=False,  # links agree on sizes by headers of their own
@@ -125,20 +67,17 @@ class Leader:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
         self._recruiter = Recruiter(plan, settings, metrics, self._manager, self, self._states_changed)
-        self._rolling_restart = RollingRestart(self._recruiter.slots, settings.join_timeout_s)
-        self._payloads = Payloads()
-        self._waiting: dict[int, _Waiting] = {}
-        self._flights: dict[tuple[int, str], _Flight] = {}
-        self._events: deque[tuple[Event, Tensor | None]] = deque()
-        self._feeding = False
-        self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
-        """How many of each outcome the metrics know of."""
-        self._arrived: Tensor | None = None
-        """The output that has just come in, while the scheduler decides what becomes of it."""
-        self._next_request = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._drained = asyncio.Event()
+        surroundings = Surroundings(
+            model, self._versions.number_served, self._recruiter.link, self._duty_done, self._turn_over, traces
+        )
+        self._shell = Shell(settings, len(plan.stages), metrics, surroundings)
+        self._maintenance = Maintenance()
+        self._rolling_restart = RollingRestart(self._recruiter.slots, settings.join_timeout_s, self._maintenance)
+        self._version_change = VersionChange(
+            self, self._recruiter.slots, self._versions, source, settings.join_timeout_s, self._maintenance
+        )
         self._draining = False
+        self._unloaded = False
         self._started_s = time.monotonic()
 
     @property
@@ -148,6 +87,7 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._recruiter.listen()
+        self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
 
@@ -155,246 +95,179 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._draining = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for waiting in self._waiting.values():
-            if not waiting.future.done():
-                waiting.future.set_exception(DrainingError("the server has stopped; send the request again"))
+        self._shell.close()
         await self._recruiter.close()
         await self._manager.aclose()
 
     # -- Predictor -----------------------------------------------------------------------------------------------------------
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
         """See `Predictor.predict`."""
-        request = self._next_request
-        self._next_request += 1
-        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._waiting[request] = _Waiting(future, request_id, time.monotonic())
-        self._payloads.images[request] = image
-        self._feed(RequestArrived(request, deadline_s))
-        try:
-            await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
-            if future.done():
-                return future.result()
-            self._metrics.request_lost()
-            logger.error("request_id=%s was lost: neither answer nor error by its deadline", request_id)
-            raise DeadlineError("no answer by the deadline, which is a bug; please report it")
-        finally:
-            if self._waiting.pop(request, None) is not None:  # nobody has answered: the caller went away
-                self._payloads.images.pop(request, None)
-                self._feed(RequestCancelled(request))
+        self._check_loaded()
+        return await self._shell.predict(image, deadline_s=deadline_s, request_id=request_id)
+
+    @property
+    def version(self) -> ModelVersion:
+        """See `Predictor.version`."""
+        return self._versions.current.version
 
     @property
     def ready(self) -> bool:
         """See `Predictor.ready`: every stage has a replica now, and we are not stopping."""
-        return self._scheduler.ready and not self._draining
+        return self._shell.scheduler.ready and not self._draining and not self._unloaded
 
     def snapshot(self) -> PipelineSnapshot:
         """See `Predictor.snapshot`."""
+        scheduler = self._shell.scheduler
         return PipelineSnapshot(
-            model=self._model.name,
-            version=self._model.version,
+            model=self._model,
+            version=self.version.name,
             ready=self.ready,
             draining=self._draining,
             uptime_s=time.monotonic() - self._started_s,
-            queue_depth=self._scheduler.queue_depth,
-            requests_in_flight=self._scheduler.open_requests,
-            stages=self._recruiter.stages(self._scheduler.in_flight),
+            queue_depth=scheduler.queue_depth,
+            requests_in_flight=scheduler.open_requests,
+            stages=self._recruiter.stages(self._in_flight),
             spares=self._recruiter.spares(),
+            version_number=self.version.number,
+            version_loading=self._version_change.loading,
+            unloaded=self._unloaded,
         )
 
     def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`."""
-        if refusal := self._scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead):
+        self._check_loaded()
+        if refusal := self._shell.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead):
             raise RequestRefused.for_reason(refusal.reason, refusal.detail, retry_after_s=refusal.retry_after_s)
 
+    def _check_loaded(self) -> None:
+        if self._unloaded:
+            raise why_not_ready(self.snapshot())
+
+    # -- what operators have done --------------------------------------------------------------------------------------------
+
     def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart every worker in turn while the others serve; yields each step. Raises RestartRefusedError, RestartFailedError."""
+        """Restart every worker in turn while the others serve; yields each step. Raises MaintenanceError, RestartFailedError."""
         return self._rolling_restart.run()
+
+    def let_in(self, *secrets: bytes) -> None:
+        """Workers that know one of these may join from now on, and no others. Who has joined stays."""
+        self._manager.let_in(*secrets)
+
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        """Move to another version without failing a request; back into service, too, where the model was unloaded.
+
+        Args:
+            weights: as the source takes it; None for those of the settings.
+        Raises:
+            MaintenanceError, models.ModelError, VersionFailedError: nothing has changed.
+        """
+        version = await self._version_change.run(weights)
+        if self._unloaded:
+            self._unloaded = False
+            logger.info("the model is in service again")
+            self._states_changed()
+        return version
+
+    async def unload(self) -> None:
+        """Take no more requests, and wait until those that there are have their answers. Workers stay as they are.
+
+        Raises:
+            MaintenanceError: something else is under way.
+        """
+        with self._maintenance.of("unloading the model"):
+            self._unloaded = True
+            logger.warning("the model is unloaded: requests are refused until it is loaded")
+            self._states_changed()
+            await self._shell.idle()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
         self._draining = True
         self._recruiter.stop()
-        self._feed(Drain())
+        self._shell.feed(Drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
-        if self._scheduler.open_requests:
-            logger.warning("stopping with %d requests unanswered", self._scheduler.open_requests)
+                await self._shell.idle()
+        if self._shell.scheduler.open_requests:
+            logger.warning("stopping with %d requests unanswered", self._shell.scheduler.open_requests)
 
     # -- what links do (see `Employer`) ------------------------------------------------------------------------------------------
 
     def on_serving(self, link: Link) -> None:
         """See `Employer`."""
-        self._feed(LinkReady(link.id, link.stage, self._model.version))
+        for event in self._versions.take_up(link):
+            self._shell.feed(event)
 
     def on_leaving(self, link: Link) -> None:
         """See `Employer`."""
-        self._feed(LinkDraining(link.id))
+        for event in self._versions.leave(link):
+            self._shell.feed(event)
+        if not link.duties:
+            link.close()
 
     def on_ended(self, link: Link) -> None:
         """See `Employer`."""
-        self._feed(LinkBroken(link.id, link.cause or ""))
-        for key in [key for key in self._flights if key[1] == link.id]:
-            del self._flights[key]
+        for event in self._versions.lose(link):
+            self._shell.feed(event)
+        link.duties.clear()
+        self._shell.on_ended(link)
 
     def on_result(self, link: Link, message: Message) -> None:
-        now_s = time.monotonic()
-        flight = self._flights.pop((message.batch, link.id), None)
-        if flight is None:
-            logger.warning(
-                "world=%s epoch=%d batch=%d answered what it was not sent", link.world_name, link.epoch, message.batch
-            )
+        """See `BatchListener`."""
+        self._shell.on_result(link, message)
+
+    def on_failed(self, link: Link, message: Message) -> None:
+        """See `BatchListener`."""
+        self._shell.on_failed(link, message)
+
+    # -- versions --------------------------------------------------------------------------------------------------------------
+
+    def move_to(self, plan: VersionPlan) -> None:
+        """New requests go to `plan`, which the links that serve hold by now; what began with the version before ends with it."""
+        former = self.version
+        self._versions.move_to(plan)
+        self._recruiter.plan = plan
+        logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
+        for link in self._recruiter.serving():
+            self.on_serving(link)
+        self._metrics.version_serves(self._model, plan.version)
+        self._states_changed()
+
+    def _turn_over(self) -> None:
+        """Something has happened: is the version before still in use?"""
+        self._version_change.look()
+        retiring, scheduler = self._versions.retiring, self._shell.scheduler
+        if retiring is None or scheduler.current_version != self.version.name:
             return
-        compute_s = message.compute_ns / 1e9
-        transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
-        self._metrics.batch_answered(
-            flight.stage,
-            link.slot.index,
-            compute_s=compute_s,
-            transfer_s=transfer_s,
-            payload_bytes=0 if message.payload is None else message.payload.nbytes,
-        )
-        times = self._payloads.times.get(message.batch)
-        if times is not None:
-            times.compute_s += compute_s
-            times.transfer_s += transfer_s
-        self._feed(BatchDone(message.batch, link.id), message.payload)
+        if not scheduler.batches_of(retiring.version.name):
+            self._versions.retiring = None
+            self._retire(retiring.version.number)
 
-    def on_failed(self, link: Link, batch: int, error: str) -> None:
-        logger.warning("world=%s epoch=%d batch=%d failed: %s", link.world_name, link.epoch, batch, error)
-        if self._flights.pop((batch, link.id), None) is not None:
-            self._metrics.batch_failed(link.stage, link.slot.index)
-        self._feed(BatchFailed(batch, link.id, error))
-
-    # -- the scheduler's shell ---------------------------------------------------------------------------------------------------
-
-    def _feed(self, event: Event, output: Tensor | None = None) -> None:
-        """Tell the scheduler, do what it says, and wake up when it wants to be.
-
-        What is done may cause further events: they wait until everything that this one asks for has been done.
-
-        Args:
-            output: of a batch that is done.
-        """
-        self._events.append((event, output))
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._events:
-                following, self._arrived = self._events.popleft()
-                for action in self._scheduler.handle(following, time.monotonic()):
-                    self._perform(action)
-        finally:
-            self._feeding = False
-            self._arrived = None
-        self._metrics.queue_depth(self._scheduler.queue_depth)
-        self._count_hedges()
-        if self._draining and not self._scheduler.open_requests:
-            self._drained.set()
-        self._wake_at(self._scheduler.next_wakeup_s())
-
-    def _count_hedges(self) -> None:
-        hedges = self._scheduler.counters.hedges
-        if hedges.total() > sum(self._hedges.values()):
-            for outcome in HEDGE_OUTCOMES:
-                for _ in range(hedges[outcome] - self._hedges[outcome]):
-                    self._metrics.hedged(outcome)
-                self._hedges[outcome] = hedges[outcome]
-
-    def _wake_at(self, wakeup_s: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if wakeup_s is not None:
-            delay_s = max(0.0, wakeup_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._feed(Tick())
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case SendBatch():
-                self._send(action)
-            case KeepOutput():
-                self._payloads.keep(action.batch, self._arrived_output())
-            case Answer():
-                self._answer(action)
-            case Refuse():
-                self._refuse(action)
-            case ForgetBatch():
-                self._payloads.forget(action.batch)
-            case BreakLink():
-                if link := self._recruiter.link(action.link):
-                    link.give_up(Cause(action.cause), _WHY_BROKEN[action.cause])
-            case CloseLink():
-                if link := self._recruiter.link(action.link):
-                    link.close()
-
-    def _send(self, action: SendBatch) -> None:
-        if action.kind == "first" and action.stage == 0:
-            payload = self._payloads.form(action.batch, action.requests)
-            self._metrics.batch_formed(len(action.requests))
-            self._metrics.queued(action.waited_s)
-        else:
-            payload = self._payloads.input(action.batch)
-        if action.kind == "reroute":
-            self._metrics.rerouted(action.stage, action.waited_s)
-            world, _, epoch = action.link.partition("#")
-            logger.info(
-                "batch=%d stage=%d rerouted to world=%s epoch=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, world, epoch, action.attempt, action.waited_s),
-            )
-        if action.kind in ("reroute", "retry"):
-            self._metrics.retried(action.stage)
-        self._flights[action.batch, action.link] = _Flight(time.monotonic(), action.stage)
-        # Else it has just ended, and the scheduler is about to learn of it.
-        if (link := self._recruiter.link(action.link)) and link.state != "broken":
-            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
-            link.send(action.batch, payload)
-
-    def _answer(self, action: Answer) -> None:
-        probabilities = self._arrived_output()
-        times = self._payloads.times[action.batch]
-        now_s = time.monotonic()
-        for request, row in action.rows:
-            self._payloads.images.pop(request, None)
-            waiting = self._waiting.pop(request, None)
-            if waiting is None or waiting.future.done():
-                self._metrics.duplicate_answer()
+    def _retire(self, number: int) -> None:
+        for slot in (*self._recruiter.slots.all, *self._recruiter.slots.spares):
+            link = slot.link
+            if link is None or slot.free:
                 continue
-            waiting.future.set_result(
-                Prediction(
-                    probabilities=probabilities[row],
-                    model=self._model.name,
-                    version=action.version,
-                    queue_s=max(0.0, now_s - waiting.arrived_s - times.compute_s - times.transfer_s),
-                    compute_s=times.compute_s,
-                    transfer_s=times.transfer_s,
-                    attempts=action.attempts,
-                    path=tuple(link.partition("#")[0] for link in action.path),
-                    batch_size=len(action.rows),
-                )
-            )
+            if number in link.duties:
+                for event in self._versions.lay_down(link, number):
+                    self._shell.feed(event)
+            elif number in link.holds:
+                link.drop(number)
 
-    def _refuse(self, action: Refuse) -> None:
-        self._payloads.images.pop(action.request, None)
-        waiting = self._waiting.pop(action.request, None)
-        if waiting is None or waiting.future.done():
+    def _duty_done(self, duty: str) -> None:
+        link = self._recruiter.link(link_id(duty))
+        if link is None:
             return
-        logger.debug("request_id=%s refused reason=%s %s", waiting.request_id, action.reason, action.detail)
-        waiting.future.set_exception(
-            RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
-        )
+        number = int(duty.partition("@")[2])
+        link.duties.discard(number)
+        if number != self.version.number and link.state == "ready":
+            link.drop(number)
+        elif not link.duties:
+            link.close()
 
-    def _arrived_output(self) -> Tensor:
-        assert self._arrived is not None, "only a batch that was just answered has an output"
-        return self._arrived
+    def _in_flight(self, link: Link) -> int:
+        return sum(self._shell.scheduler.in_flight(duty) for duty in self._versions.duties_of(link))
 
     def _states_changed(self) -> None:
         snapshot = self.snapshot()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClose
 from server.plan import StagePlan
 from server.predictor import ReplicaState
 from server.slots import Slot
-from wire import Channel, JoinRequest, Kind, Message, WireError
+from wire import WORLD_BACKEND, Channel, JoinRequest, Kind, Message, TraceContext, WireError, trace_message
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,11 @@ _FORMING_S = 10.0
 
 
 class CanaryError(Exception):
-    """The replica computes something else than the reference."""
+    """The replica computes something else than the reference, or cannot load what it is to compute."""
+
+
+class LinkEndedError(Exception):
+    """The link ended, or its worker is leaving, before what was asked of it was done."""
 
 
 class LinkListener(Protocol):
@@ -40,14 +45,14 @@ class BatchListener(Protocol):
 
     def on_result(self, link: "Link", message: Message) -> None: ...
 
-    def on_failed(self, link: "Link", batch: int, error: str) -> None: ...
+    def on_failed(self, link: "Link", message: Message) -> None: ...
 
 
 class Link:
     """One link, one incarnation.
 
     Args:
-        plans: the stages that the worker is to hold: its slot's, or all for a spare.
+        plans: the stages that the worker is to hold at first: its slot's, or all for a spare.
         slot: where it serves. Whoever moves it to another sets it.
         request: what the worker said of itself when it asked for work.
 
@@ -57,6 +62,8 @@ class Link:
         cause, detail: why it ended, once `state` is "broken".
         blames_us: whether it was the worker who had not heard from us for too long.
         since_s: when `state` changed last, as `time.monotonic()`.
+        holds: numbers of the versions whose stages it has loaded and passed the canary of.
+        duties: numbers of the versions for which the scheduler sends it batches; whoever tells the scheduler keeps it.
     """
 
     def __init__(
@@ -83,12 +90,17 @@ class Link:
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
+        self.holds: set[int] = set()
+        self.duties: set[int] = set()
         self._listener = listener
         self._batches = batches
         self._world: World | None = None
         self._channel: Channel | None = None
         self._forming: asyncio.Task[World] | None = None
         self._sends: set[asyncio.Task[None]] = set()
+        self._replies: asyncio.Queue[Message | None] | None = None
+        """What the worker says of a version that is being loaded while it serves; None = there will be nothing more."""
+        self._max_batch_size, self._window = 0, 0
 
     @property
     def worker(self) -> str:
@@ -108,10 +120,11 @@ class Link:
         self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
     ) -> None:
         """Form the world, bring the worker up, serve. Returns when the link has ended; `cause` says why."""
+        self._max_batch_size, self._window = max_batch_size, window
         try:
             async with asyncio.timeout(join_timeout_s):
                 await self._form(manager, host, port)
-                await self._bring_up(max_batch_size, window)
+                await self._hold(self.plans)
             self.ready_at_s = time.monotonic()
             self._enter("ready")
             await self._serve()
@@ -136,9 +149,38 @@ class Link:
         finally:
             await self._free(manager)
 
-    def send(self, batch: int, payload: Tensor) -> None:
-        """Send a batch. A failure shows as the link's end, not here."""
-        self._post(Message(Kind.BATCH, batch, payload, stage=self.stage))
+    def send(self, batch: int, payload: Tensor, version: int, traced: Sequence[TraceContext] = ()) -> None:
+        """Send a batch, and in front of it the spans of those of its requests that are traced.
+
+        A failure shows as the link's end, not here.
+        """
+        if traced:
+            self._post(trace_message(batch, traced))
+        self._post(Message(Kind.BATCH, batch, payload, stage=self.stage, version=version))
+
+    async def load(self, plans: tuple[StagePlan, ...]) -> None:
+        """Have a worker that serves hold another version too, checked by canary. Its batches go on meanwhile.
+
+        Raises:
+            CanaryError: it cannot, or computes something else than we do; it serves on with what it has.
+            LinkEndedError: it is gone, or going.
+            TimeoutError: not within the time that the caller allows. The link is of no use any more: give it up.
+        """
+        if self.state != "ready" or self._replies is not None:
+            raise LinkEndedError(f"{self.worker} is {self.state}")
+        self._replies = asyncio.Queue()
+        try:
+            await self._hold(plans)
+        except (BrokenWorldException, WorldClosedError) as error:
+            raise LinkEndedError(f"{self.worker} is gone: {error}") from error
+        finally:
+            self._replies = None
+
+    def drop(self, version: int) -> None:
+        """Have the worker forget a version, whole or begun."""
+        if self.state in ("ready", "draining"):
+            self._post(Message(Kind.DROP, version=version))
+        self.holds.discard(version)
 
     def ask_restart(self) -> None:
         """Ask the worker to leave, and its process to end and come back."""
@@ -156,6 +198,7 @@ class Link:
         """No new batches will be sent."""
         if self.state == "ready":
             self._enter("draining")
+            self._end_replies()
 
     def close(self) -> None:
         """Say goodbye."""
@@ -166,42 +209,60 @@ class Link:
 
     async def _form(self, manager: WorldManager, host: str, port: int) -> None:
         self._forming = asyncio.create_task(
-            manager.initialize_world(self.world_name, 0, 2, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S)
+            manager.initialize_world(
+                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, epoch=self.epoch, timeout=_FORMING_S
+            )
         )
         self._world = await self._forming
         self._channel = Channel(self._world, _WORKER_RANK, max_payload_bytes=1 << 30)
 
-    async def _bring_up(self, max_batch_size: int, window: int) -> None:
-        for plan in self.plans:
-            await self._order(plan, max_batch_size, window)
+    async def _hold(self, plans: tuple[StagePlan, ...]) -> None:
+        for plan in plans:
+            await self._order(plan)
+        self.holds |= {plan.number for plan in plans}
 
-    async def _order(self, plan: StagePlan, max_batch_size: int, window: int) -> None:
+    async def _order(self, plan: StagePlan) -> None:
         """Have the worker load one stage, and see that it computes what we do."""
         channel = self._channel
         assert channel is not None
-        self._enter("loading")
-        await channel.send(Message.of_text(Kind.ORDER, plan.order(max_batch_size, window).to_json()))
+        self._step("loading")
+        order = plan.order(self._max_batch_size, self._window)
+        await channel.send(Message.of_text(Kind.ORDER, order.to_json(), version=plan.number))
         weights = torch.frombuffer(bytearray(plan.weights), dtype=torch.uint8)
         for piece in torch.split(weights, _PIECE_BYTES):
             await channel.send(Message(Kind.WEIGHTS, payload=piece))
-        self._enter("warming")
-        await self._expect(Kind.READY)
-        self._enter("checking")
-        await channel.send(Message(Kind.BATCH, 0, plan.canary_input, stage=plan.spec.index))
-        answer = await self._expect(Kind.RESULT)
+        self._step("warming")
+        await self._expect(Kind.READY, plan)
+        self._step("checking")
+        await channel.send(Message(Kind.BATCH, 0, plan.canary_input, stage=plan.spec.index, version=plan.number))
+        answer = await self._expect(Kind.RESULT, plan)
         if wrong := plan.accepts(answer.payload):
             raise CanaryError(f"stage {plan.spec.index}: wrong answer to the canary: {wrong}")
 
-    async def _expect(self, kind: Kind) -> Message:
-        assert self._channel is not None
-        message = await self._channel.receive()
+    async def _expect(self, kind: Kind, plan: StagePlan) -> Message:
+        message = await self._reply()
         if message.kind is Kind.FAILED:
-            raise CanaryError(f"the worker failed before it served: {message.text()}")
+            raise CanaryError(f"{self.worker} cannot serve stage {plan.spec.index}: {message.text()}")
         if message.kind is Kind.LEAVING:
             raise CanaryError("the worker left before it served")
         if message.kind is not kind:
             raise WireError(f"expected {kind.name}, got {message.kind.name}")
         return message
+
+    async def _reply(self) -> Message:
+        """What the worker says next of an order; nobody else reads the channel until it serves."""
+        if self._replies is None:
+            assert self._channel is not None
+            return await self._channel.receive()
+        message = await self._replies.get()
+        if message is None:
+            raise LinkEndedError(f"{self.worker} went while it loaded a version ({self.cause or 'it is leaving'})")
+        return message
+
+    def _step(self, state: ReplicaState) -> None:
+        """A step of coming up; who serves already stays what it is."""
+        if self.ready_at_s is None:
+            self._enter(state)
 
     # -- serving -------------------------------------------------------------------------------------------------------------
 
@@ -210,11 +271,13 @@ class Link:
         while True:
             message = await self._channel.receive()
             match message.kind:
-                case Kind.RESULT if message.payload is not None:
+                case Kind.READY | Kind.RESULT | Kind.FAILED if not message.batch and self._replies is not None:
+                    self._replies.put_nowait(message)
+                case Kind.RESULT if message.batch and message.payload is not None:
                     self.batches_done += 1
                     self._batches.on_result(self, message)
-                case Kind.FAILED:
-                    self._batches.on_failed(self, message.batch, message.text())
+                case Kind.FAILED if message.batch:
+                    self._batches.on_failed(self, message)
                 case Kind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)
@@ -251,9 +314,14 @@ class Link:
         if self.state == "broken":
             return
         self.cause, self.detail = str(cause), detail
+        self._end_replies()
         if self._world is not None:
             self.silent_s = self._world.silent_s
         self._enter("broken")
+
+    def _end_replies(self) -> None:
+        if self._replies is not None:
+            self._replies.put_nowait(None)
 
     async def _free(self, manager: WorldManager) -> None:
         world = self._world

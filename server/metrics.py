@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from metrics import ProgramMetrics
-from server.predictor import ReplicaState, StageSnapshot
+from server.connections import CLOSING_REASONS
+from server.predictor import ModelVersion, ReplicaState, StageSnapshot
 
 Protocol = Literal["predict", "v2"]
 """Which of the inference interfaces a request came through."""
@@ -58,7 +59,11 @@ class Metrics(ProgramMetrics):
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
         self._latest: deque[float] = deque(maxlen=_MOST_LATEST)
+        self._protocols: Sequence[Protocol] = ()
+        self._codes: Mapping[str, int] = {}
+        self._version: tuple[str, int] | None = None
         self._define_requests()
+        self._define_versions()
         self._define_stages()
         self._define_failures()
 
@@ -72,6 +77,12 @@ class Metrics(ProgramMetrics):
             _REQUEST_S,
             ("protocol", "code"),
         )
+        self._connections = self._gauge("http_connections", "Connections to the HTTP API that are open.").labels()
+        self._connections_closed = self._counter(
+            "http_connections_closed", "Connections closed for what their clients did or did not do.", ("reason",)
+        )
+        for reason in CLOSING_REASONS:
+            self._connections_closed.labels(reason)
         self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.").labels()
         self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
         self._queue_limit = self._gauge("queue_limit", "Images waiting at which requests are refused.").labels()
@@ -86,6 +97,16 @@ class Metrics(ProgramMetrics):
         ).labels()
         self._duplicates = self._counter(
             "duplicate_answers", "Answers dropped because the request had one: late or hedged batches."
+        ).labels()
+
+    def _define_versions(self) -> None:
+        self._version_info = self._gauge(
+            "model_version",
+            "1 for the version that new requests go to, 0 for those before it.",
+            ("model", "version", "number"),
+        )
+        self._version_changes = self._counter(
+            "version_changes", "How often new requests were moved to another version."
         ).labels()
 
     def _define_stages(self) -> None:
@@ -143,10 +164,28 @@ class Metrics(ProgramMetrics):
         Args:
             codes: HTTP status by reason, that of success included.
         """
+        self._protocols, self._codes = protocols, codes
         for protocol in protocols:
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
             self._request_duration.labels(protocol, 200)
+
+    def version_serves(self, model: str, version: ModelVersion) -> None:
+        """Requests go to that version from now on."""
+        if self._version is not None:
+            self._version_info.labels(model, *self._version).set(0)
+            self._version_changes.inc()
+            self.outcomes(model, version.name, self._protocols, self._codes)
+        self._version = (version.name, version.number)
+        self._version_info.labels(model, *self._version).set(1)
+
+    def connections(self, count: int) -> None:
+        """So many connections to the HTTP API are open."""
+        self._connections.set(count)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was closed for what its client did: "head" came too late, "malformed", "evicted", …"""
+        self._connections_closed.labels(reason).inc()
 
     def request_started(self) -> None:
         """An inference request has come in."""

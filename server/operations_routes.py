@@ -84,7 +84,7 @@ class OperationsRoutes:
         content = {
             "service": "multiworld-serving",
             "model": self.model.name,
-            "version": self.model.version,
+            "version": self.predictor.version.name,
             "endpoints": endpoints,
         }
         return JSONResponse(content, headers={"Vary": "Accept"})
@@ -101,7 +101,7 @@ class OperationsRoutes:
     async def readyz(self, request: Request) -> Response:
         """Whether requests are answered: every stage has a replica that passed its canary."""
         if self.predictor.ready:
-            return JSONResponse(Ready(model=self.model.name, version=self.model.version).model_dump())
+            return JSONResponse(Ready(model=self.model.name, version=self.predictor.version.name).model_dump())
         snapshot = self.predictor.snapshot()
         missing = list(snapshot.missing_stages)
         record = RequestRecord.of(request.scope)
@@ -130,6 +130,8 @@ def why_not_ready(snapshot: PipelineSnapshot) -> RequestRefused:
     """The refusal that says what is missing."""
     if snapshot.draining:
         return DrainingError("the server is stopping and takes no new requests; ask another one")
+    if snapshot.unloaded:
+        return NotReadyError("the model is unloaded: whoever runs the service must load it before it answers")
     missing = [
         f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
         for stage in snapshot.stages

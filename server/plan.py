@@ -1,6 +1,7 @@
 """What is served: the model cut into stages, the weights of each as they travel, and the canary that every replica must pass."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import safetensors.torch
@@ -12,6 +13,7 @@ from models import (
     LoadedModel,
     StageSpec,
     Tuning,
+    WeightsError,
     cut,
     deviation,
     reference_stage,
@@ -31,9 +33,10 @@ that it chooses (models.TOLERANCE) is stricter, so that it never chooses what is
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
+    """One stage of one version.
 
     Attributes:
+        number: of the version, as workers and clients are told it. Its name is `spec.version`.
         weights: the stage's parameters and buffers as a safetensors file.
         canary_input, canary_output: one row, and what this stage makes of it on this machine, in float32.
         tuning: how workers are to compute it.
@@ -45,13 +48,14 @@ class StagePlan:
     input_dtype: torch.dtype
     canary_input: Tensor
     canary_output: Tensor
+    number: int = 1
     tuning: Tuning = AS_IT_IS
 
     def order(self, max_batch_size: int, window: int) -> StageOrder:
         shape = "x".join(map(str, self.input_shape))
         tuning = self.tuning
         return StageOrder(
-            *(self.spec.to_json(), len(self.weights), shape, max_batch_size, window),
+            *(self.spec.to_json(), len(self.weights), shape, max_batch_size, window, self.number),
             *(tuning.precision, tuning.optimize, round(tuning.limit_s * 1e3)),
         )
 
@@ -73,19 +77,29 @@ def make_plan(
     model: LoadedModel,
     num_stages: int,
     tuning: Tuning = AS_IT_IS,
+    number: int = 1,
+    *,
+    specs: Sequence[StageSpec] | None = None,
 ) -> tuple[StagePlan, ...]:
     """Cut the model and compute each stage's reference.
 
+    Args:
+        number: of this version of the model.
+        specs: the cut; by counted costs when not given.
     Raises:
-        ModelError: more stages than blocks.
+        ModelError: more stages than blocks, or the model computes something that is no number.
     """
     image_size = model.preprocessing.crop_size
     generator = torch.Generator().manual_seed(0)
     activation = torch.randint(0, 256, (1, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
     plans = []
-    for spec in cut(model, num_stages):
+    for spec in specs or cut(model, num_stages):
         with torch.inference_mode():
             output = reference_stage(model, spec)(activation)
+        if not output.isfinite().all().item():
+            raise WeightsError(
+                f"the weights {model.version} make infinity or NaN of a picture in stage {spec.index}; train them again"
+            )
         plans.append(
             StagePlan(
                 spec=spec,
@@ -94,6 +108,7 @@ def make_plan(
                 input_dtype=stage_input_dtype(spec),
                 canary_input=activation,
                 canary_output=output,
+                number=number,
                 tuning=tuning,
             )
         )

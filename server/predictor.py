@@ -6,7 +6,7 @@ The leader implements `Predictor`; the frontend, and its tests, know nothing els
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,13 +21,22 @@ class ServedModel:
     name: str
     """Such as "resnet50"."""
     version: str
-    """Which weights: "IMAGENET1K_V2", "random:0", or a file's stem and digest."""
+    """Which weights it began with: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Predictor.version` serves now."""
     labels: tuple[str, ...]
     """One for each class, in the order of the model's output."""
     resize_size: int
     """Pixels: the image's shorter side is scaled to this."""
     crop_size: int
     """Pixels: side of the square that is cut from the middle; at most `resize_size`."""
+
+
+class ModelVersion(NamedTuple):
+    """One set of weights."""
+
+    number: int
+    """What clients of numbered versions call it: the first is 1. The same weights keep their number."""
+    name: str
+    """Such as "IMAGENET1K_V2"."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Answer:
     """The world that answered for each stage, in order."""
     batch_size: int = 1
     """How many images the last stage answered together."""
+    version_number: int = 1
+    """As in `ModelVersion`."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,11 @@ class PipelineSnapshot:
     stages: tuple[StageSnapshot, ...]
     spares: tuple[ReplicaSnapshot, ...] = ()
     """Workers that hold all stages ready and serve none: the next slot that falls empty is theirs."""
+    version_number: int = 1
+    version_loading: str | None = None
+    """A version that is on its way to the workers."""
+    unloaded: bool = False
+    """An operator has taken the model out of service."""
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -152,6 +168,11 @@ class Predictor(Protocol):
         Raises:
             RequestRefused: as `predict` would.
         """
+        ...
+
+    @property
+    def version(self) -> ModelVersion:
+        """The version that new requests go to."""
         ...
 
     @property

@@ -10,10 +10,10 @@ from multiworld import Cause, WorldManager
 from server.breaker import Breaker
 from server.link import BatchListener, Link
 from server.metrics import Metrics
-from server.plan import StagePlan
 from server.predictor import FailureSnapshot, ReplicaSnapshot, StageSnapshot
 from server.settings import ServeSettings
 from server.slots import Slot, Slots
+from server.versions import VersionPlan
 from wire import JoinOffer, JoinRequest, WireError
 
 logger = logging.getLogger(__name__)
@@ -46,16 +46,17 @@ class Recruiter:
 
     def __init__(
         self,
-        plan: tuple[StagePlan, ...],
+        plan: VersionPlan,
         settings: ServeSettings,
         metrics: Metrics,
         manager: WorldManager,
         employer: Employer,
         on_change: Callable[[], None],
     ) -> None:
-        self.slots = Slots(len(plan), settings.replicas, settings.spares)
+        self.slots = Slots(len(plan.stages), settings.replicas, settings.spares)
         self.port = settings.join_port
-        self._plan = plan
+        self.plan = plan
+        """What newcomers are given to serve. Whoever changes it sees to those that are here."""
         self._settings = settings
         self._metrics = metrics
         self._manager = manager
@@ -110,7 +111,7 @@ class Recruiter:
         if wait_s := self._wait_s(request):
             return JoinOffer("", 0, round(wait_s * 1000) + 1).to_json().encode()
         link = self._take_in(request, host)
-        return JoinOffer(link.world_name, link.epoch).to_json().encode()
+        return JoinOffer(link.world_name, link.epoch, address=self._settings.advertised(self.port)).to_json().encode()
 
     def _wait_s(self, request: JoinRequest) -> float:
         """How long this worker has to stay away; 0 when it may come in."""
@@ -134,9 +135,9 @@ class Recruiter:
         return self._settings.heartbeat_timeout_s
 
     def _take_in(self, request: JoinRequest, host: str) -> Link:
-        slot = self.slots.choose()
+        slot = self.slots.choose(request.host)
         slot.link = link = Link(
-            plans=self._plan if slot.stage is None else (self._plan[slot.stage],),
+            plans=self.plan.for_slot(slot),
             slot=slot,
             epoch=self.slots.next_epoch(slot.name),
             request=request,
@@ -174,7 +175,10 @@ class Recruiter:
     def on_link_state(self, link: Link) -> None:
         """See `LinkListener`."""
         if link.state == "ready":
-            if link.slot.stage is not None:
+            if self.plan.version.number not in link.holds:
+                logger.info("worker=%s was given a version that is not served any more: it joins again", link.worker)
+                link.close()
+            elif link.slot.stage is not None:
                 self._serves(link)
         elif link.state == "broken":
             self._ended(link)
@@ -188,6 +192,10 @@ class Recruiter:
         else:
             link.close()
         self._on_change()
+
+    def serving(self) -> list[Link]:
+        """Those that serve a stage."""
+        return [link for link in self._links.values() if link.id in self._serving]
 
     def _serves(self, link: Link) -> None:
         slot = link.slot
@@ -263,15 +271,15 @@ class Recruiter:
 
     # -- how it stands -----------------------------------------------------------------------------------------------------------
 
-    def stages(self, in_flight: Callable[[str], int]) -> tuple[StageSnapshot, ...]:
-        """All slots of all stages. `in_flight`: of a link by its id."""
+    def stages(self, in_flight: Callable[[Link], int]) -> tuple[StageSnapshot, ...]:
+        """All slots of all stages. `in_flight`: batches of a link."""
         return tuple(
             StageSnapshot(
                 plan.spec.index,
                 plan.spec.blocks,
                 tuple(_snapshot(slot, in_flight) for slot in self.slots.of_stage(plan.spec.index)),
             )
-            for plan in self._plan
+            for plan in self.plan.stages
         )
 
     def spares(self) -> tuple[ReplicaSnapshot, ...]:
@@ -283,7 +291,7 @@ class Recruiter:
         return self._breaker.kept_away(time.monotonic())
 
 
-def _snapshot(slot: Slot, in_flight: Callable[[str], int]) -> ReplicaSnapshot:
+def _snapshot(slot: Slot, in_flight: Callable[[Link], int]) -> ReplicaSnapshot:
     link = slot.link
     if link is None:
         return ReplicaSnapshot(slot.index, "absent")
@@ -296,7 +304,7 @@ def _snapshot(slot: Slot, in_flight: Callable[[str], int]) -> ReplicaSnapshot:
         host=link.request.host,
         pid=link.request.pid,
         device=link.request.device,
-        in_flight=in_flight(link.id),
+        in_flight=in_flight(link),
         batches_done=link.batches_done,
         last_failure=slot.last_failure,
     )

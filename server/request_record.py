@@ -29,6 +29,8 @@ class RequestRecord:
     """How it ended: "ok", or the reason why not."""
     inference: Inference | None = None
     """What its answer took, once it has one."""
+    status: int = 0
+    """Of the answer, once it has begun."""
     id_is_ours: bool = False
     """The client has given none in its headers."""
 

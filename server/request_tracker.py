@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import time
+from contextlib import nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http_errors import CLIENT_GONE, internal_error_response
 from server.metrics import Metrics, Protocol
-from server.predictor import ServedModel
+from server.predictor import Predictor
 from server.request_record import RequestRecord
+from server.request_traces import RequestTraces
 from server.v2.statistics import Statistics
 
 logger = logging.getLogger(__name__)
@@ -20,25 +22,54 @@ _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
 _NOT_FOR_THE_MODEL = (404, 405)
 
 
+class RecordStart:
+    """ASGI middleware for a port without inference: every request has its id, which its errors tell."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            RequestRecord.begin(scope, "")
+        await self._app(scope, receive, send)
+
+
 class RequestTracker:
     """ASGI middleware; adds a few tens of microseconds."""
 
-    def __init__(self, app: ASGIApp, *, model: ServedModel, metrics: Metrics, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        predictor: Predictor,
+        model: str,
+        metrics: Metrics,
+        statistics: Statistics,
+        traces: RequestTraces | None = None,
+    ) -> None:
         self._app = app
+        self._predictor = predictor
         self._model = model
         self._metrics = metrics
         self._statistics = statistics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = RequestRecord.begin(scope, self._model.version)
+        record = RequestRecord.begin(scope, self._predictor.version.name)
         protocol = _protocol(scope["path"])
         if protocol is None:
             await self._answer(scope, receive, send, record)
             return
         self._metrics.request_started()
+        with self._traces.request(scope, record) if self._traces else nullcontext():
+            await self._measured(scope, receive, send, record, protocol)
+
+    async def _measured(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, protocol: Protocol
+    ) -> None:
         code = CLIENT_GONE  # what stays when this task is cancelled
         try:
             code = await self._answer(scope, receive, send, record)
@@ -46,11 +77,12 @@ class RequestTracker:
             code = 500
             raise
         finally:
+            record.status = code
             duration_s = time.monotonic() - record.started_s
             if code not in _NOT_FOR_THE_MODEL:
                 self._statistics.request_finished(record.inference if code == 200 else None, duration_s)
             self._metrics.request_finished(
-                model=self._model.name,
+                model=self._model,
                 version=record.version,
                 protocol=protocol,
                 code=code,

@@ -8,15 +8,12 @@ from functools import partial
 from typing import Literal
 
 from server.link import Link
+from server.maintenance import Maintenance
 from server.slots import Slots, ready_links
 
 _POLL_S = 0.02
 _LEAVE_S = 60.0
 """A worker gives up waiting for its batches after 30 s, and ends; beyond this it does not obey."""
-
-
-class RestartRefusedError(Exception):
-    """One is under way already."""
 
 
 class RestartFailedError(Exception):
@@ -43,21 +40,18 @@ class RollingRestart:
         timeout_s: longest wait for a worker to be back, and for the pipeline to be whole before the next one goes.
     """
 
-    def __init__(self, slots: Slots, timeout_s: float) -> None:
+    def __init__(self, slots: Slots, timeout_s: float, maintenance: Maintenance) -> None:
         self._slots = slots
         self._timeout_s = timeout_s
-        self._running = False
+        self._maintenance = maintenance
 
     async def run(self) -> AsyncGenerator[RestartStep, None]:
         """Restart the workers that are ready now, spares included. Closing the iterator stops after the one at hand.
 
         Raises:
-            RestartRefusedError, RestartFailedError.
+            MaintenanceError, RestartFailedError.
         """
-        if self._running:
-            raise RestartRefusedError("a rolling restart is under way already; wait for its end")
-        self._running = True
-        try:
+        with self._maintenance.of("a rolling restart"):
             links = ready_links((*self._slots.all, *self._slots.spares))
             for number, link in enumerate(links, 1):
                 place = link.slot.name
@@ -70,8 +64,6 @@ class RollingRestart:
                     continue  # it failed meanwhile, and so is new already
                 yield RestartStep(link.worker, place, "restarting", number, len(links))
                 yield await self._restart(link, place, number, len(links))
-        finally:
-            self._running = False
 
     async def _restart(self, link: Link, place: str, number: int, total: int) -> RestartStep:
         began_s, ready_before = time.monotonic(), self._ready()

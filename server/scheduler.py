@@ -191,6 +191,11 @@ class Scheduler:
         known = self._fleet.links.get(link)
         return len(known.copies) if known else 0
 
+    def batches_of(self, version: str) -> int:
+        """Batches that began with this version and have not ended: as long as there are any, it is in use."""
+        pipeline = self._fleet.pipelines.get(version)
+        return pipeline.num_batches if pipeline else 0
+
     def batches_waiting(self, stage: int) -> int:
         """Batches that wait for a replica of this stage, all versions."""
         return sum(pipeline.pools[stage].waiting for pipeline in self._fleet.pipelines.values())

@@ -1,11 +1,13 @@
 """The settings of `multiworld serve`: every field once, with its unit, bounds, default and sentence."""
 
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import SecretStr, field_validator, model_validator
 
 from config import DEVICE_PATTERN, Settings, SettingsError, setting
+from config.addresses import parse_address
 from config.tokens import new_token
 
 _GENERATED = "generated"
@@ -16,6 +18,11 @@ class ServeSettings(Settings):
     """What the leader, its HTTP API and its local workers are told."""
 
     section: ClassVar[str] = "serve"
+    rivals: ClassVar[tuple[frozenset[str], ...]] = (
+        *Settings.rivals,
+        frozenset({"api_keys", "api_keys_file"}),
+        frozenset({"admin_keys", "admin_keys_file"}),
+    )
 
     model: str = setting("resnet50", "Model", "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152.")
     weights: str = setting(
@@ -23,6 +30,11 @@ class ServeSettings(Settings):
         "Model",
         "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
         "(DEFAULT if it can be had at once, else random:0 and a warning).",
+    )
+    weights_dir: Path | None = setting(
+        None,
+        "Model",
+        "Folder of the files with further versions of the weights that an operator may load while it serves; none allows no files.",
     )
     labels: str | None = setting(
         None, "Model", "File with one label a line, in the order of the classes; none takes those of the weights."
@@ -77,14 +89,73 @@ class ServeSettings(Settings):
         "Precision inside the stages; auto takes bfloat16 where a worker's device has it in hardware and it is faster.",
     )
 
-    host: str = setting("127.0.0.1", "Network", "Address that the HTTP API and the metrics listen on; 0.0.0.0 for all.")
+    host: str = setting(
+        "127.0.0.1",
+        "Network",
+        "Address that the HTTP API listens on, and the operators' port unless --metrics-host says otherwise; 0.0.0.0 for all.",
+    )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 takes any free one.", ge=0, le=65535)
     join_host: str = setting(
         "127.0.0.1", "Network", "Address that workers join at: an inner network, never a public one."
     )
+    advertise_host: str | None = setting(
+        None,
+        "Network",
+        "Address that workers are told to join at, where it is not the one that they ask at: HOST, or HOST:PORT where the port "
+        "is another outside.",
+        allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
+    )
     join_port: int = setting(8001, "Network", "Port that workers join at; 0 takes any free one.", ge=0, le=65535)
     metrics_port: int = setting(
-        8002, "Network", "Port of the Prometheus metrics; 0 takes any free one.", ge=0, le=65535
+        8002,
+        "Network",
+        "The operators' port, of the Prometheus metrics and the admin verbs; 0 takes any free one.",
+        ge=0,
+        le=65535,
+    )
+    metrics_host: str | None = setting(
+        None, "Network", "Address that the operators' port listens on; none takes that of --host."
+    )
+
+    api_keys_file: Path | None = setting(
+        None,
+        "Access",
+        "File with the keys for inference, one NAME:HASH a line, as `multiworld key` makes them; none lets everybody in.",
+    )
+    api_keys: SecretStr | None = setting(
+        None,
+        "Access",
+        "The same keys in the environment, with spaces between.",
+        allowed="NAME:HASH, as `multiworld key` makes it, with spaces between",
+        in_argv=False,
+    )
+    admin_keys_file: Path | None = setting(
+        None,
+        "Access",
+        "File with the keys for admin verbs; none takes the join token instead, or where nobody was told it, this machine only.",
+    )
+    admin_keys: SecretStr | None = setting(
+        None,
+        "Access",
+        "The same keys in the environment, with spaces between.",
+        allowed="NAME:HASH, as `multiworld key` makes it, with spaces between",
+        in_argv=False,
+    )
+    tls_cert_file: Path | None = setting(
+        None, "Access", "Certificate chain (PEM): HTTP API and operators' port speak TLS 1.2 or newer only."
+    )
+    tls_key_file: Path | None = setting(
+        None, "Access", "Private key (PEM) of the certificate; none looks for it in --tls-cert-file."
+    )
+    tls_client_ca_file: Path | None = setting(
+        None,
+        "Access",
+        "Authorities (PEM) of which one must have signed the certificate of every client of the HTTP API.",
+    )
+    metrics_client_ca_file: Path | None = setting(
+        None,
+        "Access",
+        "Authorities (PEM) of which one must have signed the certificate of every client of the operators' port.",
     )
 
     max_batch_size: int = setting(8, "Batching", "Most images that travel together.", ge=1, le=1024)
@@ -154,12 +225,51 @@ class ServeSettings(Settings):
     max_body_bytes: int = setting(10 * 2**20, "Limits", "Largest body of a request.", ge=1, le=2**31)
     max_image_pixels: int = setting(50_000_000, "Limits", "Largest image, width times height.", ge=1, le=2**31)
 
+    max_connections: int = setting(
+        10_000,
+        "Limits",
+        "Most HTTP connections at once, as far as there are descriptors; beyond it the longest idle one is closed.",
+        ge=1,
+        le=1_000_000,
+    )
+    idle_timeout_s: float = setting(
+        75.0, "Limits", "Longest time that an HTTP connection may be open without a request.", gt=0, le=86400
+    )
+    header_timeout_s: float = setting(
+        10.0, "Limits", "Longest time for the head of a request, and for the handshake of TLS.", gt=0, le=600
+    )
+    stall_timeout_s: float = setting(
+        10.0,
+        "Limits",
+        "Longest time for which a client may send nothing of a body that it has begun, or take nothing of its answer.",
+        gt=0,
+        le=3600,
+    )
+    max_header_bytes: int = setting(
+        32 * 2**10, "Limits", "Longest head of a request: its line and all headers.", ge=1024, le=2**20
+    )
+    max_headers: int = setting(100, "Limits", "Most headers of a request.", ge=16, le=10_000)
+
+    trace_ratio: float = setting(
+        0.01,
+        "Logging",
+        "Share of the requests without a `traceparent` of their own that are traced, where traces are sent anywhere.",
+        ge=0,
+        le=1,
+    )
     access_log: bool = setting(False, "Logging", "Log one line for every HTTP request.")
 
     @property
     def num_workers(self) -> int:
         """How many workers the pipeline wants: one for each replica of each stage, and the spares."""
         return self.stages * self.replicas + self.spares
+
+    def advertised(self, join_port: int) -> str:
+        """HOST:PORT that workers are to join at; empty for where they ask."""
+        if self.advertise_host is None:
+            return ""
+        address = parse_address(self.advertise_host, default_port=join_port)
+        return str(address)
 
     @property
     def tuning_limit_s(self) -> float:
@@ -170,6 +280,23 @@ class ServeSettings(Settings):
     def token_is_ours(self) -> bool:
         """Nobody gave a token, and so we made one up for our own local workers."""
         return self._origins.get("token") == _GENERATED
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
+        if host is not None:
+            parse_address(host, default_port=1)
+        return host
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether inference needs a key."""
+        return self.api_keys is not None or self.api_keys_file is not None
+
+    @property
+    def operators_host(self) -> str:
+        """Address of the operators' port."""
+        return self.host if self.metrics_host is None else self.metrics_host
 
     @field_validator("hedge_factor")
     @classmethod
@@ -182,6 +309,13 @@ class ServeSettings(Settings):
     def _precision_fits(self) -> Self:
         if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
             raise ValueError(f"precision {self.precision} needs optimize eager or auto; none is float32")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_complete(self) -> Self:
+        for name in ("tls_key_file", "tls_client_ca_file", "metrics_client_ca_file"):
+            if getattr(self, name) is not None and self.tls_cert_file is None:
+                raise ValueError(f"{name} needs tls_cert_file, the certificate that the service shows")
         return self
 
     @model_validator(mode="after")

@@ -62,10 +62,10 @@ class Slots:
     def of_stage(self, stage: int) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
-    def choose(self) -> Slot:
-        """For a newcomer: a free slot of the stage that has fewest replicas serving or on their way, the earliest stage among
-        equals; a spare's once all have theirs."""
-        stage = min(range(self.num_stages), key=lambda stage: sum(not slot.free for slot in self.of_stage(stage)))
+    def choose(self, host: str = "") -> Slot:
+        """For a newcomer on `host`: a free slot of the stage that has fewest replicas serving or on their way; among equals of the one
+        that has fewest on that host, which may be lost as a whole, then the earliest; a spare's once all have theirs."""
+        stage = min(range(self.num_stages), key=lambda stage: self._taken(stage, host))
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
@@ -113,6 +113,11 @@ class Slots:
         stage = max(range(self.num_stages), key=self._ready_in)
         ready = [slot.link for slot in self.of_stage(stage) if slot.link is not None and slot.ready]
         return ready[-1] if len(ready) > 1 else None
+
+    def _taken(self, stage: int, host: str) -> tuple[int, int]:
+        """How many replicas a stage has, and how many of them on that host."""
+        hosts = [slot.link.request.host for slot in self.of_stage(stage) if slot.link is not None and not slot.free]
+        return len(hosts), hosts.count(host)
 
     def _ready_in(self, stage: int | None) -> int:
         return sum(slot.ready for slot in self.all if slot.stage == stage)

@@ -6,6 +6,9 @@ from typing import Any, Self
 
 from wire.message import WireError
 
+WORLD_BACKEND = "lines"
+"""Of the worlds of leader and worker: they send messages, and the worker opens every connection, to one port of the leader."""
+
 
 class _Json:
     """A flat dataclass that travels as a JSON object of exactly its fields."""
@@ -34,7 +37,7 @@ class JoinRequest(_Json):
     """A worker looks for work. Its `worker` name is its own: who joins again under it replaces its former self.
 
     Attributes:
-        host, pid: where it runs, for whoever looks for it.
+        host, pid: where it runs, for whoever looks for it; the host under the name that it wants to be known by.
     """
 
     worker: str
@@ -45,25 +48,29 @@ class JoinRequest(_Json):
 
 @dataclass(frozen=True, slots=True)
 class JoinOffer(_Json):
-    """The world to join, as rank 1 of 2, at the address where the question was asked.
+    """The world to join, as rank 1 of 2.
 
     Attributes:
         world: empty when there is none now; ask again after `wait_ms`, and not before.
+        address: HOST:PORT to join it at; empty for the one where the question was asked.
     """
 
     world: str
     epoch: int
     wait_ms: int = 0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder(_Json):
-    """What the worker is to hold ready and serve: the first message in a new world, one for each stage.
+    """What the worker is to hold ready and serve: the first message in a new world, one for each stage. Later ones bring the stages of
+    another version of the model; they are held beside the others until a DROP.
 
     Attributes:
         spec: a models.StageSpec as JSON.
         weights_bytes: length of the safetensors file that follows in pieces.
         input_shape: of one row of this stage's input, as "3x224x224".
+        version: the leader's number for this version of the model, which batches name.
         precision, optimize: as in models.Tuning, and tuning_ms how long measuring may take.
     """
 
@@ -72,6 +79,7 @@ class StageOrder(_Json):
     input_shape: str
     max_batch_size: int
     window: int
+    version: int
     precision: str = "float32"
     optimize: str = "none"
     tuning_ms: int = 0

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 HEADER_BYTES = 64
-MAX_DIMS = 6
-_MAGIC = 0x4D574232  # "MWB2": multiworld batch, version 2
-_LAYOUT = struct.Struct("!IBBBBQQQQ6I")
+MAX_DIMS = 5
+_MAGIC = 0x4D574233  # "MWB3": multiworld batch, version 3
+_LAYOUT = struct.Struct("!IBBBBQQQQI5I")
 assert _LAYOUT.size == HEADER_BYTES
 
 _DTYPES = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
@@ -34,6 +34,8 @@ class Kind(IntEnum):
     FAILED = 6  # worker → leader: the stage raised; the payload says what
     LEAVING = 7  # worker → leader: send nothing new, and close once I have answered everything
     RESTART = 8  # leader → worker: leave, end your process, and let whatever started you start you again
+    DROP = 9  # leader → worker: forget the stages of this version
+    TRACE = 10  # leader → worker: whose traces the batch of this number, which follows, belongs to (see wire.tracing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,10 @@ class Message:
     """
     Attributes:
         batch: which batch it is about; 0 where there is none.
-        payload: any tensor of up to 6 dimensions and a known dtype; text and bytes travel as uint8 [N].
+        payload: any tensor of up to 5 dimensions and a known dtype; text and bytes travel as uint8 [N].
         compute_ns: how long the worker computed, waited_ns: how long the batch waited there for its turn.
-        stage: of a batch, which of the stages that the worker holds is to compute it.
+        stage, version: of a batch, which of the stages that the worker holds is to compute it, and of which version of the model;
+            of READY, FAILED and DROP, what they are about.
     """
 
     kind: Kind
@@ -52,10 +55,11 @@ class Message:
     compute_ns: int = 0
     waited_ns: int = 0
     stage: int = 0
+    version: int = 0
 
     @staticmethod
-    def of_text(kind: Kind, text: str, *, batch: int = 0, compute_ns: int = 0, waited_ns: int = 0) -> "Message":
-        return Message(kind, batch, bytes_tensor(text.encode()), compute_ns, waited_ns)
+    def of_text(kind: Kind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
+        return Message(kind, batch, bytes_tensor(text.encode()), stage=stage, version=version)
 
     def text(self) -> str:
         """The payload as text. Raises WireError when it is none."""
@@ -75,7 +79,8 @@ class Message:
             raise ValueError(f"{len(shape)} dimensions, at most {MAX_DIMS} travel")
         dims = shape + (0,) * (MAX_DIMS - len(shape))
         packed = _LAYOUT.pack(
-            _MAGIC, self.kind, code, len(shape), self.stage, self.batch, size, self.compute_ns, self.waited_ns, *dims
+            *(_MAGIC, self.kind, code, len(shape), self.stage, self.batch, size),
+            *(self.compute_ns, self.waited_ns, self.version, *dims),
         )
         return bytes_tensor(packed)
 
@@ -92,11 +97,14 @@ class Header:
     compute_ns: int
     waited_ns: int
     stage: int
+    version: int
 
     @staticmethod
     def parse(data: Tensor, max_payload_bytes: int) -> "Header":
         """Read uint8 [64]. Raises WireError when it contradicts itself, or promises more than `max_payload_bytes`."""
-        magic, kind, code, ndim, stage, batch, size, compute_ns, waited_ns, *dims = _LAYOUT.unpack(bytes(data.numpy()))
+        magic, kind, code, ndim, stage, batch, size, compute_ns, waited_ns, version, *dims = _LAYOUT.unpack(
+            bytes(data.numpy())
+        )
         if magic != _MAGIC:
             raise WireError(f"not a message of this version (it begins with {magic:#010x})")
         try:
@@ -113,10 +121,10 @@ class Header:
             elements *= dim
         if size and size != elements * dtype.itemsize:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
-        return Header(known, batch, dtype, shape, size, compute_ns, waited_ns, stage)
+        return Header(known, batch, dtype, shape, size, compute_ns, waited_ns, stage, version)
 
     def message(self, payload: Tensor | None) -> Message:
-        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage)
+        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 
 def bytes_tensor(data: bytes) -> Tensor:

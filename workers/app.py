@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ import uvloop
 from config import UserError, raise_descriptor_limit
 from metrics import build_labels
 from multiworld import WorldManager
+from tracing import Tracing, start_tracing
+from tracing.provider import closing
 from workers.cores import SharedCores
 from workers.device import check_device
 from workers.engine import Engine
@@ -22,6 +25,7 @@ from workers.membership import Membership, StuckError
 from workers.metrics import WorkerMetrics
 from workers.metrics_port import metrics_port
 from workers.settings import WorkerSettings
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +37,22 @@ def run(settings: WorkerSettings) -> int:
     end; 70 when the model hangs.
 
     Raises:
-        UserError: the device is not there, or the token is wrong.
+        UserError: the device or the address to bind is not there, or the token is wrong.
     """
     raise_descriptor_limit()
     device = check_device(settings.device)
+    _check_bind_host(settings.bind_host)
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # may be set once a process
         torch.set_num_interop_threads(1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, device))
+    tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
+    with closing(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, device, tracing))
 
 
-async def _serve(settings: WorkerSettings, device: torch.device) -> int:
+async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
     stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
+    traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -55,17 +62,22 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
     stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-            await _tell_metrics(stack, settings, metrics, engine)
+            memberships = list[Membership]()
+            await _tell_metrics(
+                stack, settings, metrics, engine, ready=lambda: any(each.serving for each in memberships)
+            )
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
                         secret=settings.secret,
                         checked=False,  # as the leader's
+                        bind_host=settings.bind_host or "",
                         heartbeat_interval_s=settings.heartbeat_interval_s,
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
                     )
                 )
-                tasks.create_task(Membership(leader, settings, engine, manager, stop, metrics).keep_serving())
+                memberships.append(Membership(leader, settings, engine, manager, stop, metrics, traces))
+                tasks.create_task(memberships[-1].keep_serving())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
         stuck = True
@@ -89,10 +101,28 @@ def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
         return None
 
 
+def _check_bind_host(host: str | None) -> None:
+    """Raises UserError when this machine does not have that address."""
+    if host is None:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        try:
+            sock.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"--bind-host {host} cannot be used: {error.strerror}; it must be an address of this machine, which `ip address` lists"
+            ) from error
+
+
 async def _tell_metrics(
-    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics, engine: Engine
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    metrics: WorkerMetrics,
+    engine: Engine,
+    *,
+    ready: Callable[[], bool],
 ) -> None:
-    """Answer scrapes until the stack ends, if that is wanted."""
+    """Answer scrapes and probes until the stack ends, if that is wanted."""
     if settings.metrics_port is None:
         return
     device, watch = engine.device, None
@@ -104,7 +134,8 @@ async def _tell_metrics(
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh))
+    port = metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready)
+    await stack.enter_async_context(port)
 
 
 def _watch_parent(on_end: Callable[[], object]) -> None:

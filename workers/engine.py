@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -133,7 +134,8 @@ class Place:
         self.jobs: deque[_Job] = deque()
         """Guarded by the engine."""
         self._engine = engine
-        self._stages: dict[int, nn.Module] = {}
+        self._stages: dict[tuple[int, int], nn.Module] = {}
+        """By version and stage."""
 
     @property
     def busy_s(self) -> float:
@@ -142,6 +144,7 @@ class Place:
 
     async def load(
         self,
+        version: int,
         spec: StageSpec,
         weights: bytes,
         row_shape: tuple[int, ...],
@@ -152,26 +155,37 @@ class Place:
 
         Gives the seconds taken, and what the stage became.
 
+        Each of these is a job of its own: batches of other stages and versions are computed between them.
+
         Raises:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
         made: Optimized = await self._engine.run(
-            self, lambda: self._load(spec, weights, row_shape, max_batch_size, tuning)
+            self, lambda: self._build(spec, weights, row_shape, max_batch_size, tuning)
         )
+        dtype = torch.uint8 if spec.is_first else torch.float32
+        for rows in sorted({1, max_batch_size}):
+            batch = torch.zeros((rows, *row_shape), dtype=dtype)
+            await self._engine.run(self, partial(self._forward, made.module, batch))
+        self._stages[version, spec.index] = made.module
         return time.monotonic() - started_s, made
 
-    async def compute(self, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+    def drop(self, version: int) -> None:
+        """Forget the stages of a version."""
+        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
+
+    async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
         """A stage's output for a batch: (CPU tensor, nanoseconds computed, nanoseconds waited).
 
-        Raises what the stage raises, and KeyError when that stage was never ordered.
+        Raises what the stage raises, and KeyError when that stage was never ordered in that version.
         """
         asked_ns = time.perf_counter_ns()
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.computing():
-                output = self._forward(self._stages[stage], batch)
+                output = self._forward(self._stages[version, stage], batch)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
@@ -182,17 +196,12 @@ class Place:
         self._engine.leave(self)
         self._stages = {}
 
-    def _load(
+    def _build(
         self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> Optimized:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        made = optimize(stage, row_shape, max_batch_size, tuning, self._engine.device)
-        dtype = torch.uint8 if spec.is_first else torch.float32
-        for rows in {1, max_batch_size}:
-            self._forward(made.module, torch.zeros((rows, *row_shape), dtype=dtype))
-        self._stages[spec.index] = made.module
-        return made
+        return optimize(stage, row_shape, max_batch_size, tuning, self._engine.device)
 
     def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -1,29 +1,37 @@
 """A worker's tie to one leader: ask it for a world, serve in it, and come back after every failure."""
 
+import _thread
 import asyncio
 import contextlib
 import logging
 import os
 import random
-import socket
 
 from config import UserError
-from multiworld import AskError, WorldError, WorldManager, ask
-from wire import JoinOffer, JoinRequest, WireError
+from config.addresses import Address, parse_address
+from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
+from wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from workers.engine import Engine
 from workers.metrics import WorkerMetrics
 from workers.session import Session
-from workers.settings import Address, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
 _STUCK_S = 2.0
 """A stage that still computes so long after its world was broken for hanging will not come back: only a new process helps."""
-_DRAIN_S = 30.0
+DRAIN_S = 30.0
+"""How long a worker that is told to stop waits for its leaders to take their batches back."""
+_FORMING_S = 15.0
+"""A leader waits for whom it has offered a world for less."""
+_THREAD_S = 10.0
+"""A thread that has not run by then never will."""
 
 
 class StuckError(Exception):
-    """The stage computes and does not come back. Nothing but a new process helps, whatever other leaders we have."""
+    """The stage computes and does not come back, or this process can make no thread any more. Nothing but a new process helps,
+    whatever other leaders we have."""
 
 
 class Membership:
@@ -42,6 +50,7 @@ class Membership:
         manager: WorldManager,
         stop: asyncio.Event,
         metrics: WorkerMetrics,
+        traces: ComputeTraces | None = None,
     ) -> None:
         self._leader = leader
         self._settings = settings
@@ -49,16 +58,22 @@ class Membership:
         self._manager = manager
         self._stop = stop
         self._metrics = metrics
+        self._traces = traces
         self._session: Session | None = None
         self._wait_s = 0.0
         """How long the leader has told us to stay away."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether a stage is loaded and warm, and the leader can send batches."""
+        return self._session is not None and self._session.serving
 
     async def keep_serving(self) -> None:
         """Serve this leader until `stop`.
 
         Raises:
             UserError: the leader does not take our token.
-            StuckError: the stage hangs.
+            StuckError: the stage hangs, or there is no memory for a thread.
         """
         failures = 0
         while not self._stop.is_set():
@@ -80,15 +95,13 @@ class Membership:
 
     async def _stay(self) -> bool:
         """Join one world and serve in it until it ends. Gives whether it came to serving."""
+        await _try_thread()
         offer = await self._ask()
         self._wait_s = offer.wait_ms / 1000
         if not offer.world:
             return False
-        host, port = self._leader.host, self._leader.port
-        world = await self._manager.initialize_world(
-            offer.world, 1, 2, addr=host, port=port, epoch=offer.epoch, timeout=self._settings.join_timeout_s
-        )
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics)
+        world = await self._join(offer)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces)
         self._metrics.world_joined()
         try:
             ending = await session.run()
@@ -103,8 +116,33 @@ class Membership:
             self._metrics.world_gone()
             await self._manager.close_world(world.name)
 
+    async def _join(self, offer: JoinOffer) -> World:
+        """Form the world that we were offered. Raises WorldError."""
+        address = self._leader
+        if offer.address:
+            try:
+                address = parse_address(offer.address)
+            except ValueError as error:
+                raise WireError(f"JoinOffer: no address: {offer.address!r}") from error
+        try:
+            return await self._manager.initialize_world(
+                *(offer.world, 1, 2, WORLD_BACKEND),
+                addr=address.host,
+                port=address.port,
+                epoch=offer.epoch,
+                timeout=min(_FORMING_S, self._settings.join_timeout_s),
+            )
+        except JoinError as error:
+            if address == self._leader:
+                raise
+            raise JoinError(
+                offer.world,
+                f"{error.message}; it is the leader that told us to join at {address}: its --advertise-host must be an address "
+                f"that this machine reaches",
+            ) from error
+
     async def _ask(self) -> JoinOffer:
-        request = JoinRequest(self._settings.name, self._settings.device, socket.gethostname(), os.getpid())
+        request = JoinRequest(self._settings.name, self._settings.device, self._settings.advertise_host, os.getpid())
         try:
             answer = await ask(
                 self._leader.host,
@@ -112,6 +150,7 @@ class Membership:
                 request.to_json(),
                 secret=self._settings.secret,
                 timeout_s=self._settings.join_timeout_s,
+                bind_host=self._settings.bind_host or "",
             )
         except PermissionError as error:
             raise UserError(f"the leader at {self._leader} does not take our token: {error}") from error
@@ -128,7 +167,7 @@ class Membership:
         if not stay.done() and session is not None and session.serving:
             logger.info("leader=%s leaving: until it has taken its batches back", self._leader)
             with contextlib.suppress(WorldError, TimeoutError):
-                async with asyncio.timeout(_DRAIN_S):
+                async with asyncio.timeout(DRAIN_S):
                     await session.leave()
                     await asyncio.wait({stay})
         stay.cancel()
@@ -153,3 +192,23 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stop.wait()
+
+
+async def _try_thread() -> None:
+    """See that this process can still make threads, which joining needs.
+
+    `threading.Thread.start` waits for ever for one that dies of a lack of memory before it has begun, and with it would the event loop.
+    Raises StuckError.
+    """
+    loop, ran = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(ran.set)
+
+    try:
+        _thread.start_new_thread(run, ())
+        async with asyncio.timeout(_THREAD_S):
+            await ran.wait()
+    except (RuntimeError, MemoryError, TimeoutError) as error:
+        raise StuckError("this process has no memory for a thread, and cannot join without") from error

@@ -1,4 +1,7 @@
-"""`GET /metrics` of a worker. It is no part of serving: without it, or with its port taken, the worker works all the same."""
+"""`GET /metrics` of a worker, and what probes ask: `/healthz`, `/readyz`.
+
+It is no part of serving: without it, or with its port taken, the worker works all the same.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,18 @@ _CLOSE_S = 1
 
 @contextlib.asynccontextmanager
 async def metrics_port(
-    host: str, port: int | None, metrics: WorkerMetrics, refresh: Callable[[], None]
+    host: str,
+    port: int | None,
+    metrics: WorkerMetrics,
+    refresh: Callable[[], None],
+    ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[int | None]:
     """Serve the metrics while the block lasts. Gives the port; None when there is none, or it cannot be had.
 
     Args:
         port: 0 takes any free one; None serves nothing.
         refresh: called before each scrape, to set what is looked at only then. Must not block.
+        ready: whether this worker holds a stage and a leader can send it batches.
     """
     sock = None if port is None else _bind(host, port)
     if sock is None:
@@ -36,7 +44,7 @@ async def metrics_port(
         return
     with sock:
         found: int = sock.getsockname()[1]
-        server = _Server(_config(_app(metrics, refresh)))
+        server = _Server(_config(_app(metrics, refresh, ready)))
         task = asyncio.create_task(server.serve(sockets=[sock]))
         logger.info("listening metrics=http://%s:%d/metrics", f"[{host}]" if ":" in host else host, found)
         try:
@@ -88,13 +96,17 @@ def _bind(host: str, port: int) -> socket.socket | None:
     return sock
 
 
-def _app(metrics: WorkerMetrics, refresh: Callable[[], None]) -> ASGIApp:
+def _app(metrics: WorkerMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         status, text, content_type = 200, b"", "text/plain; charset=utf-8"
-        if scope["path"] != "/metrics":
-            status, text = 404, b"there is only /metrics\n"
+        if scope["path"] not in {"/metrics", "/healthz", "/readyz"}:
+            status, text = 404, b"there are only /metrics, /healthz and /readyz\n"
         elif scope["method"] not in {"GET", "HEAD"}:
             status, text = 405, b"only GET\n"
+        elif scope["path"] == "/healthz":
+            text = b"alive\n"
+        elif scope["path"] == "/readyz":
+            status, text = (200, b"ready\n") if ready() else (503, b"not serving: no leader has given it a stage\n")
         else:
             refresh()
             accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")

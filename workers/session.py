@@ -4,19 +4,23 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
-from models import ModelError, Optimized, StageSpec, Tuning
+from config import check_memory
+from models import ModelError, Optimized, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from wire import Channel, Kind, Message, StageOrder, WireError
+from wire import Channel, Kind, Message, TraceContext, WireError, trace_contexts
 from workers.engine import Engine
 from workers.metrics import Outcome, WorkerMetrics
+from workers.orders import IncomingOrder
+from workers.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
-_MAX_WEIGHTS_BYTES = 4 << 30
 _MAX_MESSAGE_BYTES = 1 << 30
+_COPIES_OF_WEIGHTS = 3
+"""At the same time, while a stage is loaded: the pieces, the tensors in them, the stage's own."""
 _LAST_WORD_S = 5.0
 """So long a leader has to read that its stage cannot be loaded, and to end the world for it."""
 LEADER_RANK = 0
@@ -36,6 +40,7 @@ class Session:
         engine: Engine,
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
+        traces: ComputeTraces | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warm."""
@@ -43,9 +48,14 @@ class Session:
         self._world = world
         self._on_restart = on_restart
         self._metrics = metrics or WorkerMetrics()
+        self._traces = traces
+        self._traced: tuple[int, list[TraceContext]] = (0, [])
+        """Whose traces the batch of that number, which comes next, belongs to."""
         self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
         self._room = asyncio.Semaphore(1)
-        self._answers: set[asyncio.Task[None]] = set()
+        self._incoming: IncomingOrder | None = None
+        """Whose weights have not all come yet."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> BrokenWorldException:
         """Serve until the world ends; gives what ended it.
@@ -62,9 +72,9 @@ class Session:
             self._world.break_(Cause.ABORTED, self._world.rank, str(error))
             return BrokenWorldException(self._world.name, Cause.ABORTED, self._world.rank, str(error))
         finally:
-            for task in self._answers:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._answers, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             self.place.close()
 
     async def leave(self) -> None:
@@ -72,30 +82,51 @@ class Session:
         await self._channel.send(Message(Kind.LEAVING))
 
     async def _serve(self) -> NoReturn:
-        await self._take_order(await self._channel.receive())
         while True:
             await self._room.acquire()
             message = await self._channel.receive()
             if message.kind is Kind.BATCH:
-                task = asyncio.create_task(self._answer(message))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
-                task.add_done_callback(lambda _: self._room.release())
-                continue
-            self._room.release()
-            if message.kind is Kind.RESTART:
+                traced, self._traced = self._traced, (0, [])
+                parents = traced[1] if traced[0] == message.batch else []
+                self._start(self._answer(message, parents)).add_done_callback(lambda _: self._room.release())
+            else:
+                self._room.release()
+                self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        match message.kind:
+            case Kind.ORDER if self._incoming is None:
+                self._incoming = IncomingOrder(message)
+            case Kind.WEIGHTS if self._incoming is not None:
+                if self._incoming.add(message):
+                    order, self._incoming = self._incoming, None
+                    self._start(self._fulfil(order))
+            case Kind.TRACE:
+                self._traced = (message.batch, trace_contexts(message.payload))
+            case Kind.DROP:
+                logger.info("world=%s version number %d is not wanted any more", self._world.name, message.version)
+                self.place.drop(message.version)
+            case Kind.RESTART:
                 logger.info("world=%s the leader asks for a restart", self._world.name)
                 self._on_restart()
-            else:
-                await self._take_order(message)
+            case _:
+                raise WireError(f"{message.kind.name} was not to be expected here")
 
-    async def _take_order(self, message: Message) -> None:
-        if message.kind is not Kind.ORDER:
-            raise WireError(f"expected an order, got {message.kind.name}")
-        order = StageOrder.from_json(message.text())
-        spec = StageSpec.from_json(order.spec)
-        weights = await self._receive_weights(order.weights_bytes)
-        took_s, made = await self._load(order, spec, weights)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _fulfil(self, incoming: IncomingOrder) -> None:
+        """Load what was ordered, while batches of what is held already go on, and tell the leader what came of it."""
+        try:
+            took_s, made = await self._load(incoming)
+        except Exception as error:
+            logger.exception("world=%s the stage cannot be loaded", self._world.name)
+            await self._fail(incoming, error)
+            return
+        order, spec = incoming.order, incoming.spec
         self._metrics.stage_loaded(spec.index)
         if not self.serving:
             self.serving = True
@@ -108,54 +139,54 @@ class Session:
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s, made.recipe, made.why),
         )
         ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
-        await self._channel.send(Message.of_text(Kind.READY, json.dumps(ready)))
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self._channel.send(incoming.reply(Kind.READY, json.dumps(ready)))
 
-    async def _load(self, order: StageOrder, spec: StageSpec, weights: bytes) -> tuple[float, Optimized]:
-        try:
-            tuning = Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
-            return await self.place.load(spec, weights, order.row_shape, order.max_batch_size, tuning)
-        except Exception as error:
-            logger.exception("world=%s the stage cannot be loaded", self._world.name)
-            await self._channel.send(Message.of_text(Kind.FAILED, _describe(error)))
-            # Were we the ones to break the world, that could reach the leader before the reason does.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await self._channel.receive()
-            raise WireError(f"the stage cannot be loaded: {_describe(error)}") from error
+    async def _load(self, incoming: IncomingOrder) -> tuple[float, Optimized]:
+        order = incoming.order
+        if self.serving:  # what it serves must not be lost for what comes on top of it
+            check_memory(_COPIES_OF_WEIGHTS * order.weights_bytes)
+        tuning = Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
+        return await self.place.load(
+            order.version, incoming.spec, incoming.take_weights(), incoming.row_shape, order.max_batch_size, tuning
+        )
 
-    async def _receive_weights(self, total_bytes: int) -> bytes:
-        if not 0 < total_bytes <= _MAX_WEIGHTS_BYTES:
-            raise WireError(f"weights of {total_bytes} bytes")
-        weights = bytearray()
-        while len(weights) < total_bytes:
-            message = await self._channel.receive()
-            if message.kind is not Kind.WEIGHTS or message.payload is None:
-                raise WireError(f"expected weights, got {message.kind.name}")
-            weights += message.payload.numpy().tobytes()
-        if len(weights) != total_bytes:
-            raise WireError(f"{len(weights)} bytes of weights, {total_bytes} were promised")
-        return bytes(weights)
+    async def _fail(self, incoming: IncomingOrder, error: Exception) -> None:
+        """Who serves already goes on with what it has; who has nothing else to serve is of no use in this world."""
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self._channel.send(incoming.reply(Kind.FAILED, _describe(error)))
+            if not self.serving:
+                # Were we the ones to break the world, that could reach the leader before the reason does.
+                await asyncio.sleep(_LAST_WORD_S)
+                self._world.break_(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
-    async def _answer(self, message: Message) -> None:
+    async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
         """Compute one batch, send what came of it, and count it."""
         outcome: Outcome = "unwanted"
         try:
-            outcome = await self._compute_and_send(message)
+            outcome = await self._compute_and_send(message, parents)
         finally:
             self._metrics.batch_ended(message.stage, outcome)
 
-    async def _compute_and_send(self, message: Message) -> Outcome:
+    async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
         """What came of the batch; an exception of the stage is an answer too."""
         outcome: Outcome = "answered"
         try:
             if message.payload is None:
                 raise WireError("a batch without a payload")
-            output, compute_ns, waited_ns = await self.place.compute(message.stage, message.payload)
+            output, compute_ns, waited_ns = await self.place.compute(message.version, message.stage, message.payload)
             self._metrics.computed(message.stage, compute_ns / 1e9)
-            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage)
+            if self._traces is not None and parents:
+                images = len(message.payload)
+                self._traces.computed(
+                    parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
+                )
+            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
         except Exception as error:
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
-            answer = Message.of_text(Kind.FAILED, _describe(error), batch=message.batch)
+            answer = Message.of_text(
+                Kind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
+            )
             outcome = "failed"
         try:
             await self._channel.send(answer)

@@ -1,27 +1,18 @@
 """The settings of `multiworld worker`: every field once, with its unit, bounds, default and sentence."""
 
+import ipaddress
 import os
 import socket
-from typing import ClassVar, NamedTuple, Self
-from urllib.parse import urlsplit
+from typing import ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
 from config import DEVICE_PATTERN, Settings, setting
+from config.addresses import Address, parse_address
 
 
 def _default_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
-
-
-class Address(NamedTuple):
-    """Where a leader's join port is. `host` is without the brackets of IPv6."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class WorkerSettings(Settings):
@@ -43,6 +34,20 @@ class WorkerSettings(Settings):
         default_factory=_default_name,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         allowed="1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit",
+    )
+    advertise_host: str = setting(
+        None,
+        "Network",
+        "Host name or address that this worker is known by in the leader's log and status; by default the host's name.",
+        default_factory=socket.gethostname,
+        pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}$",
+        allowed="a host name or an address",
+    )
+    bind_host: str | None = setting(
+        None,
+        "Network",
+        "Address of this machine that connections to leaders leave from, where it has several; none lets the kernel choose.",
+        allowed="an address of this machine, such as 10.0.0.5",
     )
     metrics_host: str = setting("127.0.0.1", "Network", "Address that the metrics listen on; 0.0.0.0 for all.")
     metrics_port: int | None = setting(
@@ -92,6 +97,13 @@ class WorkerSettings(Settings):
         _addresses(leader)
         return leader
 
+    @field_validator("bind_host")
+    @classmethod
+    def _bind_host_is_an_address(cls, host: str | None) -> str | None:
+        if host is not None:
+            ipaddress.ip_address(host)
+        return host
+
     @model_validator(mode="after")
     def _backoff_is_in_order(self) -> Self:
         if self.rejoin_backoff_max_s < self.rejoin_backoff_s:
@@ -104,15 +116,7 @@ class WorkerSettings(Settings):
 
 def _addresses(leaders: str) -> tuple[Address, ...]:
     """Split "host:port,host:port". Raises ValueError for what is no address, and for one that is there twice."""
-    addresses = tuple(_address(part.strip()) for part in leaders.split(","))
+    addresses = tuple(parse_address(part.strip()) for part in leaders.split(","))
     if len(set(addresses)) < len(addresses):
         raise ValueError("must name each leader once")
     return addresses
-
-
-def _address(address: str) -> Address:
-    """Split "host:port" or "[::1]:port". Raises ValueError unless both are there and the port is 1 to 65535."""
-    parts = urlsplit(f"//{address}")
-    if not parts.hostname or not parts.port or parts.netloc != address or "@" in address:
-        raise ValueError("must be HOST:PORT")
-    return Address(parts.hostname, parts.port)

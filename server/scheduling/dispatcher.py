@@ -132,6 +132,7 @@ class Dispatcher:
         )
         for request in requests:
             request.batch = batch
+        pipeline.num_batches += 1
         self._counters.batches += 1
         return batch
 

@@ -119,4 +119,5 @@ class Outcomes:
         self._forget(batch)
 
     def _forget(self, batch: Batch) -> None:
+        batch.pipeline.num_batches -= 1
         self._turn.actions.append(ForgetBatch(batch.id))

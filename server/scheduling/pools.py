@@ -143,6 +143,8 @@ class Pipeline:
         self.pools = [Pool(self, stage, window) for stage in range(num_stages)]
         self.num_links = 0
         """Links of this version, the draining ones included."""
+        self.num_batches = 0
+        """Batches that began with this version and have not ended."""
 
     @property
     def complete(self) -> bool:

@@ -6,6 +6,7 @@ const MOST_EVENTS = 100;
 const WORDS = {
   joining: "joins", serves: "serves", rejoined: "rejoined and serves", takes_over: "takes over", draining: "leaves",
   broken: "broken", left: "left", rerouted: "rerouted",
+  version_changed: "version changed",
 };
 
 const $ = (id) => document.getElementById(id);
@@ -79,6 +80,7 @@ function showStatus(status) {
   const ready = status.stages.map((stage) => stage.replicas.filter((replica) => replica.state === "ready").length);
   const missing = status.stages.filter((_, at) => !ready[at]).map((stage) => stage.index);
   if (status.draining) say("draining", "stopping: no new requests are taken");
+  else if (status.unloaded) say("not-ready", "unloaded: an operator has taken the model out of service");
   else if (status.ready) say("ready", "ready: every stage has a replica that serves");
   else say("not-ready", `not ready: no replica serves stage ${missing.join(", ")}`);
   $("model").textContent = `${status.model} ${status.version}`;
@@ -124,7 +126,7 @@ function showEvent(happened) {
   lastEvent = happened.id;
   const at = new Date(happened.at_unix_s * 1000);
   const item = element("li", "", { class: happened.what, "data-what": happened.what });
-  const where = happened.replica === null ? `stage ${happened.stage}` : `stage ${happened.stage} replica ${happened.replica}`;
+  const where = happened.stage === null ? "model" : happened.replica === null ? `stage ${happened.stage}` : `stage ${happened.stage} replica ${happened.replica}`;
   item.append(
     element("time", at.toLocaleTimeString(), { datetime: at.toISOString() }),
     `${where} `,

@@ -14,7 +14,7 @@ from torch import Tensor
 from server.errors import StageError
 from server.predictor import Answer
 from server.v2.infer_request import RequestedAnswer
-from server.v2.signature import MODEL_VERSION, OUTPUT, Signature
+from server.v2.signature import OUTPUT, Signature
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -43,7 +43,7 @@ def build_answer(answers: Sequence[Answer], wanted: RequestedAnswer, signature: 
     output, binary = _classes(probabilities, wanted, signature) if wanted.classes else _tensor(probabilities, wanted)
     head = {
         "model_name": answers[0].model,
-        "model_version": MODEL_VERSION,
+        "model_version": str(answers[0].version_number),
         **({"id": wanted.id} if wanted.id is not None else {}),
         "outputs": [{"name": OUTPUT} | output],
     }

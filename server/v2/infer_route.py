@@ -17,7 +17,7 @@ from server.answer_headers import answer_headers
 from server.body import BodyReader, shortened
 from server.connection import LATE_S, while_connected
 from server.decode_pool import DecodePool
-from server.errors import InferenceRequestError
+from server.errors import InferenceRequestError, UnknownModelError
 from server.images import image_tensor
 from server.predictor import Answer, Predictor
 from server.request_record import RequestRecord
@@ -44,11 +44,12 @@ class InferRoute:
     max_image_pixels: int
     exact_images: bool
 
-    async def infer(self, request: Request, timeout_s: float | None) -> Response:
+    async def infer(self, request: Request, timeout_s: float | None, version: int | None = None) -> Response:
         """Answer one request, for a model and version that were found to be ours.
 
         Args:
             timeout_s: of the request's header.
+            version: the number of the one that the client insists on.
         Raises:
             RequestRefused: one answer is missing, so there is none.
         """
@@ -58,7 +59,11 @@ class InferRoute:
             wanted, images, deadline_s = await self._images(request, record.started_s + timeout_s)
         prepared_s = time.monotonic()
         async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
-            answers = await self._answers(images, deadline_s, record.request_id)
+            answers = await self._of_one_version(images, deadline_s, record.request_id)
+        if version is not None and version != answers[0].version_number:
+            raise UnknownModelError(
+                f"version {version} was replaced by {answers[0].version_number} while the request was under way"
+            )
         record.version = answers[0].version
         answered_s = time.monotonic()
         response = await self._response(request, answers, wanted)
@@ -108,6 +113,17 @@ class InferRoute:
                 exact=self.exact_images,
             )
         )
+
+    async def _of_one_version(self, images: Sequence[Tensor], deadline_s: float, request_id: str) -> list[Answer]:
+        """An answer for each image, all of the same version: where it changed meanwhile, those of the former one are asked anew."""
+        answers = await self._answers(images, deadline_s, request_id)
+        while len({answer.version_number for answer in answers}) > 1:
+            number = self.predictor.version.number
+            stale = [at for at, answer in enumerate(answers) if answer.version_number != number]
+            fresh = await self._answers([images[at] for at in stale], deadline_s, request_id)
+            for at, answer in zip(stale, fresh, strict=True):
+                answers[at] = answer
+        return answers
 
     async def _answers(self, images: Sequence[Tensor], deadline_s: float, request_id: str) -> list[Answer]:
         """An answer for each image. At the first refusal the others are withdrawn: the request fails as one."""

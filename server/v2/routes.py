@@ -23,7 +23,8 @@ from server.predict_route import Seconds, timeout_parameter
 from server.predictor import Predictor
 from server.v2.infer_answer import HEADER_LENGTH
 from server.v2.infer_route import InferRoute
-from server.v2.signature import INPUT, MODEL_VERSION, Signature
+from server.v2.repository_index import repository_index
+from server.v2.signature import INPUT, Signature
 from server.v2.statistics import Statistics
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
@@ -49,8 +50,8 @@ class V2Routes:
         router.add_api_route("/v2/health/ready", self.ready, response_model=dict[str, bool], responses=not_ready)
         router.add_api_route("/v2/models/stats", self.all_statistics, response_model=dict[str, Any])
         router.add_api_route("/v2/repository/index", self.index, methods=["POST"], response_model=list[dict[str, str]])
-        self._add_facts(router, "", self.signature.metadata, "The model's inputs and outputs.")
-        self._add_facts(router, "/config", self.signature.config, "The model's configuration, as Triton has it.")
+        self._add_facts(router, "", self._metadata, "The model's inputs and outputs.")
+        self._add_facts(router, "/config", self._config, "The model's configuration, as Triton has it.")
         self._add_facts(router, "/stats", self._statistics, "What inference has taken since the start.")
         self._add_facts(router, "/ready", self._model_ready, "Whether requests are answered.", not_ready)
         self._add_infer(router)
@@ -76,17 +77,7 @@ class V2Routes:
 
     async def index(self) -> list[dict[str, str]]:
         """The one model, and whether it serves."""
-        name = self.signature.model.name
-        if self.predictor.ready:
-            return [{"name": name, "version": MODEL_VERSION, "state": "READY", "reason": ""}]
-        return [
-            {
-                "name": name,
-                "version": MODEL_VERSION,
-                "state": "UNAVAILABLE",
-                "reason": why_not_ready(self.predictor.snapshot()).detail,
-            }
-        ]
+        return repository_index(self.predictor.snapshot())
 
     def _add_facts(
         self,
@@ -136,7 +127,7 @@ class V2Routes:
             timeout_s: Seconds = timeout_header,
         ) -> Response:
             self._check(model, version)
-            return await self.inference.infer(request, timeout_s)
+            return await self.inference.infer(request, timeout_s, version=int(version))
 
         endpoints: dict[str, Callable[..., Awaitable[Response]]] = {"": of_model, "/versions/{version}": of_version}
         for path, endpoint in endpoints.items():
@@ -154,29 +145,37 @@ class V2Routes:
     def _path_parameters(self) -> tuple[Any, Any]:
         """Name and version, described with the only values that are not 404."""
         name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
-        version = Path(description="Always 1.", json_schema_extra={"enum": [MODEL_VERSION]})
+        now = str(self.predictor.version.number)
+        says = "The number of the version that serves; this document names the one that served when it was made."
+        version = Path(description=says, json_schema_extra={"enum": [now]})
         return name, version
 
-    def _check(self, model: str, version: str = MODEL_VERSION) -> None:
-        served = self.signature.model
+    def _check(self, model: str, version: str | None = None) -> None:
+        served, now = self.signature.model, self.predictor.version
         if model != served.name:
             raise UnknownModelError(f"there is no model {model[:64]!r}; the only one is {served.name!r}")
-        if version != MODEL_VERSION:
+        if version is not None and version != str(now.number):
             raise UnknownModelError(
-                f"the model {served.name!r} has no version {version[:64]!r}; the only one is {MODEL_VERSION!r}, "
-                f"with the weights {served.version}"
+                f"the model {served.name!r} has no version {version[:64]!r}; the only one is {str(now.number)!r}, "
+                f"with the weights {now.name}"
             )
 
     def _check_ready(self) -> None:
         if not self.predictor.ready:
             raise why_not_ready(self.predictor.snapshot())
 
+    def _metadata(self) -> dict[str, Any]:
+        return self.signature.metadata(self.predictor.version)
+
+    def _config(self) -> dict[str, Any]:
+        return self.signature.config(self.predictor.version)
+
     def _model_ready(self) -> dict[str, Any]:
         self._check_ready()
         return {"name": self.signature.model.name, "ready": True}
 
     def _statistics(self) -> dict[str, Any]:
-        return {"model_stats": [self.statistics.as_json(self.signature.model.name, MODEL_VERSION)]}
+        return {"model_stats": [self.statistics.as_json(self.signature.model.name, str(self.predictor.version.number))]}
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from server.predictor import ServedModel
+from server.predictor import ModelVersion, ServedModel
 
 INPUT = "input"
 OUTPUT = "probabilities"
-MODEL_VERSION = "1"
-"""The protocol's versions are whole numbers. One set of weights is served: it is number 1, whatever its name is."""
-
 _PLATFORM = "pytorch_multiworld"
 _DATATYPES = ("UINT8", "FP32", "BYTES")
 
@@ -42,24 +39,24 @@ class Signature:
         """Length of an answer's row."""
         return len(self.model.labels)
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self, version: ModelVersion) -> dict[str, Any]:
         """The answer to GET /v2/models/{model}."""
         return {
             "name": self.model.name,
-            "versions": [MODEL_VERSION],
+            "versions": [str(version.number)],
             "platform": _PLATFORM,
             "inputs": [{"name": INPUT, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
             "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, self.num_classes]}],
-            "parameters": self._parameters(),
+            "parameters": self._parameters(version),
         }
 
-    def config(self) -> dict[str, Any]:
+    def config(self, version: ModelVersion) -> dict[str, Any]:
         """The answer to GET /v2/models/{model}/config: the fields of Triton's `ModelConfig` that mean something here."""
         return {
             "name": self.model.name,
             "platform": _PLATFORM,
             "backend": "multiworld",
-            "version_policy": {"specific": {"versions": [int(MODEL_VERSION)]}},
+            "version_policy": {"specific": {"versions": [version.number]}},
             "max_batch_size": self.max_images,
             "input": [
                 {
@@ -72,12 +69,12 @@ class Signature:
             ],
             "output": [{"name": OUTPUT, "data_type": "TYPE_FP32", "dims": [self.num_classes]}],
             "dynamic_batching": {},
-            "parameters": {name: {"string_value": value} for name, value in self._parameters().items()},
+            "parameters": {name: {"string_value": value} for name, value in self._parameters(version).items()},
         }
 
-    def _parameters(self) -> dict[str, str]:
+    def _parameters(self, version: ModelVersion) -> dict[str, str]:
         return {
-            "weights": self.model.version,
+            "weights": version.name,
             "input_datatypes": ",".join(_DATATYPES),
             "max_images": str(self.max_images),
         }

@@ -54,6 +54,7 @@ class _BatchTimes:
 
     transfer: _Duration = field(default_factory=_Duration)
     compute: _Duration = field(default_factory=_Duration)
+    output: _Duration = field(default_factory=_Duration)
 
 
 class Statistics:
@@ -79,15 +80,16 @@ class Statistics:
         self._phases["compute_infer"].add(slowest.compute_s)
         self._phases["compute_output"].add(inference.output_s)
         for answer in inference.answers:
-            self._image_answered(answer)
+            self._image_answered(answer, inference.output_s / len(inference.answers))
 
-    def _image_answered(self, answer: Answer) -> None:
+    def _image_answered(self, answer: Answer, output_s: float) -> None:
         share = 1 / answer.batch_size
         self._images += 1
         self._executions += share
         batches = self._batches[answer.batch_size]
         batches.transfer.add(answer.transfer_s * share, count=share)
         batches.compute.add(answer.compute_s * share, count=share)
+        batches.output.add(output_s, count=share)  # each image's answer is written by itself
 
     def as_json(self, model: str, version: str) -> dict[str, Any]:
         """One member of `model_stats`."""
@@ -104,7 +106,7 @@ class Statistics:
                     "batch_size": size,
                     "compute_input": self._batches[size].transfer.as_json(),
                     "compute_infer": self._batches[size].compute.as_json(),
-                    "compute_output": _Duration().as_json(),
+                    "compute_output": self._batches[size].output.as_json(),
                 }
                 for size in sorted(self._batches)
             ],

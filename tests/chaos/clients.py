@@ -5,8 +5,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO
 
 from chaos import load
 from chaos.images import photo
@@ -41,15 +42,20 @@ def answers(service: LocalService, count: int = 3) -> list[int]:
 
 @contextmanager
 def external_worker(
-    *leaders: str, name: str, fault: str | None = None, token: str = TOKEN
+    *leaders: str,
+    name: str,
+    fault: str | None = None,
+    token: str = TOKEN,
+    options: Sequence[str] = (),
+    stderr: int | IO[str] = subprocess.DEVNULL,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A worker process that joins these leaders, sound or with a fault of `tests.chaos.faulty_worker`."""
     program = ["cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
-    options = [part for leader in leaders for part in ("--leader", leader)]
+    joins = [part for leader in leaders for part in ("--leader", leader)]
     worker = subprocess.Popen(
-        [sys.executable, "-m", *program, *options, "--name", name, "--threads", "1"],
+        [sys.executable, "-m", *program, *joins, "--name", name, "--threads", "1", *options],
         env={**os.environ, "MULTIWORLD_TOKEN": token},
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
     )
     try:
         yield worker

@@ -25,6 +25,8 @@ class Relay:
         self._flows = {"to_leader": threading.Event(), "to_worker": threading.Event()}
         self._sockets: set[socket.socket] = {self._server}
         self._threads: list[threading.Thread] = []
+        self.connections = 0
+        """How many have come so far."""
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.heal()
 
@@ -65,6 +67,7 @@ class Relay:
                 worker.close()
                 continue
             self._sockets |= {worker, leader}
+            self.connections += 1
             self._spawn(self._forward, worker, leader, "to_leader")
             self._spawn(self._forward, leader, worker, "to_worker")
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def leader(token_file: Path, **settings: float) -> LocalService:
+def leader(token_file: Path, **settings: Any) -> LocalService:
     return LocalService(
         wait_until_ready=False,
         external_workers=True,

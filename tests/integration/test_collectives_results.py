@@ -95,7 +95,10 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def reduced(name: str, tensors: Sequence[Tensor]) -> Tensor:
     if name == "AVG":
-        return reduced("SUM", tensors).div(len(tensors))
+        total = reduced("SUM", tensors)
+        if total.is_complex():  # part by part: dividing complex numbers rounds otherwise
+            return torch.view_as_complex(torch.view_as_real(total).div(len(tensors)))
+        return total.div(len(tensors))
     result = tensors[0]
     for tensor in tensors[1:]:
         result = REDUCTIONS[name](result, tensor)

@@ -83,7 +83,7 @@ def test_cancelling_a_collective_breaks_its_own_world_only(crew: Crew, checked: 
             assert (caught.value.cause, caught.value.rank) == (Cause.ABORTED, 0)
         else:
             with pytest.raises(BrokenWorldException) as caught:
-                await manager.communicator.all_reduce(torch.zeros(3), world_name=world.name)
+                await manager.communicator.barrier(world.name)
             assert (caught.value.cause, caught.value.rank) == (Cause.ABORTED, 0)
         assert manager.communicator.is_broken(world.name)
         other = (await crew.worlds(3, not checked))[0].name

@@ -14,7 +14,7 @@ from multiworld import Cause, WorldManager
 from server.link import Link
 from server.plan import StagePlan, make_plan
 from server.slots import Slot
-from wire import Channel, JoinOffer, JoinRequest, Message, StageOrder
+from wire import WORLD_BACKEND, Channel, JoinOffer, JoinRequest, Message, StageOrder
 from workers.engine import Engine
 from workers.session import Session
 
@@ -43,8 +43,8 @@ class Heard:
     def on_result(self, link: Link, message: Message) -> None:
         self.results.put_nowait(message)
 
-    def on_failed(self, link: Link, batch: int, error: str) -> None:
-        self.failures.put_nowait((batch, error))
+    def on_failed(self, link: Link, message: Message) -> None:
+        self.failures.put_nowait((message.batch, message.text()))
 
     def on_leaving(self, link: Link) -> None:
         self.leaving.set()
@@ -76,7 +76,7 @@ class Pair:
     async def session(self, link: Link) -> Session:
         offer = JoinOffer(link.world_name, link.epoch)
         world = await self.worker.initialize_world(
-            offer.world, 1, 2, addr="127.0.0.1", port=self.port, epoch=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, epoch=offer.epoch
         )
         session = Session(world, self.engine)
         self.tasks.append(asyncio.create_task(session.run()))
@@ -107,7 +107,7 @@ async def test_link_computes_what_the_reference_does_when_it_is_ready(
         for number in (1, 2, 3)
     }
     for number, batch in batches.items():
-        link.send(number, batch)
+        link.send(number, batch, 1)
     async with asyncio.timeout(WAIT_S):
         answers = [await pair.heard.results.get() for _ in batches]
     with torch.inference_mode():
@@ -122,12 +122,12 @@ async def test_worker_goes_on_when_its_stage_raises(pair: Pair, plan: tuple[Stag
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    link.send(7, torch.zeros(1, 5, 5))  # not uint8 [B,3,H,W]
+    link.send(7, torch.zeros(1, 5, 5), 1)  # not uint8 [B,3,H,W]
     async with asyncio.timeout(WAIT_S):
         batch, error = await pair.heard.failures.get()
         assert batch == 7
         assert "uint8" in error
-        link.send(8, torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8))
+        link.send(8, torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8), 1)
         assert (await pair.heard.results.get()).batch == 8
     assert link.state == "ready"
 
@@ -154,7 +154,7 @@ async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: 
 async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
     )
     channel = Channel(world, 0, 1 << 30)
     left = StageOrder.from_json((await channel.receive()).text()).weights_bytes

@@ -15,6 +15,8 @@ from chaos.images import photo
 from deploy.service import LocalService
 from tests.integration.test_prometheus_files import check, tool
 from tests.worker_process import MeteredWorker, metered_service
+from workers.metrics import WorkerMetrics
+from workers.metrics_port import metrics_port
 
 REQUESTS = 3
 
@@ -55,6 +57,21 @@ def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalServi
     assert found["process_open_fds"] > 5
     assert any(series.startswith("multiworld_build_info{version=") for series in found)
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
+
+
+def test_probes_find_a_worker_alive_and_ready_once_it_serves(served: tuple[LocalService, MeteredWorker]) -> None:
+    base = served[1].metrics_url.removesuffix("/metrics")
+    assert [httpx.get(f"{base}/{path}", timeout=30).status_code for path in ("healthz", "readyz", "other")] == [
+        200,
+        200,
+        404,
+    ]
+
+
+async def test_worker_without_a_leader_is_alive_and_not_ready() -> None:
+    probed = metrics_port("127.0.0.1", 0, WorkerMetrics(), lambda: None, lambda: False)
+    async with probed as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
 
 
 def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, MeteredWorker]) -> None:

@@ -294,7 +294,7 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
         async with asyncio.timeout(PATIENCE_S):
             while address is None or address.fileno() < 0:
                 await asyncio.sleep(0.01)
-                meeting = second.world("w")._meeting
+                meeting = second.world("w").forming.meeting
                 value = second.world("w")._store._values.get("multiworld/line/1") if meeting is not None else None
                 if value is not None:
                     line_port = int(value.split()[0])

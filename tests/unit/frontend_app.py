@@ -17,7 +17,15 @@ from torch import Tensor
 
 from server.frontend import FrontendLimits, create_app
 from server.metrics import Metrics
-from server.predictor import Answer, PipelineSnapshot, ReplicaSnapshot, ReplicaState, ServedModel, StageSnapshot
+from server.predictor import (
+    Answer,
+    ModelVersion,
+    PipelineSnapshot,
+    ReplicaSnapshot,
+    ReplicaState,
+    ServedModel,
+    StageSnapshot,
+)
 
 MODEL = ServedModel("meancolour", "weights v1 ü", ("red", "green", "blue"), resize_size=18, crop_size=16)
 
@@ -61,6 +69,10 @@ class ColourPredictor:
         """Wait until so many more requests have come this far."""
         for _ in range(times):
             await self.asked.acquire()
+
+    @property
+    def version(self) -> ModelVersion:
+        return ModelVersion(1, MODEL.version)
 
     @property
     def ready(self) -> bool:

@@ -23,7 +23,7 @@ async def no_steps() -> AsyncGenerator[RestartStep, None]:
         yield step
 
 
-ADMIN = AdminRoutes(no_steps, b"")
+ADMIN = AdminRoutes(no_steps)
 
 
 async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:

@@ -64,9 +64,10 @@ def test_fast_is_within_one_grey_level_of_exact_where_the_image_is_not_much_larg
     assert (fast - exact).abs().max() <= 1
 
 
-@pytest.mark.parametrize("size", [(1400, 1100), (1021, 1537), (2049, 2050), (4100, 1030), (1030, 4127)], ids=str)
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("orientation", [1, 6, 7])
+@pytest.mark.parametrize(
+    ("size", "mode"), [((1021, 1537), "RGB"), ((2049, 1050), "L"), ((1030, 3127), "RGB"), ((1100, 1050), "CMYK")]
+)
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7, 8])
 def test_fast_decodes_a_large_jpeg_at_a_fraction_of_its_size_and_shows_the_same(
     size: tuple[int, int], mode: str, orientation: int
 ) -> None:

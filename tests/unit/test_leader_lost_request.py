@@ -7,16 +7,14 @@ import pytest
 import torch
 from pydantic import SecretStr
 
-from models import load_model
 from server.errors import RequestRefused
-from server.leader import Leader
 from server.metrics import Metrics
-from server.plan import make_plan
 from server.scheduling.actions import Action, Refuse
 from server.settings import ServeSettings
+from server.shell import Shell, Surroundings
 
 
-class ForgetfulLeader(Leader):
+class ForgetfulShell(Shell):
     """Has a bug: it tells nobody that a request was refused."""
 
     def _perform(self, action: Action) -> None:
@@ -24,15 +22,15 @@ class ForgetfulLeader(Leader):
             super()._perform(action)
 
 
-@pytest.mark.parametrize(("leader_class", "lost"), [(Leader, 0), (ForgetfulLeader, 1)])
+@pytest.mark.parametrize(("shell_class", "lost"), [(Shell, 0), (ForgetfulShell, 1)])
 async def test_request_is_counted_as_lost_when_nobody_answers_it(
-    leader_class: type[Leader], lost: int, caplog: pytest.LogCaptureFixture
+    shell_class: type[Shell], lost: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()
-    model = load_model("resnet18", "random:0", image_size=32)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
-    leader = leader_class(model, make_plan(model, 1), settings, metrics)
+    alone = Surroundings("resnet18", lambda _: 1, lambda _: None, lambda _: None, lambda: None)
+    shell = shell_class(settings, 1, metrics, alone)
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
     with pytest.raises(RequestRefused), caplog.at_level(logging.CRITICAL):
-        await leader.predict(image, deadline_s=time.monotonic() + 0.05, request_id="r1")
+        await shell.predict(image, deadline_s=time.monotonic() + 0.05, request_id="r1")
     assert metrics.registry.get_sample_value("multiworld_requests_lost_total") == lost

@@ -11,6 +11,8 @@ from server.predictor import ReplicaSnapshot, ReplicaState, StageSnapshot
 NAMES = {
     "multiworld_requests_total": ("counter", {"model", "version", "protocol", "code", "reason"}),
     "multiworld_request_duration_seconds": ("histogram", {"protocol", "code"}),
+    "multiworld_http_connections": ("gauge", set()),
+    "multiworld_http_connections_closed_total": ("counter", {"reason"}),
     "multiworld_requests_in_flight": ("gauge", set()),
     "multiworld_queue_depth": ("gauge", set()),
     "multiworld_queue_limit": ("gauge", set()),

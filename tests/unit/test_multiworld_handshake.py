@@ -26,7 +26,7 @@ def test_the_secret_itself_is_never_said() -> None:
 
 
 def test_the_guest_is_refused_when_it_has_the_wrong_secret() -> None:
-    host, guest = HostHandshake(b"right"), GuestHandshake(b"wrong", SEAT)
+    host, guest = HostHandshake(b"right", b"former"), GuestHandshake(b"wrong", SEAT)
     with pytest.raises(PermissionError, match="wrong secret"):
         host.accept(guest.hello(host.challenge()))
 
@@ -124,3 +124,10 @@ def test_a_guest_turns_away_from_what_is_no_host(frame: Frame) -> None:
 def test_a_host_turns_away_what_is_no_guest(frame: Frame) -> None:
     with pytest.raises(FrameError):
         HostHandshake(b"").accept(frame)
+
+
+@pytest.mark.parametrize("secret", [b"new", b"former"])
+def test_guest_is_let_in_and_host_believed_when_it_knows_any_of_the_secrets(secret: bytes) -> None:
+    host, guest = HostHandshake(b"new", b"former"), GuestHandshake(secret, SEAT)
+    assert host.accept(guest.hello(host.challenge())) == SEAT
+    guest.check_welcome(host.welcome())

@@ -14,7 +14,7 @@ from multiworld.arguments import Ranks
 from multiworld.board import board_of
 from multiworld.line import HEAD, MAX_POSTED, MESSAGE, POSTED, Letter, Line, message_head, sealed
 from multiworld.messages import recv, send
-from multiworld.operation import Operation
+from multiworld.operation import Operation, Part
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
@@ -31,15 +31,15 @@ class Owner:
     """A world that only writes down what it is told."""
 
     def __init__(self) -> None:
-        self.carried: list[Operation] = []
-        self.lost: list[tuple[list[Operation], str]] = []
+        self.carried: list[Operation | Part] = []
+        self.lost: list[tuple[list[Operation | Part], str]] = []
         self.nonsense: list[str] = []
 
-    def on_carried(self, operation: Operation) -> None:
-        self.carried.append(operation)
+    def on_carried(self, freight: Operation | Part) -> None:
+        self.carried.append(freight)
 
-    def on_line_lost(self, peer: int, operations: list[Operation], reason: str) -> None:
-        self.lost.append((operations, reason))
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
+        self.lost.append((freights, reason))
 
     def on_line_nonsense(self, peer: int, detail: str) -> None:
         self.nonsense.append(detail)
@@ -257,3 +257,21 @@ async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[E
         await asyncio.sleep(0)
     feeding.join()
     assert turns > 32
+
+
+async def test_nothing_comes_between_a_head_and_its_message(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld.line._BUFFERS_AT_ONCE", 1)
+    monkeypatch.setattr("multiworld.line._TURN_BYTES", 1)
+    one, other = pair
+    there, back = torch.zeros(4), torch.zeros(4)
+    arrives = other.receive(there)
+    await settled()
+    sent = one.send(torch.arange(4.0))  # of this, the head alone goes at once
+    answered = one.receive(back, tag=1)
+    other.send(torch.arange(4.0, 8.0), tag=1)
+    await one.until_carried(sent, answered)
+    await other.until_carried(arrives)
+    assert torch.equal(there, torch.arange(4.0))
+    assert torch.equal(back, torch.arange(4.0, 8.0))

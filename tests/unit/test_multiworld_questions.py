@@ -124,3 +124,21 @@ async def test_asking_something_else_says_so(greeting: bytes) -> None:
 async def test_asking_who_accepts_and_says_nothing_ends_after_its_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AskError, match="did not answer within"):
         await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)
+
+
+async def test_secret_can_be_changed_while_others_still_know_the_former_one(host: WorldManager) -> None:
+    async def echo(question: str, host: str) -> bytes:
+        return question.encode()
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, echo)
+    host.let_in(b"new", b"right")
+    for secret in (b"new", b"right"):
+        assert await ask("127.0.0.1", port, "?", secret=secret) == b"?"
+    host.let_in(b"new")
+    assert await ask("127.0.0.1", port, "?", secret=b"new") == b"?"
+    with pytest.raises(PermissionError):
+        await ask("127.0.0.1", port, "?", secret=b"right")
+    later = host.listen()
+    with pytest.raises(PermissionError):
+        await ask("127.0.0.1", later, "?", secret=b"right")

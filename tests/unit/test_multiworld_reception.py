@@ -83,7 +83,7 @@ class House:
 
     def __init__(self, watchdog: WatchDog) -> None:
         self.watchdog = watchdog
-        self.reception = Reception(watchdog, bind("127.0.0.1", 0), b"secret", PATIENT)
+        self.reception = Reception(watchdog, bind("127.0.0.1", 0), [b"secret"], PATIENT)
         self.guests: list[Guest] = []
         watchdog.call_soon(self.reception.open)
 

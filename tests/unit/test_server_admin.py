@@ -1,15 +1,18 @@
 """The verbs of the operators' port: who may use them, and what they tell."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import httpx
 import pytest
 
+from config.keys import KeyRing
+from server.access import Gate, Rings
 from server.admin_routes import AdminRoutes
 from server.frontend import create_operations_app
+from server.maintenance import MaintenanceError
 from server.metrics import Metrics
-from server.rolling_restart import RestartFailedError, RestartRefusedError, RestartStep
+from server.rolling_restart import RestartFailedError, RestartStep
 
 PATH = "/admin/rolling-restart"
 
@@ -20,7 +23,7 @@ async def two_steps() -> AsyncGenerator[RestartStep, None]:
 
 
 async def refused() -> AsyncGenerator[RestartStep, None]:
-    raise RestartRefusedError("one is under way")
+    raise MaintenanceError("one is under way")
     yield
 
 
@@ -30,13 +33,17 @@ async def failing() -> AsyncGenerator[RestartStep, None]:
     raise RestartFailedError("x did not come back")
 
 
-def client(admin: AdminRoutes, address: str = "127.0.0.1") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_operations_app(Metrics(), admin), client=(address, 1))
+def client(
+    steps: Callable[[], AsyncGenerator[RestartStep, None]], *tokens: bytes, address: str = "127.0.0.1"
+) -> httpx.AsyncClient:
+    gate = Gate(Rings(KeyRing(), KeyRing()), tokens)
+    app = create_operations_app(Metrics(), AdminRoutes(steps), gate)
+    transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://operations")
 
 
 async def test_restart_tells_each_step_and_its_end() -> None:
-    async with client(AdminRoutes(two_steps, b"")) as operations:
+    async with client(two_steps) as operations:
         response = await operations.post(PATH, json={})
     lines = [json.loads(line) for line in response.text.splitlines()]
     assert [line["state"] for line in lines] == ["restarting", "restarted", "done"]
@@ -46,7 +53,7 @@ async def test_restart_tells_each_step_and_its_end() -> None:
 
 @pytest.mark.parametrize(("steps", "restarted"), [(refused, 0), (failing, 1)])
 async def test_restart_that_fails_says_why_in_its_last_line(steps, restarted: int) -> None:  # type: ignore[no-untyped-def]
-    async with client(AdminRoutes(steps, b"")) as operations:
+    async with client(steps) as operations:
         response = await operations.post(PATH, json={})
     last = json.loads(response.text.splitlines()[-1])
     assert (last["state"], last["restarted"]) == ("failed", restarted)
@@ -54,23 +61,33 @@ async def test_restart_that_fails_says_why_in_its_last_line(steps, restarted: in
 
 
 async def test_other_machines_are_refused_when_there_is_no_token() -> None:
-    async with client(AdminRoutes(two_steps, b""), "10.0.0.7") as operations:
+    async with client(two_steps, address="10.0.0.7") as operations:
         response = await operations.post(PATH, json={})
     assert response.status_code == 403
     assert "--token-file" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
-    ("header", "status"), [("", 401), ("Bearer no", 401), ("Basic s3", 401), ("Bearer s3", 200), ("bearer  s3 ", 200)]
+    ("header", "status"),
+    [
+        ("", 401),
+        ("Bearer no", 401),
+        ("Basic s3", 401),
+        ("Bearer s3", 200),
+        ("bearer  s3 ", 200),
+        ("Bearer former", 200),
+    ],
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.7"])
 async def test_token_is_needed_from_everywhere_when_there_is_one(header: str, status: int, address: str) -> None:
-    async with client(AdminRoutes(two_steps, b"s3"), address) as operations:
+    async with client(two_steps, b"s3", b"former", address=address) as operations:
         response = await operations.post(PATH, json={}, headers={"Authorization": header} if header else {})
     assert response.status_code == status
 
 
 async def test_what_a_page_in_a_browser_could_send_is_refused() -> None:
-    async with client(AdminRoutes(two_steps, b"")) as operations:
+    async with client(two_steps) as operations:
         assert (await operations.post(PATH, data={"a": "b"})).status_code == 415
         assert (await operations.get(PATH)).status_code == 405
+        from_a_page = await operations.post(PATH, json={}, headers={"Origin": "http://127.0.0.1:8002"})
+        assert (from_a_page.status_code, from_a_page.json()["reason"]) == (403, "forbidden")

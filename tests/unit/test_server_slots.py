@@ -8,21 +8,23 @@ from hypothesis import strategies as st
 from server.link import Link
 from server.predictor import ReplicaState
 from server.slots import Slot, Slots
+from wire import JoinRequest
 
 
 class FakeLink:
     """What `Slots` looks at."""
 
-    def __init__(self, worker: str, slot: Slot, state: ReplicaState = "ready") -> None:
+    def __init__(self, worker: str, slot: Slot, state: ReplicaState = "ready", host: str = "h") -> None:
         self.worker = worker
+        self.request = JoinRequest(worker, "cpu", host, 1)
         self.state = state
         self.slot = slot
         self.world_name = slot.name
 
 
-def join(slots: Slots, worker: str) -> str:
-    slot = slots.choose()
-    slot.link = cast(Link, FakeLink(worker, slot))
+def join(slots: Slots, worker: str, host: str = "h") -> str:
+    slot = slots.choose(host)
+    slot.link = cast(Link, FakeLink(worker, slot, host=host))
     return slot.name
 
 
@@ -35,6 +37,12 @@ def fail(slots: Slots, name: str) -> None:
 def test_newcomers_spread_evenly_over_the_stages() -> None:
     slots = Slots(2, 2)
     assert [join(slots, name) for name in "abcd"] == ["s0.r0", "s1.r0", "s0.r1", "s1.r1"]
+
+
+def test_replicas_of_a_stage_are_spread_over_hosts_when_workers_come_in_turn() -> None:
+    slots = Slots(2, 2)
+    places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}
+    assert places == {(host, stage) for host in ("left", "right") for stage in ("s0", "s1")}
 
 
 def test_newcomer_gets_the_slot_of_the_one_that_broke() -> None:

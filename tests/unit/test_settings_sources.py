@@ -242,7 +242,7 @@ def test_token_is_read_from_its_file(tmp_path: Path) -> None:
     assert settings.origin("token") == f"file {file}"
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"two\nlines", b"\xff\xfe", b"x" * 5000])
+@pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"one\ntwo words", b"\xff\xfe", b"x" * 5000])
 def test_token_file_is_refused_when_it_holds_no_token(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)
@@ -282,3 +282,33 @@ def test_measuring_never_takes_most_of_the_time_to_join() -> None:
     settings = serve(stages=8, join_timeout_s=4.0)
     assert settings.tuning_limit_s * settings.stages <= settings.join_timeout_s / 2
     assert serve().tuning_limit_s <= 2.0
+
+
+def test_first_line_of_the_token_file_is_ours_while_a_token_is_rotated(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("new\nformer\n")
+    settings = serve(token_file=str(file)).with_token()
+    assert settings.secret == b"new"
+    assert settings.secrets == (b"new", b"former")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, ""),
+        ("leader.example", "leader.example:8001"),
+        ("203.0.113.7:9001", "203.0.113.7:9001"),
+        ("[::1]", "[::1]:8001"),
+    ],
+)
+def test_advertised_address_has_the_join_port_unless_it_names_one(given: str | None, told: str) -> None:
+    assert serve(advertise_host=given).advertised(8001) == told
+
+
+@pytest.mark.parametrize("given", ["", "a b", "host:", "host:70000", "user@host", "http://host"])
+def test_advertised_address_is_refused_when_it_is_none(given: str) -> None:
+    assert "must be HOST or HOST:PORT" in refusal(advertise_host=given)
+
+
+def test_bind_host_is_refused_when_it_is_no_address() -> None:
+    assert "an address of this machine" in refusal(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")

@@ -1,0 +1,179 @@
+"""What hostile clients get, how long it takes, and what their neighbours notice of it: nothing.
+
+    python -m benchmarks.hostile_inputs                     # prints the table
+    python -m benchmarks.hostile_inputs --write docs/hostile-inputs.md
+
+A service with short limits is asked all that is hostile, one kind after the other, while well-behaved clients go on asking it. Every
+answer of theirs is compared with that of the quiet service. Exits 1 when an answer is another than it should be, when a
+neighbour's request fails, or when the leader grows.
+"""
+
+import argparse
+import asyncio
+import datetime
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.hostile.connections import HostileConnections, ask, attack, hostile_connections
+from benchmarks.hostile.requests import BODY_LIMIT, HOSTILE_REQUESTS, SIDE, HostileRequest
+from benchmarks.ranks import table
+from chaos.images import photos
+from chaos.load import Load, ask_quietly, load_on
+from config import raise_descriptor_limit
+from deploy.service import LocalService
+
+GROWTH_MIB = 64
+SETTINGS: dict[str, Any] = {
+    "model": "resnet18",
+    "weights": "random:0",
+    "image_size": SIDE,
+    "stages": 2,
+    "replicas": 2,
+    "max_body_bytes": BODY_LIMIT,
+    "header_timeout_s": 2.0,
+    "stall_timeout_s": 2.0,
+    "idle_timeout_s": 3.0,
+    "timeout_s": 6.0,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one kind of hostile input got."""
+
+    name: str
+    expected: str
+    got: str
+    took_s: float
+    neighbours: int
+    failed: int
+    slowest_s: float
+
+    @property
+    def right(self) -> bool:
+        return not self.failed and set(self.got.split(" or ")) <= set(self.expected.split(" or "))
+
+
+def run(service: LocalService, *, idle: int, slow: int, clients: int = 2) -> list[Row]:
+    """Ask everything, under the eyes of so many neighbours."""
+    parts = urlsplit(service.url)
+    host, port = str(parts.hostname), int(parts.port or 0)
+    questions = ask_quietly(service.url, photos(4))
+    rows = []
+    with load_on(service.url, questions, clients=clients, timeout_s=30.0) as load:
+        for request in HOSTILE_REQUESTS:
+            rows.append(_watched(load, request.name, request.answer, lambda r=request: _one(host, port, r)))  # type: ignore[misc]
+        for hostile in hostile_connections(idle=idle, slow=slow):
+            name = f"{hostile.count:,} {hostile.name}"
+            rows.append(_watched(load, name, hostile.answer, lambda h=hostile: _many(host, port, h)))  # type: ignore[misc]
+    return rows
+
+
+def _watched(load: Load, name: str, expected: str, act: Callable[[], Awaitable[str]]) -> Row:
+    """Do it once; the neighbours' requests that were under way meanwhile, and the next one."""
+    began_s, began = time.time(), time.perf_counter()
+    got = asyncio.run(_awaited(act))
+    took_s, ended_s = time.perf_counter() - began, time.time()
+    count = len(load.samples)
+    while len(load.samples) < count + 2 and time.time() < ended_s + 60.0:
+        time.sleep(0.002)
+    seen = load.between(began_s, ended_s)
+    slowest_s = max((sample.took_s for sample in seen), default=0.0)
+    return Row(
+        name,
+        expected,
+        got,
+        took_s,
+        len(seen),
+        sum(sample.status != 200 or bool(sample.error) for sample in seen),
+        slowest_s,
+    )
+
+
+async def _awaited(act: Callable[[], Awaitable[str]]) -> str:
+    return await act()
+
+
+async def _one(host: str, port: int, request: HostileRequest) -> str:
+    return await ask(host, port, request)
+
+
+async def _many(host: str, port: int, hostile: HostileConnections) -> str:
+    return " or ".join(sorted(await attack(host, port, hostile)))
+
+
+def document(rows: Sequence[Row], growth: str, connections: int) -> str:
+    """The page of the documentation."""
+    facts = SETTINGS | {"growth": growth, "connections": connections, "cores": len(os.sched_getaffinity(0))}
+    lines = [_HEAD.format(date=datetime.datetime.now(datetime.UTC).date(), **facts)]
+    lines += ["| input | answer | time | neighbours: asked, failed, slowest |", "|---|---|---|---|"]
+    for row in rows:
+        neighbours = f"{row.neighbours}, {row.failed}, {row.slowest_s * 1e3:.0f} ms"
+        lines.append(f"| {row.name} | {row.expected} | {row.took_s * 1e3:.0f} ms | {neighbours} |")
+    return "\n".join([*lines, ""])
+
+
+_HEAD = """# Hostile inputs
+
+What clients get who send what no client should, and what their neighbours notice of it. Made on {date} ({cores} cores, shared with other
+work) by `python -m benchmarks.hostile_inputs --write docs/hostile-inputs.md`. A test asks a real service all of it, and holds its answers
+against this table.
+
+The service had short limits (`header_timeout_s` and `stall_timeout_s` {header_timeout_s:g}, `timeout_s` {timeout_s:g},
+`idle_timeout_s` {idle_timeout_s:g} seconds, bodies up to {max_body_bytes:,} bytes, {connections:,} connections), two stages with
+two replicas, and two clients that asked it all the time; each of their answers was compared with that of the quiet service. The time
+is from the connection to the answer; of several connections, until the last one had its end. All clients computed on the
+same cores as the service. {growth}
+
+An answer is the HTTP status and the `reason` of the error; *closed* is a connection that ended without one, because it had asked
+nothing, or had hung up. [http.md](http.md) explains the reasons, [security.md](security.md) the limits.
+"""
+
+
+def main() -> int:
+    options = _options()
+    raise_descriptor_limit()
+    with LocalService(max_connections=options.connections, **SETTINGS) as service:
+        before = _resident_mib(service.pid)
+        run(service, idle=options.idle, slow=options.slow)  # what is bounded has grown to its bounds
+        settled = _resident_mib(service.pid)
+        rows = run(service, idle=options.idle, slow=options.slow)
+        after = _resident_mib(service.pid)
+    growth = f"The leader's resident memory: {before:.0f} MiB at first, {settled:.0f} after all of it, {after:.0f} after all of it again."
+    columns = ["input", "answer", "ms", "neighbours asked", "failed", "slowest ms", "as it should be"]
+    table("Hostile inputs", columns, [_cells(row) for row in rows])
+    print(growth)
+    if options.write is not None:
+        options.write.write_text(document(rows, growth, options.connections))
+    return 0 if all(row.right for row in rows) and after < settled + GROWTH_MIB else 1
+
+
+def _cells(row: Row) -> list[str]:
+    times = (f"{seconds * 1e3:.0f}" for seconds in (row.took_s, row.slowest_s))
+    took, slowest = times
+    verdict = "yes" if row.right else f"NO: {row.expected}"
+    return [row.name, row.got, took, str(row.neighbours), str(row.failed), slowest, verdict]
+
+
+def _resident_mib(pid: int) -> float:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:")) / 1024
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--idle", type=int, default=10_000, help="connections that say nothing")
+    parser.add_argument("--slow", type=int, default=200, help="connections of each slow kind")
+    parser.add_argument("--connections", type=int, default=1000, help="max_connections of the service")
+    parser.add_argument("--write", type=Path, help="write the page of the documentation")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""A real service with keys, TLS, and certificates of clients at the operators' port: who gets in, who does not, and renewal."""
+
+import json
+import os
+import signal
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from cli.main import main
+from config import Access
+from config.keys import hashed
+from deploy.service import LocalService
+from tests.certificates import Authority
+
+pytestmark = pytest.mark.timeout(300)
+
+KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
+OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
+WATCHING = ("/", "/status", "/metrics", "/openapi.json")
+RENEWED = "keys and certificates were read anew"
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """The service, and the files that it and its clients were given."""
+
+    service: LocalService
+    authority: Authority
+    folder: Path
+
+    def client(self, key: str = "", *, certificate: bool = False) -> httpx.Client:
+        way_in = Access(key, self.authority.file, self.folder / "client.pem" if certificate else None)
+        return httpx.Client(timeout=60.0, **way_in.options)
+
+    @property
+    def operators_url(self) -> str:
+        return self.service.metrics_url.removesuffix("/metrics")
+
+    def renew(self) -> str:
+        """Send SIGHUP; what the log says of it."""
+        before = len(self.service.lines)
+        os.kill(self.service.pid, signal.SIGHUP)
+        line = self.service.wait_for(lambda line: "keys and certificates" in line.message, 60.0, after=before)
+        return line.message
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("access")
+    authority = Authority(folder)
+    authority.sign("server")
+    authority.sign("client")
+    (folder / "api.keys").write_text(f"# who may ask\n\nalice:{hashed(KEYS['alice'])}\n")
+    (folder / "admin.keys").write_text(f"ops:{hashed(KEYS['ops'])}\n")
+    (folder / "alice.key").write_text(KEYS["alice"] + "\n")
+    (folder / "ops.key").write_text(KEYS["ops"] + "\n")
+    (folder / "photo.jpg").write_bytes(photo())
+    with LocalService(
+        way_in=Access(KEYS["alice"], authority.file, folder / "client.pem"),
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=1,
+        replicas=1,
+        api_keys_file=folder / "api.keys",
+        admin_keys_file=folder / "admin.keys",
+        tls_cert_file=folder / "server.pem",
+        metrics_client_ca_file=authority.file,
+    ) as service:
+        yield Guarded(service, authority, folder)
+        assert service.stop() == 0
+
+
+def test_health_and_readiness_need_no_key(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        assert {path: client.get(guarded.service.url + path).status_code for path in OPEN} == dict.fromkeys(OPEN, 200)
+
+
+@pytest.mark.parametrize("key", ["", "wrong", KEYS["alice"] + "x", hashed(KEYS["alice"])])
+def test_everything_else_is_401_without_a_key_that_is_known(guarded: Guarded, key: str) -> None:
+    image = {"content": photo(), "headers": {"content-type": "image/jpeg"}}
+    with guarded.client(key) as client:
+        asked = client.post(f"{guarded.service.url}/predict", **image)  # type: ignore[arg-type]
+        for path in (
+            *WATCHING,
+            "/v2",
+            "/v2/models/resnet18",
+            "/nothing",
+            "/admin/rolling-restart",
+            "/healthz%2F..%2Fstatus",
+        ):
+            assert client.get(guarded.service.url + path).status_code == 401, path
+    assert (asked.status_code, asked.json()["reason"]) == (401, "unauthenticated")
+    assert asked.json()["request_id"] == asked.headers["x-request-id"]
+    assert asked.headers["www-authenticate"].startswith("Bearer")
+
+
+def test_a_key_for_inference_asks_and_watches_but_administrates_nothing(guarded: Guarded) -> None:
+    with guarded.client(KEYS["alice"], certificate=True) as client:
+        answer = client.post(f"{guarded.service.url}/predict", content=photo(), headers={"content-type": "image/jpeg"})
+        assert answer.status_code == 200, answer.text
+        for path in WATCHING:
+            assert client.get(guarded.service.url + path).status_code == 200
+        refused = client.post(f"{guarded.operators_url}/admin/rolling-restart", json={})
+        loading = client.post(f"{guarded.service.url}/v2/repository/models/resnet18/unload", json={})
+    assert (refused.status_code, refused.json()["reason"]) == (403, "forbidden")
+    assert loading.status_code == 403
+
+
+def test_an_administrators_key_watches_but_asks_nothing(guarded: Guarded) -> None:
+    with guarded.client(KEYS["ops"]) as client:
+        assert client.get(f"{guarded.service.url}/status").status_code == 200
+        refused = client.post(f"{guarded.service.url}/predict", content=photo(), headers={"content-type": "image/jpeg"})
+    assert (refused.status_code, refused.json()["reason"]) == (403, "forbidden")
+
+
+def test_a_browser_watches_with_the_key_as_its_password(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        asked = client.get(guarded.service.url, headers={"accept": "text/html"})
+        assert any(value.startswith("Basic") for value in asked.headers.get_list("www-authenticate"))
+        page = client.get(guarded.service.url, auth=("", KEYS["alice"]), headers={"accept": "text/html"})
+        assert page.status_code == 200
+        image = {"content": photo(), "headers": {"content-type": "image/jpeg"}, "auth": ("", KEYS["alice"])}
+        assert client.post(f"{guarded.service.url}/predict", **image).status_code == 401  # type: ignore[arg-type]
+        image["headers"] = {"content-type": "image/jpeg", "sec-fetch-site": "same-origin"}
+        assert client.post(f"{guarded.service.url}/predict", **image).status_code == 200  # type: ignore[arg-type]
+
+
+def test_plain_http_and_old_tls_are_turned_away(guarded: Guarded) -> None:
+    with pytest.raises(httpx.HTTPError), httpx.Client(timeout=60.0) as client:
+        client.get(guarded.service.url.replace("https", "http") + "/healthz")
+    port = guarded.service.url.rpartition(":")[2]
+    hello = ["openssl", "s_client", "-cipher", "DEFAULT:@SECLEVEL=0", "-connect", f"127.0.0.1:{port}"]
+    shaken = {
+        version: subprocess.run(
+            [*hello, version], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        ).returncode
+        for version in ("-tls1_1", "-tls1_2", "-tls1_3")
+    }
+    assert (shaken["-tls1_1"] != 0, shaken["-tls1_2"], shaken["-tls1_3"]) == (True, 0, 0)
+
+
+def test_operators_port_wants_a_certificate_of_the_authority(guarded: Guarded) -> None:
+    with guarded.client(certificate=True) as client:
+        assert "multiworld_requests_total" in client.get(guarded.service.metrics_url).text
+    with guarded.client() as client, pytest.raises(httpx.HTTPError):
+        client.get(guarded.service.metrics_url)
+    stranger = Authority(guarded.folder, "stranger").sign("strange-client")
+    options = Access("", guarded.authority.file, stranger).options
+    with httpx.Client(timeout=60.0, **options) as client, pytest.raises(httpx.HTTPError):
+        client.get(guarded.service.metrics_url)
+
+
+def test_verbs_get_in_with_key_and_authority(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, url = guarded.folder, guarded.service.url
+    ways = ["--api-key-file", f"{folder}/alice.key", "--ca-file", str(guarded.authority.file)]
+    assert main(["status", "--url", url, "--json", *ways]) == 0
+    assert main(["predict", "--url", url, "--json", *ways, f"{folder}/photo.jpg"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["predictions"]
+    restart = ["rolling-restart", "--operations-url", guarded.operators_url, "--ca-file", str(guarded.authority.file)]
+    restart += ["--client-cert-file", f"{folder}/client.pem"]
+    assert main([*restart, "--api-key-file", f"{folder}/alice.key"]) == 1
+    assert "HTTP 403" in capsys.readouterr().err
+    assert main([*restart, "--json", "--api-key-file", f"{folder}/ops.key"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["state"] == "done"
+    assert any("admin verb" in line.message and line["by"] == "ops" for line in guarded.service.lines)
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"), [("--api-key-file", "--api-key-file"), ("--ca-file", "--ca-file names the authorities")]
+)
+def test_verbs_say_what_is_missing(
+    guarded: Guarded, capsys: pytest.CaptureFixture[str], missing: str, says: str
+) -> None:
+    ways = {"--api-key-file": f"{guarded.folder}/alice.key", "--ca-file": str(guarded.authority.file)}
+    rest = [part for name, file in ways.items() if name != missing for part in (name, file)]
+    assert main(["status", "--url", guarded.service.url, *rest]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_keys_and_certificates_are_renewed_by_sighup_and_bad_ones_change_nothing(guarded: Guarded) -> None:
+    service, folder, keys = guarded.service, guarded.folder, guarded.folder / "api.keys"
+    before = keys.read_text()
+    with guarded.client(KEYS["alice"]) as kept:
+        assert kept.get(f"{service.url}/status").status_code == 200
+        keys.write_text(before + f"bob:{hashed('key-of-bob')}\n")
+        old = _serial(service.url, guarded.authority.file)
+        guarded.authority.sign("server")
+        assert guarded.renew().startswith(RENEWED)
+        assert _serial(service.url, guarded.authority.file) != old
+        assert kept.get(f"{service.url}/status").status_code == 200  # on the connection that was there before
+    with guarded.client("key-of-bob") as bob:
+        assert bob.get(f"{service.url}/status").status_code == 200
+        keys.write_text("bob:no hash\n")
+        assert f"line 1 of {keys}" in guarded.renew()
+        assert bob.get(f"{service.url}/status").status_code == 200
+        keys.write_text(before)
+        (folder / "server.pem").rename(folder / "aside")
+        assert "server.pem" in guarded.renew()
+        (folder / "aside").rename(folder / "server.pem")
+        assert guarded.renew().startswith(RENEWED)
+        assert bob.get(f"{service.url}/status").status_code == 401
+
+
+def _serial(url: str, authority: Path) -> str:
+    """Of the certificate that new connections are shown."""
+    port = int(url.rpartition(":")[2])
+    pem = ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(authority))
+    told = subprocess.run(
+        ["openssl", "x509", "-noout", "-serial"], input=pem, text=True, capture_output=True, check=True
+    )
+    return told.stdout
+
+
+def test_no_key_is_ever_logged(guarded: Guarded) -> None:
+    text = "\n".join(json.dumps(replace(line).fields) for line in guarded.service.lines)
+    assert not [name for name, key in KEYS.items() if key in text or hashed(key) in text]

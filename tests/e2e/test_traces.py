@@ -1,0 +1,222 @@
+"""Traces of a whole service, as a collector gets them by OTLP over HTTP: from leader and workers, in the trace of the client."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from deploy.service import LocalService
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Collector:
+    """Takes spans and keeps them."""
+
+    url: str = ""
+    spans: list[Any] = field(default_factory=list)
+    services: dict[bytes, str] = field(default_factory=dict)
+    """By span id."""
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, body: bytes) -> None:
+        with self.news:
+            for group in ExportTraceServiceRequest.FromString(body).resource_spans:
+                facts = {pair.key: pair.value.string_value for pair in group.resource.attributes}
+                for scope in group.scope_spans:
+                    self.spans += scope.spans
+                    self.services |= {span.span_id: facts["service.name"] for span in scope.spans}
+            self.news.notify_all()
+
+    def trace(self, trace_id: str, complete: Callable[[list[Any]], bool]) -> list[Any]:
+        """The spans of a trace, once they are complete."""
+        found: list[Any] = []
+
+        def enough() -> bool:
+            found[:] = [span for span in self.spans if span.trace_id.hex() == trace_id]
+            return complete(found)
+
+        with self.news:
+            assert self.news.wait_for(enough, PATIENCE_S), [span.name for span in found]
+        return found
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            made.take(body)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made.url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+        yield made
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def service(collector: Collector) -> Iterator[LocalService]:
+    with LocalService(
+        model="resnet18",
+        weights="random:0",
+        image_size=64,
+        stages=2,
+        replicas=2,
+        otlp_endpoint=collector.url,
+        trace_ratio=0,
+        hedge_factor=0,
+    ) as running:
+        yield running
+
+
+def ask(service: LocalService, traceparent: str | None) -> httpx.Response:
+    headers = [(b"content-type", b"image/jpeg")]
+    if traceparent is not None:
+        headers.append((b"traceparent", traceparent.encode("latin-1")))
+    return httpx.post(f"{service.url}/predict", content=photo(), headers=headers, timeout=60)
+
+
+def new_trace() -> tuple[str, str, str]:
+    """A trace, a client's span in it, and the header that says so."""
+    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
+    return trace_id, span_id, f"00-{trace_id}-{span_id}-01"
+
+
+def facts(span: Any) -> dict[str, Any]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
+
+
+def finished(spans: list[Any]) -> bool:
+    names = [span.name for span in spans]
+    return "POST /predict" in names and names.count("compute") >= 2
+
+
+def test_trace_of_a_client_has_a_span_a_stage_and_what_it_was_made_of(
+    service: LocalService, collector: Collector
+) -> None:
+    trace_id, client_span, traceparent = new_trace()
+    before_ns = time.time_ns()
+    answer = ask(service, traceparent)
+    after_ns = time.time_ns()
+    assert answer.status_code == 200
+    spans = collector.trace(trace_id, finished)
+    names = sorted(span.name for span in spans)
+    assert names == sorted(["POST /predict", "stage 0", "stage 1", *["compute", "queue", "transfer"] * 2])
+    by_id = {span.span_id: span for span in spans}
+    (request,) = (span for span in spans if span.name == "POST /predict")
+    assert request.parent_span_id.hex() == client_span
+    said = facts(request)
+    assert said["http.response.status_code"] == 200
+    assert said["multiworld.request_id"] == answer.headers["x-request-id"]
+    assert said["multiworld.version"] == "random:0"
+    assert said["multiworld.path"] == answer.headers["x-path"]
+    for span in spans:
+        assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= after_ns
+        parent = by_id.get(span.parent_span_id)
+        expected = {"compute": "transfer", "transfer": "stage", "queue": "stage", "stage": "POST /predict"}
+        if parent is not None:
+            assert parent.name.startswith(expected[span.name.split()[0]])
+            assert parent.start_time_unix_nano <= span.start_time_unix_nano
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano
+        worker = span.name == "compute"
+        assert collector.services[span.span_id] == ("multiworld-worker" if worker else "multiworld-leader")
+    for transfer in (span for span in spans if span.name == "transfer"):
+        (compute,) = (span for span in spans if span.parent_span_id == transfer.span_id)
+        assert facts(compute)["multiworld.worker"] == facts(transfer)["multiworld.worker"]
+
+
+def test_nothing_is_traced_that_nobody_asked_for(service: LocalService, collector: Collector) -> None:
+    before = {span.trace_id for span in collector.spans}
+    unsampled = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
+    for traceparent in (None, unsampled, "00-0-0-01", "x" * 5000, f"00-{'0' * 32}-{'0' * 16}-01", "00-\xff-01"):
+        assert ask(service, traceparent).status_code == 200
+    trace_id, _, traceparent = new_trace()
+    ask(service, traceparent)
+    collector.trace(trace_id, finished)
+    assert {span.trace_id for span in collector.spans} - before == {bytes.fromhex(trace_id)}
+
+
+def test_several_images_of_a_request_are_in_its_trace(service: LocalService, collector: Collector) -> None:
+    trace_id, _, traceparent = new_trace()
+    body = bytes(3 * 64 * 64)
+    size = {"binary_data_size": 2 * len(body)}
+    tensor = {"name": "input", "datatype": "UINT8", "shape": [2, 3, 64, 64], "parameters": size}
+    head = json.dumps({"inputs": [tensor]})
+    headers = {"inference-header-content-length": str(len(head)), "traceparent": traceparent}
+    url = f"{service.url}/v2/models/resnet18/infer"
+    response = httpx.post(url, content=head.encode() + 2 * body, headers=headers, timeout=60)
+    assert response.status_code == 200
+    spans = collector.trace(trace_id, lambda spans: sum(span.name == "compute" for span in spans) >= 4)
+    names = [span.name for span in spans]
+    assert names.count("POST /v2/models/{model}/infer") == 1
+    assert names.count("stage 1") == 2  # one for each image, whether they shared a batch or not
+
+
+def test_trace_shows_the_worker_that_died_and_the_one_that_stood_in(
+    service: LocalService, collector: Collector
+) -> None:
+    pids = service.worker_pids()
+    victim = service.worker_at(1, 0)
+    assert victim is not None
+    os.kill(pids[victim], signal.SIGSTOP)  # what is sent there now is not answered
+    for _ in range(20):
+        trace_id, _, traceparent = new_trace()
+        answer = ask(service, traceparent)
+        assert answer.status_code == 200
+        if int(answer.headers["x-attempts"]) > 1:
+            break
+    else:
+        pytest.fail("no request was rerouted")
+    spans = collector.trace(trace_id, finished)
+    transfers = [span for span in spans if span.name == "transfer"]
+    failed = [span for span in transfers if span.status.code == Status.STATUS_CODE_ERROR]
+    assert [facts(span)["multiworld.worker"] for span in failed] == [victim]
+    assert "hang" in failed[0].status.message
+    assert [facts(span)["multiworld.kind"] for span in transfers].count("reroute") == 1
+    service.wait_until_complete(PATIENCE_S)
+
+
+def test_collector_that_never_answers_holds_up_neither_answers_nor_the_end() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        LocalService(
+            model="resnet18",
+            weights="random:0",
+            image_size=64,
+            stages=1,
+            replicas=1,
+            otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces",
+            trace_ratio=1,
+        ) as running,
+    ):
+        for _ in range(5):
+            assert ask(running, None).status_code == 200
+        assert running.stop() == 0

@@ -1,0 +1,327 @@
+"""Moving to another version of the weights and back, under load, as Triton's own client asks for it; and what must change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import tritonclient.http as triton
+from PIL import Image
+from tritonclient.utils import InferenceServerException
+
+from deploy.service import LocalService
+from models import load_model, reference
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL, SIDE = "resnet18", 32
+FIRST, OTHER = "random:1", "other"
+OTHER_FILE = f"deep/{OTHER}.safetensors"
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with weights that fit, weights that do not, and a file beside it."""
+    folder = tmp_path_factory.mktemp("versions") / "weights"
+    (folder / "deep").mkdir(parents=True)
+    state = load_model(MODEL, "random:7", image_size=SIDE).module.state_dict()
+    safetensors.torch.save_file(state, folder / "deep" / f"{OTHER}.safetensors")
+    safetensors.torch.save_file(state, folder.parent / "outside.safetensors")
+    few = {**state, "fc.weight": state["fc.weight"][:10].clone(), "fc.bias": state["fc.bias"][:10].clone()}
+    safetensors.torch.save_file(few, folder / "few.safetensors")
+    nan = {**state, "fc.bias": torch.full_like(state["fc.bias"], torch.nan)}
+    safetensors.torch.save_file(nan, folder / "nan.safetensors")
+    huge = {**state, "fc.weight": torch.full_like(state["fc.weight"], 3e38)}
+    safetensors.torch.save_file(huge, folder / "huge.safetensors")
+    narrow = {**state, "layer1.0.conv1.weight": state["layer1.0.conv1.weight"][:, :8].clone()}
+    safetensors.torch.save_file(narrow, folder / "narrow.safetensors")
+    (folder / "torn.safetensors").write_bytes((folder / "nan.safetensors").read_bytes()[:100_000])
+    (folder / "link.safetensors").symlink_to("/etc/hostname")
+    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(weights: Path) -> Iterator[LocalService]:
+    with LocalService(
+        model=MODEL, weights=FIRST, weights_dir=weights, image_size=SIDE, stages=2, replicas=2, spares=1
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def operators(service: LocalService) -> Iterator[Any]:
+    address = service.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    with triton.InferenceServerClient(address, network_timeout=PATIENCE_S, connection_timeout=PATIENCE_S) as client:
+        yield client
+
+
+def picture(number: int) -> bytes:
+    """A PNG of the model's size: nothing is scaled, so that the reference sees the same pixels."""
+    pixels = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def right_answers(weights: str) -> dict[int, int]:
+    """The most probable class of some pictures."""
+    model = load_model(MODEL, weights, image_size=SIDE)
+    pixels = [np.asarray(Image.open(io.BytesIO(picture(number)))) for number in range(8)]
+    batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
+    with torch.inference_mode():
+        return dict(enumerate(reference(model)(batch).argmax(1).tolist()))
+
+
+@dataclass
+class Answers:
+    """What a load generator saw."""
+
+    expected: dict[str, dict[int, int]]
+    versions: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    enough: threading.Event = field(default_factory=threading.Event)
+    """Set when a version has answered that the waiting test wants."""
+    awaited: str = ""
+
+    def take(self, number: int, response: httpx.Response) -> None:
+        if response.status_code != 200:
+            self.wrong.append(f"{response.status_code} {response.text}")
+            return
+        version = response.headers["x-model-version"]
+        short = version.rpartition("-")[0] if version.startswith(OTHER) else version
+        self.versions[short] += 1
+        body = response.json()
+        if body["version"] != version or body["predictions"][0]["class_id"] != self.expected[short][number]:
+            self.wrong.append(f"{version} answered picture {number} with {body}")
+        if short == self.awaited:
+            self.enough.set()
+
+    def wait_for(self, version: str) -> None:
+        self.enough.clear()
+        self.awaited = version
+        assert self.enough.wait(PATIENCE_S), f"nothing was answered by {version}"
+
+
+@contextmanager
+def load(service: LocalService, expected: dict[str, dict[int, int]], clients: int = 4) -> Iterator[Answers]:
+    """Clients that ask without a pause while the block lasts."""
+    answers, stop = Answers(expected), threading.Event()
+
+    def ask(seed: int) -> None:
+        with httpx.Client(timeout=60.0) as client:
+            number = seed
+            while not stop.is_set():
+                number = (number + 1) % 8
+                files = {"image": ("picture.png", picture(number))}
+                answers.take(number, client.post(f"{service.url}/predict", files=files))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def expected(weights: Path) -> dict[str, dict[int, int]]:
+    found = {FIRST: right_answers(FIRST), OTHER: right_answers(str(weights / "deep" / f"{OTHER}.safetensors"))}
+    assert found[FIRST] != found[OTHER]
+    return found
+
+
+def config(weights: str) -> str:
+    """As Triton's clients can say it."""
+    return json.dumps({"parameters": {"weights": {"string_value": weights}}})
+
+
+def change(service: LocalService, weights: str) -> httpx.Response:
+    """The same as `operators`, for threads: Triton's client belongs to the one that made it."""
+    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
+    return httpx.post(url, json={"parameters": {"weights": weights}}, timeout=PATIENCE_S)
+
+
+def served(service: LocalService) -> str:
+    version: str = service.status()["version"]
+    return version
+
+
+def test_versions_move_there_and_back_under_load_without_a_failed_request(
+    service: LocalService, operators: Any, expected: dict[str, dict[int, int]]
+) -> None:
+    with load(service, expected) as answers:
+        answers.wait_for(FIRST)
+        operators.load_model(MODEL, config=config(OTHER_FILE))
+        assert operators.get_model_repository_index()[0]["version"] == "2"
+        answers.wait_for(OTHER)
+        operators.load_model(MODEL)  # what it was started with
+        answers.wait_for(FIRST)
+        operators.load_model(MODEL, config=config(FIRST))  # which serves already
+    assert answers.wrong == []
+    assert set(answers.versions) == {FIRST, OTHER}
+    assert operators.get_model_repository_index() == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
+    assert service.metric("multiworld_version_changes_total") == 2
+    assert service.metric("multiworld_model_version", version=FIRST) == 1
+    answered = service.metric("multiworld_requests_total", code="200")
+    assert answered == answers.versions.total()
+    assert service.metric("multiworld_requests_total", code="200", version=FIRST) == answers.versions[FIRST]
+    assert events(service).count("version_changed") == 2
+
+
+def events(service: LocalService) -> list[str]:
+    """What happened, as the feed tells a newcomer."""
+    found = []
+    with httpx.stream("GET", f"{service.url}/events", timeout=30.0) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and '"what"' in line:
+                found.append(json.loads(line.removeprefix("data: "))["what"])
+            elif line.startswith("data: {") and '"uptime_s"' in line and found:
+                return found
+    return found
+
+
+BAD = {
+    "missing.safetensors": "does not exist",
+    "few.safetensors": "10 classes",
+    "nan.safetensors": "NaN",
+    "huge.safetensors": "infinity or NaN",
+    "narrow.safetensors": "do not fit",
+    "torn.safetensors": "not a whole safetensors file",
+    "deep": "unknown weights",
+    "../outside.safetensors": "not below",
+    "deep/../../outside.safetensors": "not below",
+    "link.safetensors": "not below",
+    "loop.safetensors": "",
+    "/etc/passwd": "not below",
+    "/etc/shadow.pth": "not below",
+    "a\0b.pth": "no path",
+    "x" * 5000 + ".pth": "no path",
+    "random:no": "seed",
+    "auto": "name the weights",
+    "NONSENSE": "unknown weights",
+    "": "unknown weights",
+}
+
+
+@pytest.mark.parametrize("name", BAD, ids=lambda name: repr(name)[:32])
+def test_bad_version_changes_nothing_and_says_why(service: LocalService, operators: Any, name: str) -> None:
+    before = served(service), service.metric("multiworld_version_changes_total")
+    with pytest.raises(InferenceServerException) as raised:
+        operators.load_model(MODEL, config=config(name))
+    assert raised.value.status() == "400"
+    assert BAD[name] in raised.value.message()
+    assert "root:" not in raised.value.message()
+    assert (served(service), service.metric("multiworld_version_changes_total")) == before
+    assert service.status()["version_loading"] is None
+    assert httpx.post(f"{service.url}/predict", files={"image": picture(1)}, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"parameters": 1}', 400, "must be a JSON object"),
+        (b'{"parameters": {"weights": 1}}', 400, "must be a text"),
+        (b'{"parameters": {"config": "{"}}', 400, "not valid JSON"),
+        (b'{"parameters": {"config": {}}}', 400, "must be a text"),
+        (b'{"parameters": {"file:1/model.pt": "eA=="}}', 400, "--weights-dir"),
+        (b" " * 100_000, 413, "not sent, but named"),
+        (b"[" * 60_000, 400, "not valid JSON"),
+    ],
+)
+def test_nonsense_gets_an_error(service: LocalService, body: bytes, status: int, says: str) -> None:
+    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
+    response = httpx.post(url, content=body, timeout=60)
+    assert response.status_code == status
+    assert says in response.json()["error"]
+
+
+def test_page_in_a_browser_cannot_load_a_version(service: LocalService) -> None:
+    url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
+    assert httpx.post(url, headers={"origin": "http://127.0.0.1:8002"}, timeout=60).status_code == 403
+
+
+def test_inference_port_has_no_verbs_of_operators(service: LocalService) -> None:
+    for verb in ("load", "unload"):
+        response = httpx.post(f"{service.url}/v2/repository/models/{MODEL}/{verb}", json={}, timeout=60)
+        assert response.status_code == 404
+
+
+def test_second_load_is_refused_while_one_is_under_way(service: LocalService, operators: Any) -> None:
+    statuses: list[int] = []
+
+    def ask(seed: int) -> None:
+        statuses.append(change(service, f"random:{seed}").status_code)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in (21, 22)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [200, 409]
+    operators.load_model(MODEL)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
+    service: LocalService, operators: Any, expected: dict[str, dict[int, int]], fault: signal.Signals
+) -> None:
+    service.wait_until_complete(PATIENCE_S)
+    seen = len(service.lines)
+    statuses: list[int] = []
+    with load(service, expected) as answers:
+        answers.wait_for(FIRST)
+        loading = threading.Thread(target=lambda: statuses.append(change(service, OTHER_FILE).status_code))
+        loading.start()
+        held = service.wait_for(lambda line: "holds version" in line.message, PATIENCE_S, after=seen)
+        first = held.message.partition("worker=")[2].split()[0]
+        victim = next(pid for name, pid in service.worker_pids().items() if name != first)
+        os.kill(victim, fault)
+        loading.join()
+        service.wait_until_complete(PATIENCE_S)
+        if statuses == [500]:
+            assert served(service) == FIRST
+            operators.load_model(MODEL, config=config(OTHER_FILE))
+        answers.wait_for(OTHER)
+        operators.load_model(MODEL)
+        answers.wait_for(FIRST)
+    if fault is signal.SIGSTOP:
+        with contextlib.suppress(ProcessLookupError):  # the supervisor has made an end of it
+            os.kill(victim, signal.SIGCONT)
+    assert answers.wrong == []
+    service.wait_until_complete(PATIENCE_S)
+
+
+def test_unloaded_model_is_not_ready_until_it_is_loaded(service: LocalService, operators: Any) -> None:
+    with triton.InferenceServerClient(service.url.removeprefix("http://")) as client:
+        operators.unload_model(MODEL)
+        assert not client.is_model_ready(MODEL)
+        assert not client.is_server_ready()
+        (index,) = client.get_model_repository_index()
+        assert (index["state"], index["reason"]) == ("UNAVAILABLE", "unloaded")
+        refused = httpx.post(f"{service.url}/predict", files={"image": picture(1)}, timeout=60)
+        assert (refused.status_code, refused.json()["reason"]) == (503, "not_ready")
+        operators.load_model(MODEL)
+        assert client.is_model_ready(MODEL)
+    assert httpx.post(f"{service.url}/predict", files={"image": picture(1)}, timeout=60).status_code == 200

@@ -1,0 +1,270 @@
+"""What a cluster is told: valid by the schemas of Kubernetes, agreeing with the settings, and made from one source."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from config import load
+from deploy.kubernetes.rules import RESOURCE, rendered
+from server.settings import ServeSettings
+from tests.integration.test_prometheus_files import check, tool
+from workers.membership import DRAIN_S
+from workers.settings import WorkerSettings
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+BASE = KUBERNETES / "base"
+OVERLAYS = ("cpu", "gpu")
+VERSIONS = ("1.30.0", "1.33.0")
+"""The oldest with all that is used here, and a later one."""
+OLDEST_KUBECTL = (1, 21)
+NOT_A_RESOURCE = {"kustomization.yaml"}
+
+Resource = dict[str, Any]
+
+
+def documents(text: str) -> list[Resource]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def of_base() -> list[Resource]:
+    files = sorted(path for path in BASE.glob("*.yaml") if path.name not in NOT_A_RESOURCE)
+    return [document for path in files for document in documents(path.read_text())]
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> list[Resource]:
+    """All resources of an overlay, as `kubectl apply --kustomize` would send them."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    said = subprocess.run(
+        ["kubectl", "version", "--client", "--output=yaml"], capture_output=True, text=True, check=True
+    )
+    version = yaml.safe_load(said.stdout)["clientVersion"]
+    if (int(version["major"]), int("".join(filter(str.isdigit, version["minor"])))) < OLDEST_KUBECTL:
+        pytest.skip(f"kubectl {version['gitVersion']} is older than the kustomize that is needed, of 1.21")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / "overlays" / request.param)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, "kustomize warns of what it will not understand some day"
+    return documents(done.stdout)
+
+
+def find(resources: list[Resource], kind: str, name: str) -> Resource:
+    (found,) = [each for each in resources if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod(resources: list[Resource], name: str) -> Resource:
+    template: Resource = find(resources, "Deployment", name)["spec"]["template"]
+    return template
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
+    checked = [each for each in of_base() if each["apiVersion"] != OPERATOR]
+    assert {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"} <= {
+        each["kind"] for each in checked
+    }
+    for resource in checked:
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
+    (deployment,) = [
+        each for each in of_base() if each["metadata"]["name"] == "multiworld-worker" and each["kind"] == "Deployment"
+    ]
+    deployment["spec"]["template"]["spec"]["terminationGraceSeconds"] = 60
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGraceSeconds"):
+        kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
+
+
+def test_overlay_is_valid_by_the_strict_schemas(overlay: list[Resource]) -> None:
+    for resource in overlay:
+        if resource["apiVersion"] != OPERATOR:
+            kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
+    namespaces = {each["metadata"].get("namespace") for each in overlay if each["kind"] != "Namespace"}
+    assert namespaces == {"multiworld"}
+
+
+def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: list[Resource]) -> None:
+    (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
+    gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+    devices = [each["value"] for each in container["env"] if each["name"] == "MULTIWORLD_DEVICE"]
+    assert container["image"].startswith("registry.example/multiworld-serving:")
+    assert (gpus, devices) in [("1", ["cuda:0"]), (None, [])]
+    assert (gpus == "1") == container["image"].endswith("-cuda")
+    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, (
+        "the patch adds, and takes nothing away"
+    )
+
+
+def settings() -> tuple[ServeSettings, WorkerSettings]:
+    file = BASE / "multiworld.toml"
+    programs = (ServeSettings, WorkerSettings)
+    return load(ServeSettings, {}, config_file=file, programs=programs), load(
+        WorkerSettings, {}, config_file=file, programs=programs
+    )
+
+
+def test_settings_are_ones_that_the_programs_take_and_ports_are_theirs() -> None:
+    serve, worker = settings()
+    assert tomllib.loads((BASE / "multiworld.toml").read_text())["serve"]["external_workers"] is True
+    leader_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-leader"))}
+    assert leader_ports == {"http": serve.http_port, "join": serve.join_port, "metrics": serve.metrics_port}
+    worker_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-worker"))}
+    assert worker_ports == {"metrics": worker.metrics_port}
+    (address,) = worker.leaders
+    join = find(of_base(), "Service", address.host)
+    assert {"name": "join", "port": address.port, "targetPort": "join"} in join["spec"]["ports"]
+    assert join["spec"]["publishNotReadyAddresses"], "it is the workers that make the leader ready"
+
+
+def ports(template: Resource) -> list[Resource]:
+    return [port for container in template["spec"]["containers"] for port in container["ports"]]
+
+
+def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_goes_below() -> None:
+    serve, _ = settings()
+    assert find(of_base(), "Deployment", "multiworld-worker")["spec"]["replicas"] == serve.num_workers
+    scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
+    assert scaler["minReplicas"] == serve.num_workers < scaler["maxReplicas"]
+    assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(serve.max_batch_size)
+
+
+def test_pods_are_given_the_time_that_draining_takes() -> None:
+    serve, _ = settings()
+    leader = pod(of_base(), "multiworld-leader")["spec"]
+    before = int(leader["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert leader["terminationGracePeriodSeconds"] >= before + serve.drain_timeout_s + 10
+    assert pod(of_base(), "multiworld-worker")["spec"]["terminationGracePeriodSeconds"] >= DRAIN_S + 10
+
+
+@pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
+def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
+    spec = pod(of_base(), name)["spec"]
+    assert (
+        find(of_base(), "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        == "restricted"
+    )
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] == 10001
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    for container in spec["containers"]:
+        security = container["securityContext"]
+        assert security == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert "memory" in container["resources"]["limits"]
+    mounted = {volume["name"] for volume in spec["volumes"]}
+    assert mounted == {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+
+
+def test_probes_ask_what_there_is() -> None:
+    leader, worker = (
+        pod(of_base(), name)["spec"]["containers"][0] for name in ("multiworld-leader", "multiworld-worker")
+    )
+    for container, port in ((leader, "http"), (worker, "metrics")):
+        assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port}
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["httpGet"] == {"path": "/healthz", "port": port}
+
+
+def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
+    """The deployments whose pods have these labels."""
+    deployments = [each for each in resources if each["kind"] == "Deployment"]
+    return {
+        each["metadata"]["name"]
+        for each in deployments
+        if labels.items() <= each["spec"]["template"]["metadata"]["labels"].items()
+    }
+
+
+def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
+    base = of_base()
+    leader, worker = {"multiworld-leader"}, {"multiworld-worker"}
+    assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == leader
+    assert selected(base, find(base, "Service", "multiworld-join")["spec"]["selector"]) == leader
+    assert (
+        selected(base, find(base, "PodDisruptionBudget", "multiworld-worker")["spec"]["selector"]["matchLabels"])
+        == worker
+    )
+    assert selected(base, find(base, "PodMonitor", "multiworld-worker")["spec"]["selector"]["matchLabels"]) == worker
+    for name in ("multiworld-leader", "multiworld-worker"):
+        assert selected(base, find(base, "NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]) == {name}
+    monitored = find(base, "ServiceMonitor", "multiworld-leader")["spec"]
+    labels = find(base, "Service", "multiworld-join")["metadata"]["labels"]
+    assert monitored["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[monitored["jobLabel"]] == "multiworld-leader", "the job's name in rules and dashboards"
+
+
+def test_network_policies_let_only_workers_join_and_only_the_leader_be_joined() -> None:
+    base = of_base()
+    leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
+    by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in leader["ingress"]}
+    assert by_port["http"] is None, "open"
+    assert selected(base, by_port["join"][0]["podSelector"]["matchLabels"]) == {"multiworld-worker"}
+    assert by_port["metrics"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    worker = find(base, "NetworkPolicy", "multiworld-worker")["spec"]
+    assert worker["policyTypes"] == ["Ingress", "Egress"]
+    assert [port["port"] for rule in worker["ingress"] for port in rule["ports"]] == ["metrics"]
+    joins = worker["egress"][0]
+    assert selected(base, joins["to"][0]["podSelector"]["matchLabels"]) == {"multiworld-leader"}
+    assert [port["port"] for port in joins["ports"]] == [settings()[0].join_port]
+
+
+OPERATOR = "monitoring.coreos.com/v1"
+MONITOR_FIELDS = {
+    "ServiceMonitor": {"jobLabel", "selector", "endpoints", "namespaceSelector"},
+    "PodMonitor": {"jobLabel", "selector", "podMetricsEndpoints", "namespaceSelector"},
+    "PrometheusRule": {"groups"},
+}
+ENDPOINT_FIELDS = {"port", "path", "interval", "scrapeTimeout", "relabelings", "metricRelabelings", "honorLabels"}
+RELABELING_FIELDS = {"sourceLabels", "targetLabel", "replacement", "regex", "action", "separator"}
+
+
+def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None:
+    """Its schemas are not in the package of Kubernetes': these are the fields of its API reference that are in use here."""
+    customs = [each for each in of_base() if each["apiVersion"] == OPERATOR]
+    assert {each["kind"] for each in customs} == set(MONITOR_FIELDS)
+    for resource in customs:
+        assert resource.keys() == {"apiVersion", "kind", "metadata", "spec"}
+        assert resource["spec"].keys() <= MONITOR_FIELDS[resource["kind"]]
+        for endpoint in resource["spec"].get("endpoints", []) + resource["spec"].get("podMetricsEndpoints", []):
+            assert endpoint.keys() <= ENDPOINT_FIELDS
+            assert endpoint["port"] in {"metrics"}
+            for relabeling in endpoint["relabelings"]:
+                assert relabeling.keys() <= RELABELING_FIELDS
+
+
+def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -> None:
+    assert RESOURCE.read_text() == rendered(), "python -m deploy.kubernetes.rules"
+    spec = yaml.safe_load(RESOURCE.read_text())["spec"]
+    sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
+    assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]]
+    rules = tmp_path / "rules.yml"
+    rules.write_text(yaml.safe_dump(spec))
+    check(tool("promtool"), "check", "rules", rules)
+
+
+def test_adapter_gives_the_metric_that_the_autoscaler_asks_for() -> None:
+    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    wanted = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]["metrics"][0]["external"][
+        "metric"
+    ]["name"]
+    assert rule["name"]["as"] == wanted
+    assert rule["seriesQuery"].startswith(f"{wanted}{{")

@@ -1,0 +1,77 @@
+"""The units for machines without containers: valid, and in agreement with what the programs take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from config.settings import Settings
+from config.sources import option
+from server.settings import ServeSettings
+from workers.membership import DRAIN_S
+from workers.settings import WorkerSettings
+
+UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
+PROGRAM = "/opt/multiworld/bin/multiworld"
+NAMES = ("multiworld-leader.service", "multiworld-worker@.service")
+
+
+def value(name: str, key: str) -> str:
+    found = re.search(rf"^{key}=(.*)$", (UNITS / name).read_text(), re.MULTILINE)
+    assert found, f"{name} has no {key}"
+    return found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unit_is_valid_by_systemds_own_check(name: str, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / name.replace("@.", "@0.")
+    unit.write_text(
+        (UNITS / name).read_text().replace(PROGRAM, "/bin/true")
+    )  # the check is of the unit, not of this machine
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False, timeout=60
+    )
+    ours = [line for line in done.stderr.splitlines() if "multiworld" in line]
+    assert (done.returncode, ours) == (0, []), done.stderr
+
+
+def test_systemds_check_finds_a_misspelt_line(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "wrong.service"
+    unit.write_text("[Service]\nExecStart=/bin/true\nRestartSecs=1\n")
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "RestartSecs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "verb", "settings"), [(NAMES[0], "serve", ServeSettings), (NAMES[1], "worker", WorkerSettings)]
+)
+def test_unit_gives_options_and_variables_that_the_program_takes(
+    name: str, verb: str, settings: type[Settings]
+) -> None:
+    program, given, *arguments = value(name, "ExecStart").split()
+    assert (program, given) == (PROGRAM, verb)
+    known = {option(field) for field in settings.model_fields}
+    assert {argument for argument in arguments if argument.startswith("--")} <= known
+    variables = set(re.findall(r"^Environment=MULTIWORLD_(\w+)=", (UNITS / name).read_text(), re.MULTILINE))
+    assert {variable.lower() for variable in variables} - {"config"} <= settings.model_fields.keys()
+
+
+def test_units_are_given_the_time_that_draining_takes() -> None:
+    drain_s = ServeSettings.model_fields["drain_timeout_s"].default
+    assert int(value(NAMES[0], "TimeoutStopSec")) >= drain_s + 10
+    assert int(value(NAMES[1], "TimeoutStopSec")) >= DRAIN_S + 10
+    assert {value(name, "Restart") for name in NAMES} == {"always"}, (
+        "a worker that was asked to restart ends with status 0"
+    )

@@ -1,0 +1,76 @@
+"""A way that takes its time: a TCP relay that hands on what it reads only after a delay. Run as `python -m tests.machines.delay`.
+
+It stands for a long line, where the kernel has no `tc netem`. Connections are made and answered on either side of it without delay;
+every byte behind that, in either direction, comes late, and in order.
+"""
+
+import argparse
+import asyncio
+import contextlib
+from collections import deque
+
+_PIECE_BYTES = 1 << 16
+_MOST_PIECES = 1024
+"""What is under way one way is bounded, as on any line."""
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    pieces: deque[tuple[float, bytes]] = deque()
+    room, news = asyncio.Semaphore(_MOST_PIECES), asyncio.Semaphore(0)
+
+    async def deliver() -> None:
+        while True:
+            await news.acquire()
+            due_s, data = pieces.popleft()
+            await asyncio.sleep(due_s - loop.time())
+            room.release()
+            if not data:
+                return
+            writer.write(data)
+            await writer.drain()
+
+    delivering = asyncio.create_task(deliver())
+    with contextlib.suppress(OSError):
+        data = b"first"
+        while data:
+            await room.acquire()
+            data = await reader.read(_PIECE_BYTES)
+            pieces.append((loop.time() + delay_s, data))
+            news.release()
+        await delivering
+        writer.write_eof()
+    delivering.cancel()
+
+
+async def _serve(host: str, port: int, target: tuple[str, int], delay_s: float) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there_reader, there_writer = await asyncio.open_connection(*target)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(
+            _forward(reader, there_writer, delay_s), _forward(there_reader, writer, delay_s), return_exceptions=True
+        )
+        writer.close()
+        there_writer.close()
+
+    async with await asyncio.start_server(accept, host, port) as server:
+        print("listening", flush=True)
+        await server.serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen", required=True, help="HOST:PORT")
+    parser.add_argument("--target", required=True, help="HOST:PORT")
+    parser.add_argument("--delay-s", type=float, required=True, help="each way")
+    given = parser.parse_args()
+    host, _, port = given.listen.rpartition(":")
+    target_host, _, target_port = given.target.rpartition(":")
+    asyncio.run(_serve(host, int(port), (target_host, int(target_port)), given.delay_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Hosts for tests: network namespaces with their own addresses, joined by a switch that is one too.
+
+Nothing of this machine's own network is touched, and no packet leaves the namespaces. They go with the block that made them; what a
+killed run left behind goes with the next one.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+_RUN = "/run/netns"
+_PREFIX = "mwtest"
+_COMMAND_S = 20.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def need_namespaces() -> None:
+    """Skip the test where hosts cannot be made, and say what is missing."""
+    if why := _why_not():
+        pytest.skip(why)
+
+
+def _why_not() -> str:
+    for program in ("ip", "iptables"):
+        if shutil.which(program) is None:
+            return f"the program `{program}` is not here: apt-get install iproute2 iptables"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with Network() as network:
+            host = network.host("probe", "10.213.0.1/24")
+            host.run("iptables", "-w", "-A", "INPUT", "-p", "tcp", "--dport", "9", "-j", "DROP")
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"network namespaces cannot be used here: {said}"
+    return ""
+
+
+class Host:
+    """One machine: a network namespace. Its interfaces are called after the network that they are plugged into."""
+
+    def __init__(self, name: str, namespace: str) -> None:
+        self.name = name
+        self.namespace = namespace
+
+    def run(self, *command: str) -> str:
+        """Run a command on this host; gives what it printed. Raises subprocess.CalledProcessError."""
+        return _run("ip", "netns", "exec", self.namespace, *command)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread, and whatever threads and processes it starts, are on this host while the block runs."""
+        own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
+        there = os.open(f"{_RUN}/{self.namespace}", os.O_RDONLY)
+        try:
+            _set_namespace(there)
+            try:
+                yield
+            finally:
+                _set_namespace(own)
+        finally:
+            os.close(own)
+            os.close(there)
+
+    @contextlib.contextmanager
+    def losing(self, *rules: str) -> Iterator[None]:
+        """Packets that match a rule of iptables (`INPUT -s 10.0.0.1`) are lost at this host while the block runs, without a word."""
+        try:
+            for rule in rules:
+                self.run("iptables", "-w", "-A", *rule.split(), "-j", "DROP")
+            yield
+        finally:
+            self.run("iptables", "-w", "-F")
+
+    def lost_packets(self) -> int:
+        """How many packets the rules of `losing` have dropped so far: the fault did happen."""
+        lines = self.run("iptables", "-w", "-nvxL").splitlines()
+        return sum(int(line.split()[0]) for line in lines if " DROP " in f"{line} " and line.split()[0].isdecimal())
+
+
+class Network:
+    """Makes hosts, and plugs them into networks. To be used in a `with` block, which takes everything away again."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, Host] = {}
+        self._cables = 0
+
+    def __enter__(self) -> Self:
+        _sweep()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for host in self._hosts.values():  # veth pairs go with either end
+            _run("ip", "netns", "del", host.namespace, check=False)
+
+    def host(self, name: str, address: str = "", *, network: str = "lan", gateway: str = "") -> Host:
+        """A new host, plugged into `network` with this address ("10.0.0.1/24") if one is given."""
+        host = self._make(name)
+        if address:
+            self.plug(host, address, network)
+        if gateway:
+            host.run("ip", "route", "add", "default", "via", gateway)
+        return host
+
+    def plug(self, host: Host, address: str, network: str = "lan") -> None:
+        """Give a host an interface, called `network`, in that network."""
+        switch = self._switch(network)
+        self._cables += 1
+        port = f"port{self._cables}"
+        _run(
+            *("ip", "link", "add", network, "netns", host.namespace, "type", "veth"),
+            *("peer", "name", port, "netns", switch.namespace),
+        )
+        switch.run("ip", "link", "set", port, "master", "bridge", "up")
+        host.run("ip", "address", "add", address, "dev", network)
+        host.run("ip", "link", "set", network, "up")
+
+    def router(self, name: str, outside: str, inside: str, *, inner: str) -> Host:
+        """A host in two networks ("lan" and `inner`) that hides the inner one behind its outside address."""
+        host = self.host(name, outside)
+        self.plug(host, inside, inner)
+        host.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+        host.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-o", "lan", "-j", "MASQUERADE")
+        return host
+
+    def _switch(self, network: str) -> Host:
+        name = f"switch-{network}"
+        if name not in self._hosts:
+            switch = self._make(name)
+            switch.run("ip", "link", "add", "bridge", "type", "bridge")
+            switch.run("ip", "link", "set", "bridge", "up")
+        return self._hosts[name]
+
+    def _make(self, name: str) -> Host:
+        namespace = f"{_PREFIX}-{os.getpid()}-{name}"
+        _run("ip", "netns", "add", namespace)
+        self._hosts[name] = host = Host(name, namespace)
+        host.run("ip", "link", "set", "lo", "up")
+        return host
+
+
+def _sweep() -> None:
+    """Remove what runs that were killed have left behind."""
+    names = os.listdir(_RUN) if os.path.isdir(_RUN) else []
+    for name in names:
+        prefix, _, rest = name.partition("-")
+        pid = rest.partition("-")[0]
+        if prefix == _PREFIX and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            _run("ip", "netns", "del", name, check=False)
+
+
+def _set_namespace(descriptor: int) -> None:
+    if _libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+def _run(*command: str, check: bool = True) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=_COMMAND_S).stdout

@@ -1,0 +1,242 @@
+"""Leader and workers on machines of their own, with what lies between machines: routers, firewalls, long lines, cables that are pulled.
+
+The machines are network namespaces. Clients are on the leader's machine; what is tested is the way between leader and workers.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.service import LocalService
+from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
+from tests.machines.network import Host, Network, need_namespaces
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+LEADER = "10.90.0.1"
+DELAY_S = 0.05
+PATIENCE_S = 3.0
+"""Heartbeat timeout of all: where tests are crowded a process may stop for a second, and nobody is to be lost but the victim."""
+CLIENTS = 2
+
+
+class Site:
+    """A leader on a machine of its own, and a network to put workers into."""
+
+    def __init__(self, network: Network, leader: Host, service: LocalService, folder: Path) -> None:
+        self.network = network
+        self.leader = leader
+        self.service = service
+        self.folder = folder
+        self.hosts: dict[str, Host] = {}
+
+    @property
+    def port(self) -> int:
+        return int(self.service.join_address.rpartition(":")[2])
+
+    @contextlib.contextmanager
+    def started(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+        """A worker on that host, whether it can join or not. It logs into `log(name)`."""
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self.log(name).open("w"))
+            patience = ("--heartbeat-timeout-s", str(PATIENCE_S))
+            joined = external_worker(
+                leader or f"{LEADER}:{self.port}", name=name, options=(*patience, *options), stderr=log
+            )
+            with host.entered():
+                worker = stack.enter_context(joined)
+            yield worker
+
+    @contextlib.contextmanager
+    def worker(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+        """A worker on that host that serves when the block begins."""
+        seen = len(self.service.lines)
+        with self.started(host, name, *options, leader=leader) as worker:
+            self.until(name, "->ready", seen)
+            yield worker
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def until(self, name: str, change: str, after: int) -> None:
+        """Wait for a change of that worker's link."""
+        self.service.wait_for(lambda line: line["worker"] == name and change in line.message, WAIT_S, after=after)
+
+    def replica(self, name: str) -> dict[str, object]:
+        stages = self.service.status()["stages"]
+        return next(replica for stage in stages for replica in stage["replicas"] if replica["worker"] == name)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two workers on machines of their own: `sound`, the replica that is always left, and `victim`, whose network has much to suffer."""
+    need_namespaces()
+    folder = tmp_path_factory.mktemp("machines")
+    (folder / "token").write_text(TOKEN)
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(Network())
+        leader = network.host("leader", f"{LEADER}/24")
+        stack.enter_context(leader.entered())
+        service = stack.enter_context(
+            LocalService(
+                wait_until_ready=False,
+                external_workers=True,
+                join_host=LEADER,
+                token_file=folder / "token",
+                model="resnet18",
+                weights="random:0",
+                image_size=32,
+                stages=1,
+                replicas=2,
+                heartbeat_timeout_s=PATIENCE_S,
+            )
+        )
+        made = Site(network, leader, service, folder)
+        for number, name in enumerate(("sound", "victim"), 11):
+            made.hosts[name] = network.host(name, f"10.90.0.{number}/24")
+            stack.enter_context(made.started(made.hosts[name], name))
+        service.wait_until_complete(WAIT_S)
+        yield made
+
+
+def sockets(host: Host, *options: str) -> list[list[str]]:
+    return [line.split() for line in host.run("ss", "-tnH", *options).splitlines()]
+
+
+def test_worker_needs_the_leaders_address_and_the_token_and_nobody_needs_to_reach_it(site: Site) -> None:
+    host = site.hosts["victim"]
+    assert not sockets(host, "-l"), "a worker listens on nothing"
+    peers = {columns[4] for columns in sockets(host)}
+    assert peers == {f"{LEADER}:{site.port}"}
+    assert len(sockets(site.leader, "-l")) == 3, "HTTP, metrics and the join port"
+    assert answers(site.service) == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(["INPUT -p tcp", "OUTPUT -p tcp"], id="both-ways"),
+        pytest.param([f"INPUT -s {LEADER}"], id="from-the-leader"),
+        pytest.param([f"OUTPUT -d {LEADER}"], id="to-the-leader"),
+    ],
+)
+def test_worker_whose_packets_are_lost_costs_nothing_and_is_back_when_it_heals(
+    site: Site, rules: Sequence[str]
+) -> None:
+    host, name = site.hosts["victim"], "victim"
+    with load_on(site.service, clients=CLIENTS) as load:
+        seen = len(site.service.lines)
+        with host.losing(*rules):
+            site.until(name, "->broken", seen)
+            assert host.lost_packets() > 0
+            assert answers(site.service) == [200, 200, 200]
+        site.until(name, "->ready", seen)
+    assert_nothing_lost(site.service, load)
+    assert site.replica(name)["state"] == "ready"
+
+
+def test_worker_whose_cable_is_pulled_costs_nothing_and_is_back_when_it_is_plugged_in(site: Site) -> None:
+    host, name = site.hosts["victim"], "victim"
+    with load_on(site.service, clients=CLIENTS) as load:
+        seen = len(site.service.lines)
+        host.run("ip", "link", "set", "lan", "down")
+        try:
+            site.until(name, "->broken", seen)
+        finally:
+            host.run("ip", "link", "set", "lan", "up")
+        site.until(name, "->ready", seen)
+    assert_nothing_lost(site.service, load)
+
+
+def test_worker_behind_a_router_that_hides_it_serves_and_is_known_by_the_name_it_gives(site: Site) -> None:
+    router = site.network.router("router", "10.90.0.20/24", "192.168.77.1/24", inner="home")
+    hidden = site.network.host("hidden", "192.168.77.2/24", network="home", gateway="192.168.77.1")
+    with pytest.raises(subprocess.CalledProcessError):
+        site.leader.run("ping", "-c1", "-W1", "192.168.77.2")
+    with (
+        site.worker(hidden, "hidden", "--advertise-host", "hidden.example"),
+        load_on(site.service, clients=CLIENTS) as load,
+    ):
+        assert site.replica("hidden")["host"] == "hidden.example"
+        seen = len(site.service.lines)
+        with router.losing("FORWARD -i home"):
+            site.until("hidden", "->broken", seen)
+        site.until("hidden", "->ready", seen)
+    assert_nothing_lost(site.service, load)
+
+
+def test_worker_reaches_a_leader_that_is_itself_behind_a_router_at_the_address_that_forwards(site: Site) -> None:
+    gate = site.network.host("gate", "10.90.0.30/24")
+    site.network.plug(gate, "203.0.113.1/24", "wan")
+    gate.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+    forward = ("-i", "wan", "-p", "tcp", "--dport", "9001", "-j", "DNAT", "--to-destination", f"{LEADER}:{site.port}")
+    gate.run("iptables", "-w", "-t", "nat", "-A", "PREROUTING", *forward)
+    gate.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-o", "lan", "-j", "MASQUERADE")
+    abroad = site.network.host("abroad", "203.0.113.2/24", network="wan")
+    with site.worker(abroad, "abroad", leader="203.0.113.1:9001"):
+        assert answers(site.service) == [200, 200, 200]
+
+
+def test_worker_with_several_addresses_uses_the_one_that_it_is_told(site: Site) -> None:
+    host = site.network.host("two-addresses", "10.90.0.41/24")
+    host.run("ip", "address", "add", "10.90.0.42/24", "dev", "lan")
+    with (
+        site.leader.losing("INPUT -s 10.90.0.41"),
+        site.worker(host, "two-addresses", "--bind-host", "10.90.0.42"),
+    ):
+        assert {columns[3].rpartition(":")[0] for columns in sockets(host)} == {"10.90.0.42"}
+        assert site.leader.lost_packets() == 0
+
+
+def test_worker_fifty_milliseconds_away_serves_under_load(site: Site) -> None:
+    relay_host = site.network.host("long-line", "10.90.0.50/24")
+    site.network.plug(relay_host, "198.51.100.1/24", "far")
+    host = site.network.host("distant", "198.51.100.2/24", network="far")
+    address = "198.51.100.1:8001"
+    command = [sys.executable, "-m", "tests.machines.delay", "--listen", address, "--target", f"{LEADER}:{site.port}"]
+    with relay_host.entered():
+        relay = subprocess.Popen([*command, "--delay-s", str(DELAY_S)], stdout=subprocess.PIPE, env=dict(os.environ))
+    try:
+        assert relay.stdout is not None
+        assert relay.stdout.readline() == b"listening\n"
+        with site.worker(host, "distant", leader=address):
+            seen = len(site.service.lines)
+            done = site.replica("distant")["batches_done"]
+            enough = threading.Event()
+            with load_on(site.service, clients=CLIENTS) as load:
+                while site.replica("distant")["batches_done"] == done:  # the test's own timeout bounds it
+                    enough.wait(0.1)
+            assert_nothing_lost(site.service, load)
+            assert not any("->broken" in line.message for line in site.service.lines[seen:])
+    finally:
+        relay.terminate()
+        relay.wait(WAIT_S)
+        if relay.stdout is not None:
+            relay.stdout.close()
+
+
+def test_worker_says_what_it_cannot_reach_and_goes_on_trying(site: Site) -> None:
+    complaints = {
+        "10.90.0.99:8001": "",  # nobody has the address: no route, or no answer, as the kernel finds
+        f"{LEADER}:9": "Connection refused",
+        "192.0.2.1:8001": "Network is unreachable",
+    }
+    host = site.network.host("lost", "10.90.0.61/24")
+    first, *others = complaints
+    with site.started(
+        host, "lost", *(part for leader in others for part in ("--leader", leader)), leader=first
+    ) as worker:
+        log, waiting = site.log("lost"), threading.Event()
+        for leader, complaint in complaints.items():
+            told = f"leader={leader} cannot be joined: {leader} cannot be asked: "
+            while told not in log.read_text():  # the test's own timeout bounds it
+                assert worker.poll() is None
+                waiting.wait(0.1)
+            assert complaint in log.read_text().partition(told)[2].splitlines()[0]
