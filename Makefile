@@ -11,7 +11,7 @@ TEST_FILES_AT_ONCE ?= 2
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check fmt bench chaos peers soak docs clean
+.PHONY: help install serve test containers check fmt bench chaos peers throughput soak docs clean
 .SILENT:
 
 help: ## Show this list.
@@ -48,6 +48,9 @@ chaos: $(STAMP) ## Every kind of fault under load, about two minutes; longer: ma
 
 peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec and this service, side by side.
 	exec $(BIN)/python -m benchmarks.kill_peers --python .venv-peers/bin/python $(ARGS)
+
+throughput: $(STAMP) .venv-peers/.installed ## Images a second and latency beside FastAPI, LitServe and mosec, about ten minutes.
+	exec $(BIN)/python -m benchmarks.throughput --python .venv-peers/bin/python $(ARGS)
 
 soak: $(STAMP) ## Simulate the scheduler with fresh seeds for hours: make soak ARGS="--hours 2".
 	exec $(BIN)/python -m simulation soak $(ARGS)

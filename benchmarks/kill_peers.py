@@ -9,55 +9,26 @@ before the next kill, in which a request failed or fewer than half as many were 
 """
 
 import argparse
-import base64
 import json
 import math
 import os
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import httpx
-
+from benchmarks import servers
+from benchmarks.servers import Running
 from chaos.images import photo
-from chaos.load import Load, Question, Sample, load_on
+from chaos.load import Load, Sample, load_on
 from chaos.statistics import quantile
-from deploy.service import LocalService
 
 HUNG_S = 30.0
-_START_S = 180.0
-_STOP_S = 15.0
 _SHARE = 0.5
 _WINDOW_S = 3.0
-
-
-@dataclass(frozen=True)
-class AnyAnswer(Question):
-    """A question to a server whose answers have a form of their own: status 200 will do."""
-
-    def complaint(self, answer: httpx.Response, request_id: str) -> str:
-        """See `Question.complaint`."""
-        return "" if answer.status_code == 200 else answer.text[:200]
-
-
-@dataclass(frozen=True)
-class Running:
-    """A server that answers.
-
-    Attributes:
-        pids: gives the processes of its workers that serve now.
-    """
-
-    url: str
-    question: Question
-    pids: Callable[[], list[int]]
 
 
 @dataclass
@@ -105,79 +76,14 @@ class Outcome:
         return sum(not s.failed and since_s <= s.done_s < until_s for s in self.load.samples)
 
 
-@contextmanager
-def peer(python: str, module: str, as_json: bool, *arguments: str) -> Iterator[Running]:
-    """One of `benchmarks.peers`, with two workers."""
-    jpeg = photo()
-    body = json.dumps({"image": base64.b64encode(jpeg).decode()}).encode() if as_json else jpeg
-    question = AnyAnswer(body, "application/json" if as_json else "image/jpeg")
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-m", f"benchmarks.peers.{module}", "--port", str(port), "--pids", folder, *arguments]
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)))
-        try:
-            wait_until_it_answers(running, process, log)
-            yield running
-        finally:
-            stop(process)
+def ours(stages: int, replicas: int) -> AbstractContextManager[Running]:
+    return servers.ours(
+        photo(), model="resnet18", weights="random:0", stages=stages, replicas=replicas, worker_threads=1
+    )
 
 
-@contextmanager
-def ours(stages: int, replicas: int) -> Iterator[Running]:
-    with LocalService(
-        model="resnet18", weights="random:0", stages=stages, replicas=replicas, worker_threads=1
-    ) as service:
-        yield Running(
-            service.url, AnyAnswer(photo()), lambda: [pid for pid in service.worker_pids().values() if lives(pid)]
-        )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def alive(folder: Path) -> list[int]:
-    """The workers that have said that they are ready and still live, the one that did so first first."""
-    marks = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: path.stat().st_mtime_ns)
-    return [int(mark.name) for mark in marks if lives(int(mark.name))]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_it_answers(running: Running, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        try:
-            headers = {"content-type": running.question.content_type}
-            answer = httpx.post(f"{running.url}/predict", content=running.question.body, headers=headers, timeout=10.0)
-            if answer.status_code == 200 and len(running.pids()) == 2:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"it does not answer; its log ends:\n{log.read_text()[-3000:]}")
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, then end all of its session."""
-    process.terminate()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def peer(python: str, module: str, *arguments: str, as_json: bool = False) -> AbstractContextManager[Running]:
+    return servers.peer(python, module, photo(), *arguments, as_json=as_json, workers=2)
 
 
 def measure(name: str, server: AbstractContextManager[Running], *, kills: int, clients: int, every_s: float) -> Outcome:
@@ -224,16 +130,16 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=20.0)
     parser.add_argument("--json", type=Path, help="write every request and every kill")
     options = parser.parse_args()
-    servers: dict[str, Callable[[], AbstractContextManager[Running]]] = {
-        "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", True),
+    compared: dict[str, Callable[[], AbstractContextManager[Running]]] = {
+        "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", as_json=True),
         "mosec, 2 workers": lambda: peer(
-            options.python, "mosec_server", False, "--address", "127.0.0.1", "--timeout", f"{HUNG_S * 1e3:.0f}"
+            options.python, "mosec_server", "--address", "127.0.0.1", "--timeout", f"{HUNG_S * 1e3:.0f}"
         ),
         "this, 1 stage x 2 replicas": lambda: ours(1, 2),
         "this, 2 stages x 2 replicas": lambda: ours(2, 2),
     }
     outcomes = []
-    for name, server in servers.items():
+    for name, server in compared.items():
         print(f"== {name}", flush=True)
         outcomes.append(measure(name, server(), kills=options.kills, clients=options.clients, every_s=options.every_s))
     report(outcomes)

@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.overload import Connections, request_bytes
+from benchmarks.connections import Connections, request_bytes
 from benchmarks.ranks import table
 from chaos.images import photo
 from deploy.service import LocalService
@@ -131,7 +131,8 @@ def service(options: argparse.Namespace, *, on: bool) -> Iterator[tuple[LocalSer
 
 def throughput(url: str, clients: int, seconds: float) -> float:
     """Answers a second of a closed loop."""
-    outcome = uvloop.run(Connections(url).closed_loop(request_bytes(photo(), None), clients, seconds))
+    request = request_bytes("/predict", "image/jpeg", photo())
+    outcome = uvloop.run(Connections(url).closed_loop(request, clients, seconds))
     assert outcome.statuses.keys() == {200}, outcome.statuses
     return outcome.goodput
 

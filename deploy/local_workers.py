@@ -11,6 +11,10 @@ from server.settings import ServeSettings
 from workers.device import spread
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+SPINS = "20000"
+"""How long a thread that has nothing to do keeps its core: about half a millisecond, which is longer than the pauses between the
+operations of a model. By default it is some milliseconds, which another worker could use."""
 
 
 def local_workers(
@@ -38,12 +42,13 @@ def local_workers(
     }
     if settings.otlp_endpoint is not None:
         shared["otlp_endpoint"] = settings.otlp_endpoint
+    sharing = shared_cores(settings)
     # -P: a folder named `cli` in the working directory must not be taken for ours.
     program = [sys.executable, "-P", "-m", "cli.main"]
     base = [*program, "worker", "--exit-with-parent"]
     base += [part for name, value in shared.items() for part in (option(name), str(value))]
     return Supervisor(
-        lambda slot: [*base, "--name", worker_name(slot), "--device", devices[slot]],
+        lambda slot: [*base, "--name", worker_name(slot), "--device", devices[slot], *sharing(slot)],
         settings.num_workers,
         environment=worker_environment(settings, threads),
         reserve=[*program, "reserve"],
@@ -53,6 +58,16 @@ def local_workers(
     )
 
 
+def shared_cores(settings: ServeSettings) -> Callable[[int], list[str]]:
+    """Options of the worker in each slot, by which those of one machine share its cores. None where threads were asked for."""
+    seats = settings.num_workers
+    if settings.worker_threads or seats == 1 or settings.device != "cpu":
+        return lambda slot: []
+    # It lives as long as this process, and nobody has to remove it.
+    file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"
+    return lambda slot: ["--cores-file", file, "--cores-seat", str(slot), "--cores-seats", str(seats)]
+
+
 def worker_environment(settings: ServeSettings, threads: int) -> dict[str, str]:
     """This process's environment without the leader's own settings, but with the token, which no argument may show."""
     assert settings.token is not None, "the token is settled before workers start"
@@ -60,6 +75,7 @@ def worker_environment(settings: ServeSettings, threads: int) -> dict[str, str]:
     return {
         **inherited,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
+        SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
         ENV_PREFIX + "TOKEN": settings.token.get_secret_value(),
     }
 

@@ -2,9 +2,10 @@
 
 from models.architectures import MODEL_NAMES, block_names
 from models.costs import counted_costs, measure_costs
-from models.cutting import cut
+from models.cutting import cut, same_cut
 from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
 from models.loading import LoadedModel, load_model
+from models.optimize import AS_IT_IS, TOLERANCE, Optimized, Recipe, Tuning, deviation, optimize
 from models.preprocessing import Normalize, Preprocessing
 from models.stage_spec import StageSpec
 from models.stages import (
@@ -20,27 +21,35 @@ from models.stages import (
 )
 
 __all__ = [
+    "AS_IT_IS",
     "MODEL_NAMES",
+    "TOLERANCE",
     "ArchitectureError",
     "LabelsError",
     "LoadedModel",
     "ModelError",
     "Normalize",
+    "Optimized",
     "Preprocessing",
     "PreprocessingError",
+    "Recipe",
     "Reference",
     "Stage",
     "StageError",
     "StageSpec",
+    "Tuning",
     "WeightsError",
     "block_names",
     "build_stage",
     "counted_costs",
     "cut",
+    "deviation",
     "load_model",
     "measure_costs",
+    "optimize",
     "reference",
     "reference_stage",
+    "same_cut",
     "stage_input_dtype",
     "stage_input_shape",
     "stage_output_shape",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from models.architectures import architecture
 from models.costs import counted_costs
@@ -55,3 +56,14 @@ def cut(
         )
         for index, (first, end) in enumerate(ranges)
     ]
+
+
+def same_cut(spec: StageSpec, model: LoadedModel) -> StageSpec:
+    """The same blocks of another version of the same architecture."""
+    return replace(
+        spec,
+        version=model.version,
+        num_classes=model.num_classes,
+        mean=model.preprocessing.mean,
+        std=model.preprocessing.std,
+    )

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from config import UserError, raise_descriptor_limit
 from config.sources import option
 from metrics import build_labels
-from models import LoadedModel, load_model
+from models import LoadedModel, Tuning, load_model
 from server.access import Gate
 from server.admin_routes import AdminRoutes
 from server.batch_traces import BatchTraces
@@ -91,7 +91,8 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
-    plan = VersionPlan.of(make_plan(model, settings.stages))
+    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
+    plan = VersionPlan.of(make_plan(model, settings.stages, tuning))
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 
@@ -209,6 +210,7 @@ def _limits(settings: ServeSettings) -> FrontendLimits:
         timeout_s=settings.timeout_s,
         max_body_bytes=settings.max_body_bytes,
         max_image_pixels=settings.max_image_pixels,
+        exact_images=settings.decoding == "exact",
         max_images=min(FrontendLimits.max_images, settings.queue_limit),
         top_k=min(settings.top_k, 1000),
     )

@@ -47,6 +47,8 @@ class FrontendLimits:
     """Bytes of bodies held at once over all requests, from the first byte until the image is decoded."""
     max_image_pixels: int = 50_000_000
     """Width times height. A decoded image takes four bytes a pixel, on each decoding thread."""
+    exact_images: bool = False
+    """Whether images are scaled as torchvision does it, to within one grey level, however large they are."""
     decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     max_waiting_decodes: int = 256
     max_images: int = 64
@@ -103,6 +105,7 @@ def create_app(
         decoders=decoders,
         timeout_s=limits.timeout_s,
         max_image_pixels=limits.max_image_pixels,
+        exact_images=limits.exact_images,
         top_k=limits.top_k,
     )
     infer = InferRoute(
@@ -112,6 +115,7 @@ def create_app(
         decoders=decoders,
         timeout_s=limits.timeout_s,
         max_image_pixels=limits.max_image_pixels,
+        exact_images=limits.exact_images,
     )
     app.include_router(predict.router())
     app.include_router(V2Routes(predictor, infer.signature, statistics, infer).router())

@@ -1,14 +1,16 @@
 """From the bytes of a JPEG, PNG or WebP file to the uint8 tensor that the first stage takes.
 
-Scaling and cropping give what torchvision's `ImageClassification` transform gives before it normalises (within one grey
-level), so that accuracy over HTTP is accuracy in the notebook. Only the part of the image that survives the crop is
-scaled: neither time nor memory depends on the image's aspect ratio.
+Exactly: scaling and cropping give what torchvision's `ImageClassification` transform gives before it normalises (within one
+grey level), so that accuracy over HTTP is accuracy in the notebook. Fast: a JPEG that is much larger than what is wanted is
+decoded at a half, a quarter or an eighth of its size, and only what the crop leaves is scaled; smaller ones differ by one grey
+level at the most, larger photographs by less than one on average. Neither time nor memory depends on the image's aspect ratio.
 
 All of it is synchronous and holds no state: `server.decode_pool` runs it off the event loop.
 """
 
 from __future__ import annotations
 
+import math
 from io import BytesIO
 
 import torch
@@ -38,6 +40,9 @@ _MAX_PNG_CHUNKS = 20_000
 _MAX_SCALED_RATIO = 4
 """Up to this ratio of its sides the whole image is scaled and then cropped, bit for bit as torchvision does it."""
 
+_SPARE = 2
+"""A JPEG is decoded at no less than so many times the size that is wanted: scaling smooths away what was lost."""
+
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -48,9 +53,11 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 """What undoes each value of the EXIF orientation."""
+_LYING = frozenset({5, 6, 7, 8})
+"""Orientations of images whose width and height change places when they are turned upright."""
 
 
-def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int) -> Tensor:
+def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: int, exact: bool = True) -> Tensor:
     """Decode an image file, turn it upright, scale its shorter side to `resize_size`, cut the middle square out.
 
     The format is told by the bytes, whatever the client declared. Transparency is dropped, as `convert("RGB")` does; an
@@ -61,6 +68,7 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
         resize_size: pixels, at least `crop_size`.
         crop_size: pixels.
         max_pixels: width times height, read from the header before anything is decoded.
+        exact: see the module.
     Returns:
         uint8 [3, crop_size, crop_size], RGB, contiguous.
     Raises:
@@ -71,7 +79,14 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
     try:
         with file_type(BytesIO(data)) as image:
             _check_size(image, max_pixels)
-            return _tensor(_scale_and_crop(_upright_rgb(image), resize_size, crop_size))
+            size = image.size
+            window = (0.0, 0.0, float(size[0]), float(size[1])) if exact else _reduce(image, resize_size)
+            upright = _upright_rgb(image)
+            orientation = _orientation(image)
+            if orientation in _LYING:
+                size = size[::-1]
+            window = _turned(window, image.size, orientation)
+            return _tensor(_scale_and_crop(upright, size, window, resize_size, crop_size, exact=exact))
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -137,6 +152,15 @@ def _check_size(image: Image.Image, max_pixels: int) -> None:
         )
 
 
+def _reduce(image: ImageFile, resize_size: int) -> tuple[float, float, float, float]:
+    """Have a JPEG decoded at a fraction of its size where that is enough. Gives where the picture is in what is decoded then."""
+    width, height = image.size
+    wanted = _SPARE * resize_size / min(width, height)
+    # Pillow takes the smallest fraction that has at least this size.
+    drafted = image.draft(None, (math.ceil(wanted * width), math.ceil(wanted * height))) if wanted < 1 else None
+    return drafted[1] if drafted else (0.0, 0.0, float(width), float(height))
+
+
 def _upright_rgb(image: Image.Image) -> Image.Image:
     image.load()
     method = _UPRIGHT.get(_orientation(image))
@@ -147,6 +171,20 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     return rgb if method is None else rgb.transpose(method)
 
 
+def _turned(
+    window: tuple[float, float, float, float], size: tuple[int, int], orientation: int
+) -> tuple[float, float, float, float]:
+    """Where a window of an image of this size is when the image has been turned upright."""
+    (left, top, right, bottom), (width, height) = window, size
+    if orientation in _LYING:
+        left, top, right, bottom, width, height = top, left, bottom, right, height, width
+    if orientation in (2, 3, 6, 7):
+        left, right = width - right, width - left
+    if orientation in (3, 4, 7, 8):
+        top, bottom = height - bottom, height - top
+    return left, top, right, bottom
+
+
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
@@ -154,19 +192,35 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _scale_and_crop(image: Image.Image, resize_size: int, crop_size: int) -> Image.Image:
-    width, height = image.size
+def _scale_and_crop(
+    image: Image.Image,
+    size: tuple[int, int],
+    window: tuple[float, float, float, float],
+    resize_size: int,
+    crop_size: int,
+    *,
+    exact: bool,
+) -> Image.Image:
+    """
+    Args:
+        size: of the picture in its file.
+        window: left, top, right and bottom of the picture in `image`, which may have been decoded at a fraction of its size.
+    """
+    width, height = size
     shorter = min(width, height)
     # The sizes and offsets are torchvision's: truncated sizes, rounded offsets.
     scaled_width, scaled_height = resize_size * width // shorter, resize_size * height // shorter
     left, top = round((scaled_width - crop_size) / 2), round((scaled_height - crop_size) / 2)
     right, bottom = left + crop_size, top + crop_size
-    if max(width, height) <= _MAX_SCALED_RATIO * shorter:
+    if exact and max(width, height) <= _MAX_SCALED_RATIO * shorter:
         scaled = image.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR)
         return scaled.crop((left, top, right, bottom))
     # An image of 8 x 6,000,000 pixels would become one of 150 GB: scale only what the crop leaves of it.
-    across, down = width / scaled_width, height / scaled_height
-    box = (left * across, top * down, right * across, bottom * down)
+    across, down = (window[2] - window[0]) / scaled_width, (window[3] - window[1]) / scaled_height
+    box = (
+        *(window[0] + left * across, window[1] + top * down),
+        *(window[0] + right * across, window[1] + bottom * down),
+    )
     return image.resize((crop_size, crop_size), Image.Resampling.BILINEAR, box=box)
 
 

@@ -74,6 +74,7 @@ class PredictRoute:
     decoders: DecodePool
     timeout_s: float
     max_image_pixels: int
+    exact_images: bool
     top_k: int
 
     def router(self) -> APIRouter:
@@ -139,6 +140,7 @@ class PredictRoute:
             resize_size=self.model.resize_size,
             crop_size=self.model.crop_size,
             max_pixels=self.max_image_pixels,
+            exact=self.exact_images,
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import SecretStr, field_validator, model_validator
 
@@ -11,6 +11,7 @@ from config.addresses import parse_address
 from config.tokens import new_token
 
 _GENERATED = "generated"
+_TUNING_S = 2.0
 
 
 class ServeSettings(Settings):
@@ -45,6 +46,12 @@ class ServeSettings(Settings):
         ge=8,
         le=4096,
     )
+    decoding: Literal["fast", "exact"] = setting(
+        "fast",
+        "Model",
+        "How images are made small: exact as torchvision does it, within one grey level; fast decodes large JPEGs at a fraction "
+        "of their size (less than one grey level off on average).",
+    )
     top_k: int = setting(5, "Model", "Number of most probable labels in an answer.", ge=1, le=1000)
 
     stages: int = setting(2, "Pipeline", "Number of slices that the model is cut into.", ge=1, le=64)
@@ -65,9 +72,21 @@ class ServeSettings(Settings):
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores fairly, at least 1 each.",
+        "Compute threads of each local worker; 0 shares the cores: a worker that computes while others are idle takes theirs too.",
         ge=0,
         le=1024,
+    )
+
+    optimize: Literal["none", "eager", "auto"] = setting(
+        "eager",
+        "Pipeline",
+        "How workers compute: none as the model is written, bit for bit; eager with batch normalisation folded into the "
+        "convolutions and channels-last tensors (1e-6 off); auto measures both when it warms up.",
+    )
+    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+        "float32",
+        "Pipeline",
+        "Precision inside the stages; auto takes bfloat16 where a worker's device has it in hardware and it is faster.",
     )
 
     host: str = setting(
@@ -140,6 +159,12 @@ class ServeSettings(Settings):
     )
 
     max_batch_size: int = setting(8, "Batching", "Most images that travel together.", ge=1, le=1024)
+    batching: Literal["adaptive", "fixed"] = setting(
+        "adaptive",
+        "Batching",
+        "adaptive sends a batch at once to a replica that idles, and waits for others to share it only while all are busy; "
+        "fixed always waits.",
+    )
     batch_timeout_s: float = setting(
         0.002, "Batching", "Longest time that an image waits for others to share its batch.", ge=0, le=60
     )
@@ -247,6 +272,11 @@ class ServeSettings(Settings):
         return str(address)
 
     @property
+    def tuning_limit_s(self) -> float:
+        """How long a worker may measure for each stage: a spare holds all stages, and must have joined in time."""
+        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+
+    @property
     def token_is_ours(self) -> bool:
         """Nobody gave a token, and so we made one up for our own local workers."""
         return self._origins.get("token") == _GENERATED
@@ -274,6 +304,12 @@ class ServeSettings(Settings):
         if 0 < factor < 1:
             raise ValueError("must be 0, or 1 and more")
         return factor
+
+    @model_validator(mode="after")
+    def _precision_fits(self) -> Self:
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
+            raise ValueError(f"precision {self.precision} needs optimize eager or auto; none is float32")
+        return self
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:

@@ -341,6 +341,7 @@ def _config(settings: ServeSettings, num_stages: int) -> SchedulerConfig:
         num_stages=num_stages,
         max_batch_size=settings.max_batch_size,
         batch_timeout_s=settings.batch_timeout_s,
+        adaptive_batching=settings.batching == "adaptive",
         window=settings.window,
         queue_limit=settings.queue_limit,
         recovery_grace_s=settings.recovery_grace_s,

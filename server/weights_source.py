@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import check_memory
-from models import LoadedModel, WeightsError, load_model
+from models import LoadedModel, WeightsError, load_model, same_cut
 from server.plan import make_plan
 from server.settings import ServeSettings
 from server.versions import VersionPlan, Versions
@@ -55,7 +55,11 @@ class WeightsSource:
             )
         if model.version == versions.current.version.name:
             return versions.current
-        return VersionPlan.of(make_plan(model, len(versions.current.stages), versions.number_of(model.version)))
+        stages = versions.current.stages
+        specs = [same_cut(plan.spec, model) for plan in stages]
+        return VersionPlan.of(
+            make_plan(model, len(stages), stages[0].tuning, versions.number_of(model.version), specs=specs)
+        )
 
     def _load(self, weights: str) -> LoadedModel:
         return load_model(self.model, weights, image_size=self.crop_size, resize_size=self.resize_size)

@@ -250,7 +250,8 @@ class Checker:
         if action.kind != "first" or batch.isolated:
             return
         for other in self._ledger.held_back.values():
-            rerouted = other.lost and not other.isolated
+            # One that raised there before it lost another link goes elsewhere, and lets the others pass.
+            rerouted = other.lost and not other.isolated and other.failed_on != action.link
             same_line = (other.stage, other.version) == (batch.stage, batch.version)
             assert not (rerouted and same_line), f"batch {other.id} lost its link and has to wait"
 
@@ -388,6 +389,7 @@ class Checker:
             return
         full = len(ledger.waiting) >= config.max_batch_size or self._draining
         assert not full, "a full batch waits while the first stage has room"
+        assert not (config.adaptive_batching and self._entry_idles()), "requests wait while a replica idles"
         due_s = self._oldest_arrival_s() + config.batch_timeout_s
         assert self._now_s < due_s, "requests wait while the first stage has room"
 
@@ -398,6 +400,11 @@ class Checker:
         """Whatever the current version is, and nothing is reserved for suspects."""
         versions = self._ledger.complete_versions
         return bool(versions) and not self._suspects_about and all(self._has_room(version) for version in versions)
+
+    def _entry_idles(self) -> bool:
+        """Whatever the current version is, a replica of its first stage has nothing in flight."""
+        replicas = (self._ledger.replicas(0, version) for version in self._ledger.complete_versions)
+        return all(any(not link.in_flight for link in links.values()) for links in replicas)
 
     def _has_room(self, version: str) -> bool:
         window = self._config.window

@@ -71,6 +71,7 @@ class StageOrder(_Json):
         weights_bytes: length of the safetensors file that follows in pieces.
         input_shape: of one row of this stage's input, as "3x224x224".
         version: the leader's number for this version of the model, which batches name.
+        precision, optimize: as in models.Tuning, and tuning_ms how long measuring may take.
     """
 
     spec: str
@@ -79,6 +80,9 @@ class StageOrder(_Json):
     max_batch_size: int
     window: int
     version: int
+    precision: str = "float32"
+    optimize: str = "none"
+    tuning_ms: int = 0
 
     @property
     def row_shape(self) -> tuple[int, ...]:

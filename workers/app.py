@@ -17,6 +17,7 @@ from metrics import build_labels
 from multiworld import WorldManager
 from tracing import Tracing, start_tracing
 from tracing.provider import closing
+from workers.cores import SharedCores
 from workers.device import check_device
 from workers.engine import Engine
 from workers.gpu import GpuWatch, nvml_reader
@@ -50,7 +51,7 @@ def run(settings: WorkerSettings) -> int:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
-    stop, engine = asyncio.Event(), Engine(device)
+    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
@@ -85,6 +86,17 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         raise refusals[0]
     logger.info("stopped")
     return EXIT_STUCK if stuck else 0
+
+
+def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
+    if settings.cores_file is None:
+        return None
+    try:
+        total = len(os.sched_getaffinity(0))
+        return SharedCores(settings.cores_file, settings.cores_seat, settings.cores_seats, total)
+    except OSError as error:
+        logger.warning("the cores cannot be shared (%s): computing with %d threads", error, torch.get_num_threads())
+        return None
 
 
 def _check_bind_host(host: str | None) -> None:

@@ -5,16 +5,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models import Stage, StageSpec, build_stage
+from models import AS_IT_IS, Optimized, StageSpec, Tuning, build_stage, optimize
+from workers.cores import SharedCores
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,14 @@ class Engine:
     """Runs jobs one at a time on one daemon thread: a model that never returns holds up nobody else's exit.
 
     Who wants to compute takes a `Place`. Places that have jobs take turns, one job each: no leader can crowd out another.
+
+    Args:
+        cores: shared with other workers of this machine, where they are; batches are computed on as many as are free.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
         self.device = device
+        self._cores = cores
         self._turns: deque[Place] = deque()
         """Places with jobs, the next one first."""
         self._news = threading.Condition()
@@ -61,6 +67,17 @@ class Engine:
         """How long a job of this place has been running; 0 when none is."""
         with self._news:
             return time.monotonic() - self._current_since_s if self._current is place else 0.0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what computes a batch, on the thread: takes the cores that are free."""
+        if self._cores is None:
+            yield
+            return
+        with self._cores.computing() as threads:
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+            yield
 
     async def run(self, place: "Place", call: Callable[[], Any]) -> Any:
         """The result of `call`, made on the thread when it is this place's turn. Raises what it raises."""
@@ -117,7 +134,7 @@ class Place:
         self.jobs: deque[_Job] = deque()
         """Guarded by the engine."""
         self._engine = engine
-        self._stages: dict[tuple[int, int], Stage] = {}
+        self._stages: dict[tuple[int, int], nn.Module] = {}
         """By version and stage."""
 
     @property
@@ -126,9 +143,17 @@ class Place:
         return self._engine.busy_s(self)
 
     async def load(
-        self, version: int, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int
-    ) -> float:
-        """Build a stage, load its weights and run it once for each of the smallest and largest batch. Gives the seconds taken.
+        self,
+        version: int,
+        spec: StageSpec,
+        weights: bytes,
+        row_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning = AS_IT_IS,
+    ) -> tuple[float, Optimized]:
+        """Build a stage, load its weights, make it fast and run it once for each of the smallest and largest batch.
+
+        Gives the seconds taken, and what the stage became.
 
         Each of these is a job of its own: batches of other stages and versions are computed between them.
 
@@ -136,13 +161,15 @@ class Place:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
-        stage: Stage = await self._engine.run(self, lambda: self._build(spec, weights))
+        made: Optimized = await self._engine.run(
+            self, lambda: self._build(spec, weights, row_shape, max_batch_size, tuning)
+        )
         dtype = torch.uint8 if spec.is_first else torch.float32
         for rows in sorted({1, max_batch_size}):
             batch = torch.zeros((rows, *row_shape), dtype=dtype)
-            await self._engine.run(self, partial(self._forward, stage, batch))
-        self._stages[version, spec.index] = stage
-        return time.monotonic() - started_s
+            await self._engine.run(self, partial(self._forward, made.module, batch))
+        self._stages[version, spec.index] = made.module
+        return time.monotonic() - started_s, made
 
     def drop(self, version: int) -> None:
         """Forget the stages of a version."""
@@ -157,7 +184,8 @@ class Place:
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
-            output = self._forward(self._stages[version, stage], batch)
+            with self._engine.computing():
+                output = self._forward(self._stages[version, stage], batch)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
@@ -168,12 +196,14 @@ class Place:
         self._engine.leave(self)
         self._stages = {}
 
-    def _build(self, spec: StageSpec, weights: bytes) -> Stage:
+    def _build(
+        self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> Optimized:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        return stage.to(self._engine.device)
+        return optimize(stage, row_shape, max_batch_size, tuning, self._engine.device)
 
-    def _forward(self, stage: Stage, batch: Tensor) -> Tensor:
+    def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
         with torch.inference_mode():
             output: Tensor = stage(batch.to(self._engine.device))
             return output.cpu().contiguous()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from config import check_memory
-from models import ModelError
+from models import ModelError, Optimized, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from wire import Channel, Kind, Message, TraceContext, WireError, trace_contexts
 from workers.engine import Engine
@@ -121,7 +121,7 @@ class Session:
     async def _fulfil(self, incoming: IncomingOrder) -> None:
         """Load what was ordered, while batches of what is held already go on, and tell the leader what came of it."""
         try:
-            took_s = await self._load(incoming)
+            took_s, made = await self._load(incoming)
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._fail(incoming, error)
@@ -134,19 +134,21 @@ class Session:
             for _ in range(order.window):
                 self._room.release()
         logger.info(
-            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s",
+            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s computes=%s (%s)",
             *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
-            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s, made.recipe, made.why),
         )
+        ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(Kind.READY, json.dumps({"warm_up_s": round(took_s, 3)})))
+            await self._channel.send(incoming.reply(Kind.READY, json.dumps(ready)))
 
-    async def _load(self, incoming: IncomingOrder) -> float:
+    async def _load(self, incoming: IncomingOrder) -> tuple[float, Optimized]:
         order = incoming.order
         if self.serving:  # what it serves must not be lost for what comes on top of it
             check_memory(_COPIES_OF_WEIGHTS * order.weights_bytes)
+        tuning = Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
         return await self.place.load(
-            order.version, incoming.spec, incoming.take_weights(), incoming.row_shape, order.max_batch_size
+            order.version, incoming.spec, incoming.take_weights(), incoming.row_shape, order.max_batch_size, tuning
         )
 
     async def _fail(self, incoming: IncomingOrder, error: Exception) -> None:

@@ -63,6 +63,15 @@ class WorkerSettings(Settings):
     )
     threads: int = setting(0, "Compute", "Compute threads; 0 takes one for each core.", ge=0, le=1024)
 
+    cores_file: str | None = setting(
+        None,
+        "Compute",
+        "File by which the workers of one machine tell each other who computes; they share the cores then.",
+        hidden=True,
+    )
+    cores_seat: int = setting(0, "Compute", "Number of this worker among those that share.", ge=0, hidden=True)
+    cores_seats: int = setting(1, "Compute", "How many workers share.", ge=1, hidden=True)
+
     rejoin_backoff_s: float = setting(
         0.1,
         "Failure",

@@ -1,4 +1,4 @@
-"""LitServe with two workers that it starts again when they end: python -m benchmarks.peers.litserve_server --port 9000 --pids DIR"""
+"""LitServe with workers that it starts again when they end: python -m benchmarks.peers.litserve_server --port 9000 --pids DIR"""
 
 import base64
 from typing import Any
@@ -32,6 +32,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
+    chosen = options()
     api = Api(max_batch_size=MAX_BATCH_SIZE, batch_timeout=BATCH_TIMEOUT_S)
-    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=2, restart_workers=True)
-    server.run(host="127.0.0.1", port=options().port, generate_client_file=False)
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=chosen.workers, restart_workers=True)
+    server.run(host="127.0.0.1", port=chosen.port, generate_client_file=False)

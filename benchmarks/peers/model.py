@@ -1,26 +1,35 @@
-"""What every peer serves: ResNet-18 with random weights, one compute thread a worker, the five most probable classes of a JPEG."""
+"""What every peer serves: a ResNet with random weights, as torchvision gives it or as we make it; the five best classes of a JPEG."""
 
 import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
-from torchvision.models import resnet18
+from torch import Tensor
+from torchvision.models import get_model, get_model_weights
 from torchvision.transforms import v2
+
+from models import Tuning, build_stage, cut, load_model, optimize, stage_weights
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002
+_CROP = 224
 
 
 def options() -> argparse.Namespace:
-    """`--port` and `--pids DIR`, of the server and of the workers that it starts; what else there is, is the server's own."""
+    """What all peers are told; what else there is on the command line, is the server's own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--pids", type=Path, required=True)
+    parser.add_argument("--pids", type=Path, required=True, help="folder where each worker that is ready leaves its id")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="compute threads a worker; 0: as torch has it")
+    parser.add_argument("--optimised", action="store_true", help="our way to compute the model, and not torchvision's")
+    parser.add_argument("--precision", default="float32", help="of our way to compute it")
     return parser.parse_known_args(sys.argv[1:])[0]
 
 
@@ -28,32 +37,47 @@ class Classifier:
     """The model in one worker. To make one is to be ready: the worker's process id is in the folder of `--pids` then."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)
+        chosen = options()
+        if chosen.threads:
+            torch.set_num_threads(chosen.threads)
         torch.manual_seed(0)
-        self._model = resnet18().eval()
-        self._prepare = v2.Compose(
-            [
-                v2.PILToTensor(),
-                v2.Resize(256),
-                v2.CenterCrop(224),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-            ]
-        )
-        self.classify([torch.zeros(3, 224, 224)] * MAX_BATCH_SIZE)
-        (options().pids / str(os.getpid())).touch()
+        if chosen.optimised:
+            self._prepare, self._probabilities = _ours(chosen.model, chosen.precision)
+        else:
+            self._prepare, self._probabilities = _torchvisions(chosen.model)
+        blank = self._prepare(Image.new("RGB", (_CROP, _CROP)))
+        for rows in (1, MAX_BATCH_SIZE):
+            self.classify([blank] * rows)
+        (chosen.pids / str(os.getpid())).touch()
 
-    def tensor(self, jpeg: bytes) -> torch.Tensor:
-        """float32 [3, 224, 224]."""
+    def tensor(self, jpeg: bytes) -> Tensor:
+        """[3, 224, 224], as the model takes it."""
         with Image.open(io.BytesIO(jpeg)) as image:
-            tensor: torch.Tensor = self._prepare(image.convert("RGB"))
-        return tensor
+            return self._prepare(image.convert("RGB"))
 
     @torch.inference_mode()
-    def classify(self, images: Sequence[torch.Tensor]) -> list[dict[str, list[float]]]:
+    def classify(self, images: Sequence[Tensor]) -> list[dict[str, list[float]]]:
         """For each image, its five most probable classes."""
-        best = torch.topk(torch.softmax(self._model(torch.stack(list(images))), 1), 5)
+        best = torch.topk(self._probabilities(torch.stack(list(images))), 5)
         return [
             {"classes": classes, "probabilities": probabilities}
             for classes, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+def _torchvisions(name: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
+    """Transforms and model, as torchvision's page on them says."""
+    model = get_model(name, weights=None).eval()
+    return get_model_weights(name).IMAGENET1K_V1.transforms(), lambda batch: model(batch).softmax(1)
+
+
+def _ours(name: str, precision: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
+    """The same sizes; what a worker of this service computes when it holds the whole model."""
+    model = load_model(name, "random:0")
+    spec = cut(model, 1)[0]
+    stage = build_stage(spec)
+    stage.load_state_dict(stage_weights(model, spec))
+    tuning = Tuning(precision, "eager")
+    made = optimize(stage, (3, _CROP, _CROP), MAX_BATCH_SIZE, tuning, torch.device("cpu")).module
+    sizes = model.preprocessing
+    return v2.Compose([v2.Resize(sizes.resize_size), v2.CenterCrop(sizes.crop_size), v2.PILToTensor()]), made

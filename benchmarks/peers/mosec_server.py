@@ -1,11 +1,11 @@
-"""mosec with two workers: python -m benchmarks.peers.mosec_server --port 9000 --pids DIR --address 127.0.0.1 --timeout 30000"""
+"""mosec: python -m benchmarks.peers.mosec_server --port 9000 --pids DIR --address 127.0.0.1 --timeout 30000"""
 
 from typing import Any
 
 import mosec
 import torch
 
-from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, Classifier
+from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, Classifier, options
 
 
 class Inference(mosec.Worker):  # type: ignore[misc]
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     server = mosec.Server()
     server.append_worker(
         Inference,
-        num=2,
+        num=options().workers,
         max_batch_size=MAX_BATCH_SIZE,
         max_wait_time=max(1, round(BATCH_TIMEOUT_S * 1e3)),
         route="/predict",

@@ -93,13 +93,16 @@ class Dispatcher:
 
     def _form_batches(self, pipeline: Pipeline) -> None:
         available = pipeline.pools[0].available
-        while self._batch_due() and not pipeline.choked and (link := available.first()) is not None:
+        while not pipeline.choked and (link := available.first()) is not None and self._batch_due(link):
             self._send(self._form(self._backlog.take(self._config.max_batch_size), pipeline), link)
 
-    def _batch_due(self) -> bool:
+    def _batch_due(self, link: Link) -> bool:
+        """Whether a batch is to go out over this link, the least loaded of those that have room."""
         oldest = self._backlog.oldest()
         if oldest is None:
             return False
+        if self._config.adaptive_batching and not link.copies:
+            return True
         full = len(self._backlog.waiting) >= self._config.max_batch_size
         return full or self.hurry or self._turn.now_s >= oldest.arrived_s + self._config.batch_timeout_s
 

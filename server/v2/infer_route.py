@@ -42,6 +42,7 @@ class InferRoute:
     decoders: DecodePool
     timeout_s: float
     max_image_pixels: int
+    exact_images: bool
 
     async def infer(self, request: Request, timeout_s: float | None, version: int | None = None) -> Response:
         """Answer one request, for a model and version that were found to be ours.
@@ -109,6 +110,7 @@ class InferRoute:
                 resize_size=model.resize_size,
                 crop_size=model.crop_size,
                 max_pixels=self.max_image_pixels,
+                exact=self.exact_images,
             )
         )
 

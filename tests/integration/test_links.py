@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import load_model, reference_stage
+from models import Tuning, load_model, reference_stage
 from multiworld import Cause, WorldManager
 from server.link import CanaryError, Link, LinkEndedError
 from server.plan import StagePlan, make_plan
@@ -322,3 +322,22 @@ async def test_load_ends_when_the_worker_leaves(
         with pytest.raises(LinkEndedError):
             await loading
     assert link.state == "draining"
+
+
+@pytest.mark.parametrize("tuning", [Tuning(optimize="eager"), Tuning("bfloat16", "eager"), Tuning("auto", "auto")])
+async def test_link_serves_when_its_worker_computes_another_way(pair: Pair, tuning: Tuning) -> None:
+    plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, tuning)
+    link = pair.link(*plan, slot=Slot(None, 0))
+    await pair.session(link)
+    await pair.heard.until("ready")
+
+
+async def test_link_never_serves_when_the_canary_is_wrong_and_precision_was_left_to_the_worker(pair: Pair) -> None:
+    plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, Tuning("auto", "auto"))
+    weights = safetensors.torch.load(plan[1].weights)
+    weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
+    link = pair.link(dataclasses.replace(plan[1], weights=safetensors.torch.save(weights)))
+    await pair.session(link)
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert "canary" in link.detail

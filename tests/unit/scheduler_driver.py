@@ -32,7 +32,12 @@ class Driver:
     """
 
     def __init__(self, *, stages: int = 1, replicas: int = 2, **config: Any) -> None:
-        defaults: dict[str, Any] = {"num_stages": stages, "batch_timeout_s": 0.0, "hedge_factor": None}
+        defaults: dict[str, Any] = {
+            "num_stages": stages,
+            "batch_timeout_s": 0.0,
+            "adaptive_batching": False,
+            "hedge_factor": None,
+        }
         self.scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}))
         self.now_s = 0.0
         self.requests = 0

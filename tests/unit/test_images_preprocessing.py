@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torchvision.transforms._presets import ImageClassification
 
 from server.errors import ImageError, ImageTooLargeError
-from server.images import MIN_SIDE, image_tensor
+from server.images import MIN_SIDE, _reduce, image_tensor
 from tests.unit.frontend_app import image_bytes
 
 
-def decode(data: bytes, *, resize_size: int = 32, crop_size: int = 32, max_pixels: int = 4_000_000) -> Tensor:
-    return image_tensor(data, resize_size=resize_size, crop_size=crop_size, max_pixels=max_pixels)
+def decode(
+    data: bytes, *, resize_size: int = 32, crop_size: int = 32, max_pixels: int = 4_000_000, exact: bool = True
+) -> Tensor:
+    return image_tensor(data, resize_size=resize_size, crop_size=crop_size, max_pixels=max_pixels, exact=exact)
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -49,6 +52,46 @@ def test_scaling_and_cropping_equal_torchvision(size: tuple[int, int], resize_si
     found = decode(file_of(image), resize_size=resize_size, crop_size=crop_size).int()
     ordinary = max(size) <= 4 * min(size)
     assert (found - expected).abs().max() <= (0 if ordinary else 1)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (511, 300), (256, 256), (257, 511), (40, 33), (801, 200)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}], ids=str)
+def test_fast_is_within_one_grey_level_of_exact_where_the_image_is_not_much_larger(
+    size: tuple[int, int], options: dict[str, object]
+) -> None:
+    data = file_of(picture(*size), "JPEG", **options)
+    exact, fast = (decode(data, resize_size=256, crop_size=224, exact=way).int() for way in (True, False))
+    assert (fast - exact).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"), [((1021, 1537), "RGB"), ((2049, 1050), "L"), ((1030, 3127), "RGB"), ((1100, 1050), "CMYK")]
+)
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7, 8])
+def test_fast_decodes_a_large_jpeg_at_a_fraction_of_its_size_and_shows_the_same(
+    size: tuple[int, int], mode: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = file_of(picture(*size).convert(mode), "JPEG", quality=90, exif=exif)
+    exact, fast = (
+        decode(data, resize_size=256, crop_size=224, max_pixels=10**8, exact=way).float() for way in (True, False)
+    )
+    off = (fast - exact).abs()
+    assert off.mean() <= 2.5  # of noise in every pixel, which no camera makes so strong
+    assert off.max() <= 25.0
+    assert (exact[:, 1:] - exact[:, :-1]).abs().mean() > 1.0  # a shift by one pixel would be seen
+
+
+def test_fast_reads_no_more_of_a_large_jpeg_than_it_needs() -> None:
+    data = file_of(picture(2600, 2600), "JPEG")
+    with JpegImageFile(io.BytesIO(data)) as image:
+        window = _reduce(image, 256)
+        assert image.size == (650, 650)
+        assert window == (0.0, 0.0, 650.0, 650.0)
+    with JpegImageFile(io.BytesIO(data)) as image:
+        _reduce(image, 1400)
+        assert image.size == (2600, 2600)
 
 
 def test_the_result_is_a_contiguous_writable_uint8_tensor() -> None:

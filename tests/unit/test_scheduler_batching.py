@@ -25,6 +25,24 @@ def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
     assert send.waited_s == 0.01
 
 
+def test_lone_request_does_not_wait_when_batching_is_adaptive() -> None:
+    driver = Driver(replicas=1, batch_timeout_s=1.0, adaptive_batching=True)
+    assert only(driver.arrive(), SendBatch).requests == (1,)
+
+
+def test_requests_wait_for_others_while_all_replicas_are_busy_and_batching_is_adaptive() -> None:
+    driver = Driver(replicas=2, batch_timeout_s=1.0, max_batch_size=3, adaptive_batching=True)
+    first, second = only(driver.arrive(), SendBatch), only(driver.arrive(), SendBatch)
+    assert {first.link, second.link} == {"s0r0", "s0r1"}
+    assert driver.arrive(2) == []
+    assert driver.scheduler.next_wakeup_s() == 1.0
+    assert only(driver.arrive(), SendBatch).requests == (3, 4, 5)  # full
+    assert driver.arrive(2) == []
+    busy = second if driver.in_flight.get((first.batch, first.link)) and len(driver.on(first.link)) == 1 else first
+    idle = first if busy is second else second
+    assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has nothing else to do
+
+
 def test_batch_is_sent_before_the_timeout_when_it_is_full() -> None:
     driver = Driver(batch_timeout_s=1.0, max_batch_size=3)
     assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)

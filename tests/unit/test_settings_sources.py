@@ -273,6 +273,17 @@ def test_blank_token_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPa
     assert refusal() == "MULTIWORLD_TOKEN=…: must be at least one character"
 
 
+def test_reduced_precision_is_refused_when_nothing_may_be_optimised() -> None:
+    assert "optimize eager" in refusal(optimize="none", precision="bfloat16")
+    assert serve(optimize="none", precision="auto").precision == "auto"
+
+
+def test_measuring_never_takes_most_of_the_time_to_join() -> None:
+    settings = serve(stages=8, join_timeout_s=4.0)
+    assert settings.tuning_limit_s * settings.stages <= settings.join_timeout_s / 2
+    assert serve().tuning_limit_s <= 2.0
+
+
 def test_first_line_of_the_token_file_is_ours_while_a_token_is_rotated(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("new\nformer\n")

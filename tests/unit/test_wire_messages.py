@@ -64,6 +64,7 @@ def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
         JoinOffer("s0.r1", 3),
         JoinOffer("", 0, 1500),
         StageOrder("{}", 10, "3x224x224", 8, 2, 1),
+        StageOrder("{}", 10, "3x224x224", 8, 2, 1, "bfloat16", "auto", 2000),
     ],
 )
 def test_joining_words_come_back_from_json(value: JoinRequest | JoinOffer | StageOrder) -> None:

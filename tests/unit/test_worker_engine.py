@@ -5,8 +5,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import safetensors.torch
 import torch
 
+from models import Tuning, cut, deviation, reference_stage, stage_weights
+from models.optimize.recipes import candidates
+from tests.unit.models_loaded import IMAGE_SIZE, images, loaded
 from workers.engine import Engine, Place
 
 
@@ -81,3 +85,18 @@ async def test_engine_goes_on_when_a_job_raises(engine: Engine) -> None:
 async def test_stage_that_was_never_ordered_is_an_error_of_that_batch(engine: Engine) -> None:
     with pytest.raises(KeyError):
         await engine.place().compute(1, 3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+
+
+async def test_stage_is_computed_the_way_that_was_ordered(engine: Engine) -> None:
+    model = loaded("resnet18")
+    spec, place, batch = cut(model, 1)[0], engine.place(), images(3)
+    weights = safetensors.torch.save(stage_weights(model, spec))
+    with torch.inference_mode():
+        expected = reference_stage(model, spec)(batch)
+    outputs = {}
+    for ordered in ("none", "eager"):
+        _, made = await place.load(1, spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
+        assert (made.recipe,) == candidates(Tuning(optimize=ordered), torch.device("cpu"))
+        outputs[ordered], _, _ = await place.compute(1, 0, batch)
+    assert torch.equal(outputs["none"], expected)
+    assert 0 < deviation(outputs["eager"], expected) < 1e-5

@@ -1,0 +1,112 @@
+"""Lean HTTP clients: bytes made once, over connections that stay open. They run on the same cores as what they measure."""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of the requests of one phase.
+
+    Attributes:
+        statuses: how many answers had each HTTP status.
+        times_s: from asking to the whole answer, by status.
+        unanswered: connections that broke instead.
+    """
+
+    seconds: float = 0.0
+    statuses: Counter[int] = field(default_factory=Counter)
+    times_s: dict[int, list[float]] = field(default_factory=dict)
+    retry_after_s: list[float] = field(default_factory=list)
+    unanswered: int = 0
+
+    @property
+    def goodput(self) -> float:
+        """Answers a second."""
+        return self.statuses[200] / self.seconds
+
+    @property
+    def failed(self) -> int:
+        """Requests that were not answered with 200."""
+        return self.statuses.total() - self.statuses[200] + self.unanswered
+
+    def add(self, status: int, took_s: float, headers: bytes) -> None:
+        self.statuses[status] += 1
+        self.times_s.setdefault(status, []).append(took_s)
+        for line in headers.lower().split(b"\r\n"):
+            if line.startswith(b"retry-after:"):
+                self.retry_after_s.append(float(line.partition(b":")[2]))
+
+
+class Connections:
+    """Connections to a service, taken and given back."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        self._address = host, int(port)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, request: bytes, outcome: Outcome) -> None:
+        """Send one request, and write down what comes back."""
+        began_s = time.perf_counter()
+        while True:
+            reused = bool(self._idle)
+            try:
+                reader, writer = self._idle.pop() if reused else await asyncio.open_connection(*self._address)
+                writer.write(request)
+                headers = await reader.readuntil(b"\r\n\r\n")
+                length = int(headers.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+                await reader.readexactly(length)
+                break
+            except (OSError, asyncio.IncompleteReadError) as error:
+                if reused and not getattr(error, "partial", b""):
+                    continue  # it had been idle for so long that the server closed it just then
+                outcome.unanswered += 1
+                return
+        outcome.add(int(headers[9:12]), time.perf_counter() - began_s, headers)
+        if b"connection: close" in headers.lower():
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+
+    async def closed_loop(self, request: bytes, clients: int, seconds: float) -> Outcome:
+        """Each client asks again when it was answered; none begins after `seconds`, and all are waited for."""
+        outcome, end_s = Outcome(seconds), time.perf_counter() + seconds
+
+        async def client() -> None:
+            while time.perf_counter() < end_s:
+                await self.ask(request, outcome)
+
+        began_s = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        outcome.seconds = time.perf_counter() - began_s
+        return outcome
+
+    async def open_loop(self, request: bytes, rate: float, seconds: float) -> Outcome:
+        """One request every 1/rate seconds; what is late is caught up with, so that the rate holds."""
+        outcome, tasks, began_s = Outcome(), set[asyncio.Task[None]](), time.perf_counter()
+        for number in range(int(rate * seconds)):
+            if (pause_s := began_s + number / rate - time.perf_counter()) > 0:
+                await asyncio.sleep(pause_s)
+            task = asyncio.create_task(self.ask(request, outcome))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        sent_s = time.perf_counter() - began_s
+        await asyncio.gather(*tasks)
+        outcome.seconds = sent_s
+        return outcome
+
+    def close(self) -> None:
+        """End the connections that are idle."""
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+
+def request_bytes(path: str, content_type: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
+    """A POST request as it goes over the wire."""
+    said = {"Host": "x", "Content-Type": content_type, "Content-Length": str(len(body))} | (headers or {})
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in said.items())]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body

@@ -1,0 +1,126 @@
+"""The servers that are compared: the peers in the environment that has them, and this service. Each runs while its block lasts."""
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from chaos.load import Question
+from deploy.service import LocalService
+
+_START_S = 180.0
+_STOP_S = 15.0
+
+
+@dataclass(frozen=True)
+class AnyAnswer(Question):
+    """A question to a server whose answers have a form of their own: status 200 will do."""
+
+    def complaint(self, answer: httpx.Response, request_id: str) -> str:
+        """See `Question.complaint`."""
+        return "" if answer.status_code == 200 else answer.text[:200]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers.
+
+    Attributes:
+        question: how it wants to be asked at /predict.
+        pids: gives the processes of its workers that serve now.
+    """
+
+    url: str
+    question: Question
+    pids: Callable[[], list[int]]
+
+
+@contextmanager
+def peer(
+    python: str, module: str, jpeg: bytes, *arguments: str, as_json: bool = False, workers: int
+) -> Iterator[Running]:
+    """One of `benchmarks.peers`, once so many of its workers are ready.
+
+    Args:
+        python: the interpreter of the environment that has it.
+        as_json: whether it takes the image as base64 in JSON.
+    """
+    body = json.dumps({"image": base64.b64encode(jpeg).decode()}).encode() if as_json else jpeg
+    question = AnyAnswer(body, "application/json" if as_json else "image/jpeg")
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "-m", f"benchmarks.peers.{module}", "--port", str(port), "--pids", folder, *arguments]
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)))
+        try:
+            wait_until_it_answers(running, process, log, workers)
+            yield running
+        finally:
+            stop(process)
+
+
+@contextmanager
+def ours(jpeg: bytes, **settings: Any) -> Iterator[Running]:
+    """This service, with these settings of `multiworld serve`."""
+    with LocalService(**settings) as service:
+        yield Running(
+            service.url, AnyAnswer(jpeg), lambda: [pid for pid in service.worker_pids().values() if lives(pid)]
+        )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def alive(folder: Path) -> list[int]:
+    """The workers that have said that they are ready and still live, the one that did so first first."""
+    marks = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: path.stat().st_mtime_ns)
+    return [int(mark.name) for mark in marks if lives(int(mark.name))]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_it_answers(running: Running, process: "subprocess.Popen[bytes]", log: Path, workers: int) -> None:
+    deadline_s = time.monotonic() + _START_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        try:
+            headers = {"content-type": running.question.content_type}
+            answer = httpx.post(f"{running.url}/predict", content=running.question.body, headers=headers, timeout=10.0)
+            if answer.status_code == 200 and len(running.pids()) == workers:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"it does not answer; its log ends:\n{log.read_text()[-3000:]}")
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """Ask it to end, then end all of its session."""
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,255 @@
+"""JPEG in, five classes out: images a second and latency of this service and of others, the same model on the same cores.
+
+    make throughput ARGS="--json throughput.json --plot docs/img/throughput.png"
+    python -m benchmarks.throughput --only this --clients 1 16 --rounds 2
+
+All servers run all the time, and are asked in turn, round after round, so that what else the machine does hits all alike; figures are
+medians of the rounds. A client asks again when it was answered. The peers serve torchvision's model with torchvision's transforms, as
+their documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores.
+
+Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
+process, batches of 8, on the same cores.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.bare_loop import BareLoop, bare_loop
+from benchmarks.connections import Connections, Outcome, request_bytes
+from benchmarks.ranks import quantile, table
+from benchmarks.servers import Running, ours, peer
+from chaos.images import image_file, photo
+
+PEERS = ("FastAPI + torchvision", "LitServe", "LitServe, our model", "mosec", "mosec, our model")
+BARE = "bare loop"
+TENSORS = ", tensors in"
+_TENSOR_BYTES = 3 * 224 * 224
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server that is asked in one way."""
+
+    name: str
+    running: Running
+    request: bytes
+
+
+@dataclass
+class Figure:
+    """What was measured of one case with so many clients, a value for each round."""
+
+    case: str
+    clients: int
+    images_per_s: list[float] = field(default_factory=list)
+    p50_ms: list[float] = field(default_factory=list)
+    p99_ms: list[float] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.images_per_s)
+
+    @property
+    def p50(self) -> float:
+        return statistics.median(self.p50_ms)
+
+    def add(self, outcome: Outcome) -> None:
+        times_ms = [1e3 * time_s for time_s in outcome.times_s.get(200, [])] or [float("nan")]
+        self.images_per_s.append(outcome.goodput)
+        self.p50_ms.append(quantile(times_ms, 0.5))
+        self.p99_ms.append(quantile(times_ms, 0.99))
+        self.failed += outcome.failed
+
+
+def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
+    """All that can be compared, by name."""
+
+    def theirs(module: str, *arguments: str, as_json: bool = False) -> AbstractContextManager[Running]:
+        common = ("--model", options.model, "--workers", "1", "--threads", "0", "--precision", options.precision)
+        return peer(options.python, module, jpeg, *common, *arguments, as_json=as_json, workers=1)
+
+    def this(stages: int) -> AbstractContextManager[Running]:
+        return ours(
+            jpeg,
+            model=options.model,
+            weights="random:0",
+            stages=stages,
+            replicas=1,
+            optimize=options.optimize,
+            precision=options.precision,
+        )
+
+    mosec = ("--address", "127.0.0.1", "--timeout", "60000")
+    return {
+        "this, 1 stage": lambda: this(1),
+        "this, 2 stages": lambda: this(2),
+        PEERS[0]: lambda: theirs("fastapi_server"),
+        PEERS[1]: lambda: theirs("litserve_server", as_json=True),
+        PEERS[2]: lambda: theirs("litserve_server", "--optimised", as_json=True),
+        PEERS[3]: lambda: theirs("mosec_server", *mosec),
+        PEERS[4]: lambda: theirs("mosec_server", *mosec, "--optimised"),
+    }
+
+
+def cases(name: str, running: Running, model: str, with_tensors: bool) -> list[Case]:
+    """In what ways a server is asked."""
+    question = running.question
+    found = [Case(name, running, request_bytes("/predict", question.content_type, question.body))]
+    if with_tensors and name.startswith("this"):
+        tensor = request_bytes(
+            f"/v2/models/{model}/infer",
+            "application/octet-stream",
+            os.urandom(_TENSOR_BYTES),
+            {"Inference-Header-Content-Length": "0"},
+        )
+        found.append(Case(name + TENSORS, running, tensor))
+    return found
+
+
+def ask(case: Case, clients: int, seconds: float) -> Outcome:
+    async def loop() -> Outcome:
+        connections = Connections(case.running.url)
+        try:
+            return await connections.closed_loop(case.request, clients, seconds)
+        finally:
+            connections.close()
+
+    return uvloop.run(loop())
+
+
+def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Namespace) -> dict[tuple[str, int], Figure]:
+    """Round after round, all in turn."""
+    figures: dict[tuple[str, int], Figure] = {}
+    for case in compared:
+        ask(case, 4, 1.0)  # connections, caches, kernels for the batch sizes
+    for number in range(options.rounds):
+        for clients in options.clients:
+            for case in compared:
+                if TENSORS in case.name and clients != max(options.clients):
+                    continue
+                outcome = ask(case, clients, options.seconds + clients / 24)
+                figures.setdefault((case.name, clients), Figure(case.name, clients)).add(outcome)
+        if bare is not None:
+            figure = figures.setdefault((BARE, 0), Figure(BARE, 0))
+            figure.images_per_s.append(bare.images_per_s(options.seconds))
+        print(f"round {number + 1} of {options.rounds} done", flush=True)
+    return figures
+
+
+def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) -> None:
+    names = list(dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name))
+    columns = ["server"]
+    for clients in options.clients:
+        columns += [f"{clients} clients" if clients > 1 else "1 client", "p50 ms"]
+    rows = []
+    for name in names:
+        row = [name]
+        for clients in options.clients:
+            figure = figures[name, clients]
+            row += [f"{figure.rate:.1f}", f"{figure.p50:.0f}"]
+        rows.append(row)
+    table(f"{options.model}, {options.precision}, images a second: {machine()}", columns, rows)
+    failed = {f"{f.case}, {f.clients} clients": f.failed for f in figures.values() if f.failed}
+    print(f"\nrequests not answered with 200: {failed or 'none'}")
+    compare(figures, names, options.clients)
+
+
+def compare(figures: dict[tuple[str, int], Figure], names: list[str], clients: list[int]) -> None:
+    """The claims, one line each, as far as what they need was measured."""
+    most = max(clients)
+    peers = [name for name in names if name in PEERS]
+    for name in (name for name in names if name not in PEERS):
+        for peer_name in peers:
+            ratios = [figures[name, count].rate / figures[peer_name, count].rate for count in clients]
+            said = ", ".join(f"{ratio:.2f} at {count}" for ratio, count in zip(ratios, clients, strict=True))
+            print(f"{name} / {peer_name}: {said} clients")
+        if peers and 1 in clients:
+            best = min(peers, key=lambda each: figures[each, 1].p50)
+            print(f"{name}: p50 of a lone request {figures[name, 1].p50:.1f} ms; {best}: {figures[best, 1].p50:.1f} ms")
+        if (BARE, 0) in figures:
+            tensors, bare = figures[name + TENSORS, most].rate, figures[BARE, 0].rate
+            print(f"{name}: {tensors:.1f} images/s over HTTP with tensors in, {bare:.1f} bare: {tensors / bare:.2f}")
+
+
+def machine() -> str:
+    """Cores, processor, date."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{len(os.sched_getaffinity(0))} cores, {model}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+
+
+def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) -> None:
+    """Draw images a second and median latency over the number of clients."""
+    from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - an extra
+
+    picture = Picture(figsize=(11, 4.5), layout="constrained")
+    rates, latencies = picture.subplots(1, 2)
+    for name in dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name):
+        style = {"marker": "o", "linewidth": 2.2 if name.startswith("this") else 1.2, "label": name}
+        rates.plot(options.clients, [figures[name, count].rate for count in options.clients], **style)
+        latencies.plot(options.clients, [figures[name, count].p50 for count in options.clients], **style)
+    if (BARE, 0) in figures:
+        rates.axhline(figures[BARE, 0].rate, color="grey", linestyle=":", label="bare loop")
+    rates.set(xlabel="clients", ylabel="images a second", xscale="log", ylim=(0, None))
+    latencies.set(xlabel="clients", ylabel="median latency, ms", xscale="log", yscale="log")
+    for axes in (rates, latencies):
+        axes.set_xticks(options.clients, [str(count) for count in options.clients])
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+    rates.legend(fontsize=8)
+    picture.suptitle(f"{options.model}, JPEG in, top 5 out; {machine()}", fontsize=10)
+    picture.savefig(options.plot, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
+    parser.add_argument("--only", nargs="+", help="servers whose names begin so")
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--optimize", default="eager", help="of this service")
+    parser.add_argument("--precision", default="float32", help="of this service, and of peers with our model")
+    parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, and more with more clients")
+    parser.add_argument("--no-efficiency", action="store_true", help="without tensors in, and without the bare loop")
+    parser.add_argument("--json", type=Path, help="write every figure of every round")
+    parser.add_argument("--plot", type=Path, help="draw the figures; needs matplotlib")
+    options = parser.parse_args()
+    jpeg = image_file(options.image)[0] if options.image else photo()
+    with ExitStack() as stack:
+        compared: list[Case] = []
+        for name, start in servers(jpeg, options).items():
+            if not options.only or name.startswith(tuple(options.only)):
+                print(f"starting {name}", flush=True)
+                compared += cases(name, stack.enter_context(start()), options.model, not options.no_efficiency)
+        bare = None
+        if not options.no_efficiency:
+            tuning = ("--optimize", options.optimize, "--precision", options.precision)
+            bare = stack.enter_context(bare_loop("--model", options.model, *tuning))
+        figures = measure(compared, bare, options)
+    report(figures, options)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "figures": [asdict(f) for f in figures.values()]}))
+    if options.plot:
+        plot(figures, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""A stage made fast for one device: how it may be computed, how far its output may be off, and which way is the fastest here."""
+
+from models.optimize.closeness import TOLERANCE, deviation
+from models.optimize.optimizing import Optimized, optimize
+from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning
+
+__all__ = [
+    "AS_IT_IS",
+    "OPTIMIZE",
+    "PRECISION",
+    "TOLERANCE",
+    "Optimize",
+    "Optimized",
+    "Precision",
+    "Recipe",
+    "Tuning",
+    "deviation",
+    "optimize",
+]

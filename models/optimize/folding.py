@@ -1,0 +1,117 @@
+"""Arithmetic that need not be done for every image: batch normalisation, scaling, the layout of tensors."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from models.errors import PreprocessingError
+from models.optimize.fusing import fuse
+from models.preprocessing import Normalize
+from models.stages import Stage
+
+
+class Centre(nn.Module):
+    """uint8 [B,3,H,W] to channels-last float32: the mean of each colour subtracted, in one pass over the image.
+
+    The rest of the normalisation, a division by 255 and one by the deviation, is in the weights of the convolution that
+    follows. The mean cannot go there too: the convolution pads with zeros, which stand for the mean colour and not for
+    black, so at the borders the result would be another.
+    """
+
+    offset: Tensor
+
+    def __init__(self, normalize: Normalize) -> None:
+        super().__init__()
+        self.register_buffer("offset", normalize.mean * 255, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns a new tensor; `images` is not changed.
+
+        Raises:
+            PreprocessingError: not uint8, or not [B,3,H,W].
+        """
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise PreprocessingError(
+                f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
+            )
+        return torch.sub(images.contiguous(memory_format=torch.channels_last), self.offset)
+
+
+class FoldedStage(nn.Module):
+    """A stage that computes the same in fewer passes, inside in channels-last layout and a precision of choice.
+
+    Takes and returns what the stage does: uint8 or float32 in, contiguous float32 out.
+
+    Args:
+        stage: left as it is; the weights are copied.
+        dtype: of weights and activations inside.
+        fuse_for: shape of a batch of its input, for which its convolutions are to be fused with what follows them
+            (see `fusing`; the caller has asked `fusable`). None leaves them as they are.
+    """
+
+    def __init__(
+        self, stage: Stage, dtype: torch.dtype = torch.float32, *, fuse_for: tuple[int, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.spec = stage.spec
+        self._dtype = dtype
+        body = copy.deepcopy(stage)
+        fold_batch_norm(body)
+        self.centre = _fold_normalisation(body, exact_scale=dtype == torch.float16) if stage.spec.is_first else None
+        blocks = [
+            module
+            for name, module in body.named_children()
+            if name not in ("normalize", "softmax") and not isinstance(module, nn.Identity)
+        ]
+        self.blocks = nn.Sequential(*blocks).to(dtype).to(memory_format=torch.channels_last)
+        self.eval().requires_grad_(False)
+        if fuse_for is not None:
+            sample = torch.zeros(fuse_for, dtype=dtype)
+            with torch.inference_mode():
+                layout = torch.channels_last if sample.ndim == 4 else torch.contiguous_format
+                self.blocks = fuse(self.blocks, sample.contiguous(memory_format=layout))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """See `Stage`.
+
+        Raises:
+            PreprocessingError: the first stage was given something else than uint8 [B,3,H,W].
+        """
+        if self.centre is not None:
+            batch = self.centre(batch)
+        layout = torch.channels_last if batch.ndim == 4 else torch.contiguous_format
+        output: Tensor = self.blocks(batch.to(dtype=self._dtype, memory_format=layout)).to(torch.float32)
+        if self.spec.is_last:
+            output = output.softmax(dim=1)
+        return output.contiguous()
+
+
+def fold_batch_norm(module: nn.Module) -> None:
+    """Move every batch normalisation that follows a convolution into its weights, in place.
+
+    torchvision's ResNets name such pairs conv1 and bn1, conv2 and bn2 and so on, or put them one after the other into a
+    Sequential (the shortcut that changes the shape).
+    """
+    for parent in list(module.modules()):
+        children = dict(parent.named_children())
+        following = dict(zip(children, list(children)[1:], strict=False)) if isinstance(parent, nn.Sequential) else {}
+        for name, conv in children.items():
+            norm_name = name.replace("conv", "bn") if name.startswith("conv") else following.get(name, "")
+            norm = children.get(norm_name)
+            if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                setattr(parent, name, fuse_conv_bn_eval(conv, norm))
+                setattr(parent, norm_name, nn.Identity())
+
+
+def _fold_normalisation(stage: nn.Module, *, exact_scale: bool) -> nn.Module:
+    """What is left to do before the first convolution, whose weights take the rest."""
+    normalize, conv = stage.get_submodule("normalize"), stage.get_submodule("conv1")
+    assert isinstance(normalize, Normalize)
+    assert isinstance(conv, nn.Conv2d)
+    if exact_scale:  # divided by 255, weights would fall below the normal numbers of float16
+        return normalize
+    with torch.no_grad():
+        conv.weight.div_(normalize.std.view(1, 3, 1, 1) * 255)
+    return Centre(normalize)

@@ -1,0 +1,168 @@
+"""The fastest way to compute a stage on this device among those whose output is close enough: measured, not guessed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from models.optimize.closeness import TOLERANCE, deviation
+from models.optimize.folding import FoldedStage
+from models.optimize.recipes import PLAIN, Recipe, Tuning, candidates
+from models.stages import Stage
+
+_ROUNDS = 5
+_MEASURED_ROWS = 8
+"""A larger batch takes as many times longer, and says no more about which way is the fastest."""
+_GAIN = 0.03
+"""A way must be faster by this share than a simpler one that comes before it: less is noise."""
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """A stage that is ready to run, and how it came about.
+
+    Attributes:
+        module: on the device; takes and returns what the stage does.
+        why: one sentence for the log.
+    """
+
+    module: nn.Module
+    recipe: Recipe
+    why: str
+
+
+@dataclass
+class Trial:
+    """One way that is tried.
+
+    Attributes:
+        deviation: of its output from the reference, as `closeness.deviation` has it; not-a-number when it has none.
+        times_s: of one row, and of a batch: the least of all rounds.
+    """
+
+    recipe: Recipe
+    module: nn.Module
+    deviation: float = 0.0
+    times_s: list[float] = field(default_factory=lambda: [inf, inf])
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it may be chosen. The stage as it is is the reference."""
+        return self.deviation <= TOLERANCE[self.recipe.precision]
+
+    @property
+    def cost_s(self) -> float:
+        """Geometric mean: neither a lone request nor a full batch counts for more."""
+        return sqrt(self.times_s[0] * self.times_s[1])
+
+    def __str__(self) -> str:
+        one_s, batch_s = self.times_s
+        times = "not timed" if inf in self.times_s else f"{one_s * 1e3:.1f} and {batch_s * 1e3:.1f} ms"
+        off = (
+            "" if self.is_close else f", {self.deviation:.2g} off where {TOLERANCE[self.recipe.precision]:g} is allowed"
+        )
+        return f"{self.recipe} {times}{off}"
+
+
+def optimize(
+    stage: Stage, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning, device: torch.device
+) -> Optimized:
+    """Make `stage` fast as `tuning` says, and move it to `device`. Blocks; "auto" for up to about `tuning.limit_s`.
+
+    Args:
+        stage: on the CPU, with its weights. It may become part of the result.
+        row_shape: of one row of its input.
+    """
+    recipes = candidates(tuning, device)
+    if len(recipes) == 1:
+        return Optimized(_make(recipes[0], stage, row_shape).to(device), recipes[0], "asked for")
+    makers = [(recipe, lambda recipe=recipe: _make(recipe, stage, row_shape).to(device)) for recipe in recipes]
+    rows = min(max_batch_size, _MEASURED_ROWS)
+    return choose(makers, stage, _sample(stage, rows, row_shape), device, tuning.limit_s)
+
+
+def choose(
+    makers: Sequence[tuple[Recipe, Callable[[], nn.Module]]],
+    reference: nn.Module,
+    sample: Tensor,
+    device: torch.device,
+    limit_s: float,
+    clock_s: Callable[[], float] = time.perf_counter,
+) -> Optimized:
+    """The fastest of some ways whose output is close to the reference's.
+
+    Args:
+        makers: how to make each, the one to fall back to first: it is taken when all others are off or time is up.
+        reference: on the CPU, in float32.
+        sample: a batch of input, on the CPU.
+        limit_s: nothing new is begun after it.
+    """
+    deadline_s = clock_s() + limit_s
+    trials: list[Trial] = []
+    with torch.inference_mode():
+        expected = reference(sample)
+        for recipe, make in makers:
+            if trials and clock_s() >= deadline_s:
+                break
+            with torch.inference_mode(mode=False):
+                trials.append(Trial(recipe, make()))
+            if recipe != PLAIN:
+                trials[-1].deviation = _deviation(trials[-1], sample, expected, device)
+        close = [trial for trial in trials if trial.is_close] or trials[:1]
+        _time(close, sample, device, deadline_s, clock_s)
+    chosen = fastest(close)
+    said = [str(trial) for trial in trials] + [f"{recipe} no time to try" for recipe, _ in makers[len(trials) :]]
+    return Optimized(
+        chosen.module, chosen.recipe, "measured for batches of 1 and {}: {}".format(len(sample), "; ".join(said))
+    )
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Which one to take: one that comes later must be clearly faster. The first when nothing could be measured."""
+    best = trials[0]
+    for trial in trials[1:]:
+        if trial.cost_s < best.cost_s * (1 - _GAIN):
+            best = trial
+    return best
+
+
+def _make(recipe: Recipe, stage: Stage, row_shape: tuple[int, ...]) -> nn.Module:
+    if recipe == PLAIN:
+        return stage
+    return FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None)
+
+
+def _sample(stage: Stage, rows: int, row_shape: tuple[int, ...]) -> Tensor:
+    """Input like the canary's: noise, or activations as they come out of a ReLU. The same every time."""
+    generator = torch.Generator().manual_seed(1)
+    if stage.spec.is_first:
+        return torch.randint(0, 256, (rows, *row_shape), dtype=torch.uint8, generator=generator)
+    return torch.randn((rows, *row_shape), generator=generator).relu_()
+
+
+def _deviation(trial: Trial, sample: Tensor, expected: Tensor, device: torch.device) -> float:
+    output: Tensor = trial.module(sample.to(device)).cpu()
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        return float("nan")
+    is_last = expected.ndim == 2
+    return deviation(output, expected, probabilities=is_last and trial.recipe.precision != "float32")
+
+
+def _time(
+    trials: Sequence[Trial], sample: Tensor, device: torch.device, deadline_s: float, clock_s: Callable[[], float]
+) -> None:
+    """Round after round, all ways in turn, so that what else the machine does hits all alike."""
+    if len(trials) < 2:
+        return
+    for round_number in range(_ROUNDS + 1):
+        if round_number > 1 and clock_s() >= deadline_s:
+            return
+        for trial in trials:
+            for place, rows in enumerate((1, len(sample))):
+                started_s = clock_s()
+                trial.module(sample[:rows].to(device)).cpu()
+                if round_number:  # the first round warms up
+                    trial.times_s[place] = min(trial.times_s[place], clock_s() - started_s)

@@ -1,0 +1,264 @@
+"""Ways to compute a stage: close to the reference, chosen by measurement, and never a fast wrong one."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import (
+    AS_IT_IS,
+    TOLERANCE,
+    ModelError,
+    Recipe,
+    Stage,
+    StageError,
+    Tuning,
+    cut,
+    deviation,
+    optimize,
+    reference_stage,
+    stage_input_shape,
+)
+from models.optimize import recipes
+from models.optimize.folding import FoldedStage, fold_batch_norm
+from models.optimize.fusing import fusable
+from models.optimize.optimizing import Trial, choose, fastest
+from models.optimize.recipes import candidates
+from tests.unit.models_loaded import IMAGE_SIZE, images, loaded
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="this torch has no oneDNN, or hides it")
+PLAIN, EAGER, BFLOAT16 = Recipe("none"), Recipe("eager"), Recipe("eager", "bfloat16")
+
+
+def through(
+    name: str, num_stages: int, make: Callable[[Stage], Callable[[Tensor], Tensor]], batch: Tensor
+) -> list[Tensor]:
+    """What each stage, made over, puts out for the reference's input of that stage."""
+    model, outputs = loaded(name), []
+    for spec in cut(model, num_stages):
+        stage = reference_stage(model, spec)
+        output = make(stage)(batch)
+        assert output.dtype == torch.float32
+        assert output.is_contiguous()
+        outputs += [output, batch := stage(batch)]
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("num_stages", [1, 3])
+@torch.inference_mode()
+def test_folded_stages_equal_the_reference_within_the_tolerance(name: str, num_stages: int) -> None:
+    outputs = through(name, num_stages, FoldedStage, images(3))
+    for output, expected in pairs(outputs):
+        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("num_stages", [1, 3, 10])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@torch.inference_mode()
+def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
+    name: str, num_stages: int, layout: torch.memory_format
+) -> None:
+    """Also where the first block adds to its own input, and where that needs no copy to be channels-last."""
+
+    def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
+        fused = FoldedStage(stage, fuse_for=(1, *stage_input_shape(stage.spec, IMAGE_SIZE)))
+
+        def run(batch: Tensor) -> Tensor:
+            given = batch.contiguous(memory_format=layout if batch.ndim == 4 else torch.contiguous_format)
+            output: Tensor = fused(given)
+            assert torch.equal(given, batch)
+            return output
+
+        return run
+
+    for output, expected in pairs(through(name, num_stages, through_fused, images(3))):
+        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@torch.inference_mode()
+def test_reduced_precision_is_within_its_tolerance_and_not_the_reference(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float16
+    for output, expected in pairs(through("resnet18", 2, lambda stage: FoldedStage(stage, dtype), images(2))):
+        off = deviation(output, expected, probabilities=expected.ndim == 2)
+        assert 0 < off <= TOLERANCE[precision]
+
+
+@torch.inference_mode()
+def test_normalisation_is_folded_exactly_at_the_borders_too() -> None:
+    """Were the mean in the weights, the zeros that the convolution pads with would be black and not the mean."""
+    model = loaded("resnet18")
+    stage = reference_stage(model, cut(model, 10)[0])
+    black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
+    expected, output = stage(black), FoldedStage(stage)(black)
+    assert float((output - expected).abs()[..., 0, :].max()) <= 1e-5 * float(expected.abs().max())
+    assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_no_batch_normalisation_is_left_when_folded(name: str) -> None:
+    model = loaded(name)
+    stage = copy.deepcopy(reference_stage(model, cut(model, 1)[0]))
+    assert any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
+    fold_batch_norm(stage)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
+
+
+@torch.inference_mode()
+def test_folding_leaves_the_stage_and_its_input_as_they_were() -> None:
+    model = loaded("resnet18")
+    stage, batch = reference_stage(model, cut(model, 1)[0]), images(2)
+    weights = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+    expected, before = stage(batch), batch.clone()
+    FoldedStage(stage)(batch)
+    assert torch.equal(batch, before)
+    assert torch.equal(stage(batch), expected)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in stage.state_dict().items())
+
+
+def test_folded_first_stage_refuses_when_the_input_is_no_uint8_rgb_batch() -> None:
+    model = loaded("resnet18")
+    folded = FoldedStage(reference_stage(model, cut(model, 2)[0]))
+    with pytest.raises(ModelError, match=r"expected torch\.uint8"):
+        folded(torch.zeros(1, 3, 8, 8))
+
+
+def test_stage_is_bit_for_bit_the_reference_when_nothing_is_to_be_optimised() -> None:
+    model = loaded("resnet18")
+    stage = reference_stage(model, cut(model, 1)[0])
+    made = optimize(stage, (3, IMAGE_SIZE, IMAGE_SIZE), 8, AS_IT_IS, CPU)
+    assert made.recipe == PLAIN
+    with torch.inference_mode():
+        assert torch.equal(made.module(images(2)), stage(images(2)))
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only when a `Timed` module runs."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Timed(nn.Module):
+    def __init__(self, clock: Clock, takes_s: float, off: float = 0.0) -> None:
+        super().__init__()
+        self._clock, self._takes_s, self._off = clock, takes_s, off
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self._clock.now_s += self._takes_s
+        return batch * (1 + self._off)
+
+
+def chosen(*ways: tuple[Recipe, float, float], limit_s: float = 1e9) -> tuple[Recipe, str]:
+    """Which of (recipe, seconds it takes, share that it is off) is chosen, and why."""
+    clock = Clock()
+    makers = [(recipe, lambda t=takes_s, o=off: Timed(clock, t, o)) for recipe, takes_s, off in ways]
+    made = choose(makers, Timed(clock, 0.0), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
+    return made.recipe, made.why
+
+
+def test_fastest_way_is_chosen_when_all_are_close() -> None:
+    recipe, why = chosen((PLAIN, 3.0, 0.0), (EAGER, 2.0, 1e-6), (BFLOAT16, 1.0, 1e-2))
+    assert recipe == BFLOAT16
+    assert "3000.0" in why
+    assert "1000.0" in why
+
+
+@pytest.mark.parametrize("off", [1e-3, 1.0, float("nan")])
+def test_fast_and_wrong_way_is_never_chosen(off: float) -> None:
+    recipe, why = chosen((PLAIN, 3.0, 0.0), (EAGER, 0.001, off))
+    assert recipe == PLAIN
+    assert "is allowed" in why
+
+
+def test_simpler_way_is_kept_when_the_other_is_faster_by_less_than_noise() -> None:
+    assert chosen((PLAIN, 1.0, 0.0), (EAGER, 0.99, 0.0))[0] == PLAIN
+
+
+def test_nothing_more_is_tried_when_time_is_up() -> None:
+    recipe, why = chosen((EAGER, 3.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
+    assert recipe == EAGER
+    assert "eager/bfloat16 no time to try" in why
+
+
+def test_way_that_was_not_timed_never_beats_one_before_it() -> None:
+    ways = [Trial(PLAIN, nn.Identity()), Trial(EAGER, nn.Identity())]
+    assert fastest(ways) is ways[0]
+
+
+def test_auto_chooses_a_real_way_and_says_what_it_measured() -> None:
+    model = loaded("resnet18")
+    spec = cut(model, 3)[1]
+    stage = reference_stage(model, spec)
+    made = optimize(stage, stage_input_shape(spec, IMAGE_SIZE), 2, Tuning(optimize="auto", limit_s=60), CPU)
+    assert made.recipe in candidates(Tuning("float32", "auto"), CPU)
+    assert "none/float32" in made.why
+    assert str(candidates(Tuning("float32", "auto"), CPU)[-1]) in made.why
+    batch = torch.rand(2, *stage_input_shape(spec, IMAGE_SIZE))
+    with torch.inference_mode():
+        assert deviation(made.module(batch), stage(batch)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("fast", "expected"), [(True, (PLAIN, EAGER, BFLOAT16)), (False, (PLAIN, EAGER))])
+def test_auto_tries_bfloat16_only_where_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: tuple[Recipe, ...]
+) -> None:
+    monkeypatch.setattr(recipes, "multiplies_bfloat16", lambda device: fast)
+    monkeypatch.setattr(recipes, "fusable", lambda device, dtype: False)
+    assert candidates(Tuning("auto", "auto"), CPU) == expected
+
+
+def test_convolutions_are_fused_where_the_device_and_the_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(recipes, "fusable", lambda device, dtype: dtype == torch.float32)
+    assert candidates(Tuning("auto", "eager"), CPU) == (Recipe("fused"), BFLOAT16)
+
+
+def test_precision_that_was_asked_for_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "fusable", lambda device, dtype: False)
+    assert candidates(Tuning("bfloat16", "auto"), CPU) == (BFLOAT16,)
+    assert candidates(Tuning("float32", "eager"), CPU) == (EAGER,)
+    assert candidates(Tuning("auto", "none"), CPU) == (PLAIN,)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimize", "word"),
+    [("int8", "eager", "int8"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
+)
+def test_tuning_is_refused_when_it_makes_no_sense(precision: str, optimize: str, word: str) -> None:
+    with pytest.raises(StageError, match=word):
+        Tuning(precision, optimize)
+
+
+# -- closeness --------------------------------------------------------------------------------------------------------------
+
+
+def test_deviation_of_probabilities_is_that_of_their_logits() -> None:
+    logits = torch.linspace(-10, 10, 21).unsqueeze(0)
+    off = logits.clone()
+    off[0, 0] += 0.2
+    assert deviation(off.softmax(1), logits.softmax(1), probabilities=True) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
+def test_deviation_of_what_is_no_probability_is_more_than_any_tolerance(bad: float) -> None:
+    expected = torch.full((1, 4), 0.25)
+    output = expected.clone()
+    output[0, 2] = bad
+    assert not deviation(output, expected, probabilities=True) <= max(TOLERANCE.values())
