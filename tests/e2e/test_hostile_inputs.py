@@ -18,7 +18,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile-inputs.md"
 
 @pytest.fixture
 def service() -> Iterator[LocalService]:
-    with LocalService(max_connections=100, **SETTINGS) as running:
+    # The neighbours have as much time as who sends a byte at a time: on a slow machine they need it.
+    with LocalService(max_connections=100, **SETTINGS | {"timeout_s": 20.0}) as running:
         yield running
         assert running.stop() == 0
 
