@@ -39,11 +39,17 @@ class Running:
     Attributes:
         question: how it wants to be asked at /predict.
         pids: gives the processes of its workers that serve now.
+        root: the process that was started.
     """
 
     url: str
     question: Question
     pids: Callable[[], list[int]]
+    root: int
+
+    def cpu_s(self) -> float:
+        """CPU time that all its processes have used, those that live."""
+        return sum(cpu_s(pid) for pid in family(self.root))
 
 
 @contextmanager
@@ -64,7 +70,7 @@ def peer(
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)))
+        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)), process.pid)
         try:
             wait_until_it_answers(running, process, log, workers)
             yield running
@@ -76,9 +82,33 @@ def peer(
 def ours(jpeg: bytes, **settings: Any) -> Iterator[Running]:
     """This service, with these settings of `multiworld serve`."""
     with LocalService(**settings) as service:
-        yield Running(
-            service.url, AnyAnswer(jpeg), lambda: [pid for pid in service.worker_pids().values() if lives(pid)]
-        )
+        pids = service.worker_pids
+        yield Running(service.url, AnyAnswer(jpeg), lambda: [p for p in pids().values() if lives(p)], service.pid)
+
+
+def family(root: int) -> list[int]:
+    """That process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                children.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process, and of its children that have ended."""
+    with suppress(OSError):
+        return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def free_port() -> int:
@@ -95,7 +125,7 @@ def alive(folder: Path) -> list[int]:
 
 def lives(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _stat(pid)[0] != "Z"
     except OSError:
         return False
 

@@ -4,8 +4,9 @@
     python -m benchmarks.throughput --only this --clients 1 16 --rounds 2
 
 All servers run all the time, and are asked in turn, round after round, so that what else the machine does hits all alike; figures are
-medians of the rounds. A client asks again when it was answered. The peers serve torchvision's model with torchvision's transforms, as
-their documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores.
+medians of the rounds. CPU ms: of all processes of the server, an image; it counts where something else keeps the machine busy
+too. A client asks again when it was answered. The peers serve torchvision's model with torchvision's transforms, as their
+documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores.
 
 Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
 process, batches of 8, on the same cores.
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -55,6 +57,8 @@ class Figure:
     images_per_s: list[float] = field(default_factory=list)
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    """CPU time of the server for each image: what counts where something else keeps the machine busy too."""
     failed: int = 0
 
     @property
@@ -65,11 +69,16 @@ class Figure:
     def p50(self) -> float:
         return statistics.median(self.p50_ms)
 
-    def add(self, outcome: Outcome) -> None:
+    @property
+    def cpu(self) -> float:
+        return statistics.median(self.cpu_ms)
+
+    def add(self, outcome: Outcome, cpu_s: float) -> None:
         times_ms = [1e3 * time_s for time_s in outcome.times_s.get(200, [])] or [float("nan")]
         self.images_per_s.append(outcome.goodput)
         self.p50_ms.append(quantile(times_ms, 0.5))
         self.p99_ms.append(quantile(times_ms, 0.99))
+        self.cpu_ms.append(1e3 * cpu_s / max(1, outcome.statuses[200]))
         self.failed += outcome.failed
 
 
@@ -139,8 +148,10 @@ def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Names
             for case in compared:
                 if TENSORS in case.name and clients != max(options.clients):
                     continue
+                used_s = case.running.cpu_s()
                 outcome = ask(case, clients, options.seconds + clients / 24)
-                figures.setdefault((case.name, clients), Figure(case.name, clients)).add(outcome)
+                used_s = case.running.cpu_s() - used_s
+                figures.setdefault((case.name, clients), Figure(case.name, clients)).add(outcome, used_s)
         if bare is not None:
             figure = figures.setdefault((BARE, 0), Figure(BARE, 0))
             figure.images_per_s.append(bare.images_per_s(options.seconds))
@@ -152,13 +163,13 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
     names = list(dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name))
     columns = ["server"]
     for clients in options.clients:
-        columns += [f"{clients} clients" if clients > 1 else "1 client", "p50 ms"]
+        columns += [f"{clients} clients" if clients > 1 else "1 client", "p50 ms", "CPU ms"]
     rows = []
     for name in names:
         row = [name]
         for clients in options.clients:
             figure = figures[name, clients]
-            row += [f"{figure.rate:.1f}", f"{figure.p50:.0f}"]
+            row += [f"{figure.rate:.1f}", f"{figure.p50:.0f}", f"{figure.cpu:.0f}"]
         rows.append(row)
     table(f"{options.model}, {options.precision}, images a second: {machine()}", columns, rows)
     failed = {f"{f.case}, {f.clients} clients": f.failed for f in figures.values() if f.failed}
@@ -216,7 +227,12 @@ def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) ->
     picture.savefig(options.plot, dpi=110)
 
 
+def _stop(_signum: int, _frame: object) -> None:
+    raise SystemExit("stopped")  # so that the servers are stopped too
+
+
 def main() -> int:
+    signal.signal(signal.SIGTERM, _stop)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
@@ -224,6 +240,7 @@ def main() -> int:
     parser.add_argument("--optimize", default="eager", help="of this service")
     parser.add_argument("--precision", default="float32", help="of this service, and of peers with our model")
     parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
+    parser.add_argument("--width", type=int, default=500, help="in pixels of the picture that is made up, 4:3")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, and more with more clients")
@@ -231,7 +248,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every figure of every round")
     parser.add_argument("--plot", type=Path, help="draw the figures; needs matplotlib")
     options = parser.parse_args()
-    jpeg = image_file(options.image)[0] if options.image else photo()
+    jpeg = image_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
     with ExitStack() as stack:
         compared: list[Case] = []
         for name, start in servers(jpeg, options).items():

@@ -17,6 +17,7 @@ from cli import (
     chaos,
     config,
     key,
+    plan,
     predict,
     reserve,
     rolling_restart,
@@ -61,6 +62,7 @@ def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
 _add(serve.serve, serve.EPILOG)
 _add(worker.worker, worker.EPILOG)
 _add(predict.predict, predict.EPILOG)
+_add(plan.plan, plan.EPILOG)
 _add(status.status, status.EPILOG)
 _add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)

@@ -2,7 +2,7 @@
 
 from models.architectures import MODEL_NAMES, block_names
 from models.costs import counted_costs, measure_costs
-from models.cutting import cut, same_cut
+from models.cutting import boundary_bytes, cut, same_cut
 from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
 from models.loading import LoadedModel, load_model
 from models.optimize import AS_IT_IS, TOLERANCE, Optimized, Recipe, Tuning, deviation, optimize
@@ -40,6 +40,7 @@ __all__ = [
     "Tuning",
     "WeightsError",
     "block_names",
+    "boundary_bytes",
     "build_stage",
     "counted_costs",
     "cut",

@@ -25,6 +25,7 @@ from server.admin_routes import AdminRoutes
 from server.batch_traces import BatchTraces
 from server.connections import ConnectionLimits, Connections
 from server.credentials import Credentials, Renewal, read_credentials, warn_of_openness
+from server.cut_plan import measured_cut
 from server.events_feed import EventsFeed
 from server.frontend import FrontendLimits, create_app, create_operations_app
 from server.http_server import HttpServer, affordable, bind, serving
@@ -92,7 +93,12 @@ def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
     logger.info("cutting %s@%s into %d stages", model.name, model.version, settings.stages)
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
-    plan = VersionPlan.of(make_plan(model, settings.stages, tuning))
+    specs = None
+    if settings.cut == "measured":
+        found = measured_cut(model, settings.stages, batch_size=min(settings.max_batch_size, 8), repeats=3)
+        logger.info("measured: the slowest stage takes %.1f ms an image", 1e3 * max(found.stage_s))
+        specs = found.specs
+    plan = VersionPlan.of(make_plan(model, settings.stages, tuning, specs=specs))
     torch.set_num_threads(1)  # from here on this process moves data; computing is the workers' part
     return model, plan
 

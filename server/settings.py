@@ -77,6 +77,12 @@ class ServeSettings(Settings):
         le=1024,
     )
 
+    cut: Literal["counted", "measured"] = setting(
+        "counted",
+        "Pipeline",
+        "By what the model is cut: the multiply-adds of each block, the same everywhere; or measured on this machine at start, as "
+        "`multiworld plan` shows it.",
+    )
     optimize: Literal["none", "eager", "auto"] = setting(
         "eager",
         "Pipeline",

@@ -66,3 +66,19 @@ def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> No
     assert said["--leader"] == "127.0.0.1:8001"
     assert said["--threads"] == "2"
     assert said["--log-format"] == "json"
+
+
+def test_workers_share_the_cores_unless_they_were_given_threads() -> None:
+    assert "--cores-file" not in local_workers(SETTINGS, "127.0.0.1:8001")._command(0)
+    supervisor = local_workers(SETTINGS.replace("worker_threads", 0, "test"), "127.0.0.1:8001")
+    said = [dict(itertools.pairwise(supervisor._command(slot))) for slot in range(6)]
+    assert {each["--cores-file"] for each in said} == {said[0]["--cores-file"]}
+    assert [each["--cores-seat"] for each in said] == [str(slot) for slot in range(6)]
+    assert os.path.exists(said[0]["--cores-file"])
+
+
+def test_threads_give_up_their_core_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert int(worker_environment(SETTINGS, threads=1)["GOMP_SPINCOUNT"]) > 0
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert worker_environment(SETTINGS, threads=1)["GOMP_SPINCOUNT"] == "7"

@@ -1,0 +1,90 @@
+"""What a stage boundary costs: time and CPU of one hop, leader to worker and back, by the size of the tensor.
+
+    python -m benchmarks.hop --bytes 150528 1605632 6422528
+
+Two processes, one world, the service's own messages; the worker gives back what it got. CPU time is of both processes, an exchange.
+"""
+
+import argparse
+import asyncio
+import multiprocessing as mp
+import resource
+import statistics
+import time
+
+import torch
+
+from benchmarks.ranks import run, started
+from multiworld import World, WorldManager
+from wire import Channel, Kind, Message
+
+_LARGEST_BYTES = 1 << 30
+
+
+async def _world(manager: WorldManager, rank: int, port: int) -> World:
+    if rank == 0:
+        manager.listen("127.0.0.1", port)
+    return await manager.initialize_world("hop", rank, 2, addr="127.0.0.1", port=port, timeout=60.0)
+
+
+async def worker(rank: int, port: int, report: "mp.SimpleQueue[float]") -> None:
+    """Send back every batch; at the end, say how much CPU time that took."""
+    async with WorldManager(secret=b"benchmark", checked=False) as manager:
+        channel = Channel(await _world(manager, rank, port), 0, _LARGEST_BYTES)
+        began_s = _cpu_s()
+        while (message := await channel.receive()).kind is Kind.BATCH:
+            await channel.send(Message(Kind.RESULT, message.batch, message.payload))
+            if message.batch == 0:
+                began_s = _cpu_s()
+            if message.stage:
+                report.put(_cpu_s() - began_s)
+                began_s = _cpu_s()
+        await asyncio.sleep(0.1)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.SimpleQueue[float]") -> None:
+    async with WorldManager(secret=b"benchmark", checked=False) as manager:
+        channel = Channel(await _world(manager, 0, port), 1, _LARGEST_BYTES)
+        print(f"{'KiB':>9} {'median ms':>10} {'least ms':>9} {'CPU ms':>8}")
+        for size in sizes:
+            payload = torch.zeros(size, dtype=torch.uint8)
+            times_s: list[float] = []
+            for number in range(exchanges + 1):
+                if number == 1:
+                    began_s = _cpu_s()
+                started_s = time.perf_counter()
+                last = number == exchanges
+                await channel.send(Message(Kind.BATCH, number, payload, stage=int(last)))
+                await channel.receive()
+                times_s.append(time.perf_counter() - started_s)
+            cpu_s = _cpu_s() - began_s + report.get()
+            times_s = times_s[1:]
+            print(
+                f"{size / 1024:>9.0f} {1e3 * statistics.median(times_s):>10.3f} {1e3 * min(times_s):>9.3f} "
+                f"{1e3 * cpu_s / exchanges:>8.3f}",
+                flush=True,
+            )
+        await channel.send(Message(Kind.LEAVING))
+        await asyncio.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=int, nargs="+", default=[4_000, 150_528, 802_816, 1_204_224, 6_422_528])
+    parser.add_argument("--exchanges", type=int, default=100)
+    options = parser.parse_args()
+    from benchmarks.servers import free_port  # noqa: PLC0415 - it brings httpx, which the ranks need not have
+
+    port = free_port()
+    report: mp.SimpleQueue[float] = mp.get_context("forkserver").SimpleQueue()
+    with started("uvloop", worker, [1], port, report):
+        run("uvloop", leader(port, options.bytes, options.exchanges, report))
+
+
+if __name__ == "__main__":
+    main()
