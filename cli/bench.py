@@ -241,13 +241,13 @@ def _show(found: "Measurement", title: str, busy: float) -> None:
 
     out = console()
     out.print(Text(title, style="bold"))
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption="latency in ms", caption_justify="right")
     for name in ("answers/s", "images/s", *found.latency_ms):
         table.add_column(name, justify="right")
     table.add_row(
         f"{found.answered_per_s:.1f}",
         f"{found.images_per_s:.1f}",
-        *(f"{value:.1f} ms" for value in found.latency_ms.values()),
+        *(f"{value:.1f}" for value in found.latency_ms.values()),
     )
     out.print(table)
     out.print(

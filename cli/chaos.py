@@ -192,10 +192,10 @@ def chaos(
     )
     if plot_file is not None:
         check_plot(plot_file)
+    way_in = access(api_key_file, ca_file, client_cert_file)
     if url is not None:
         if sets:
             raise UserError("--set: is for a service of our own; a running one has its settings")
-        way_in = access(api_key_file, ca_file, client_cert_file)
         return _run(nullcontext(RunningService(url, pid=pid, log=log, way_in=way_in)), plan, json_file, plot_file)
     settings = {
         "model": model,
@@ -205,7 +205,7 @@ def chaos(
         "heartbeat_timeout_s": heartbeat_timeout_s,
         "recovery_grace_s": recovery_grace_s,
     }
-    return _run(LocalService(**settings | _parsed(sets or [])), plan, json_file, plot_file)  # type: ignore[arg-type]
+    return _run(LocalService(way_in=way_in, **settings | _parsed(sets or [])), plan, json_file, plot_file)  # type: ignore[arg-type]
 
 
 def _parsed(sets: list[str]) -> dict[str, str]:

@@ -56,23 +56,34 @@ def predict(
 
     With --json, each image gives one line: the service's answer, and the file's name.
     """
+    from cli.console import progress
+
     failed = 0
-    with service(url, timeout_s, access(api_key_file, ca_file, client_cert_file)) as client:
+    with (
+        service(url, timeout_s, access(api_key_file, ca_file, client_cert_file)) as client,
+        progress("images", len(files)) as one_more,
+    ):
         for file in files:
-            try:
-                answer = _predict(client, file, top_k)
-            except ServiceUnreachableError:
-                raise
-            except (OSError, ServiceError) as error:
-                failed += 1
-                reason = error.strerror if isinstance(error, OSError) else error
-                print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
-                continue
-            if as_json:
-                print(json.dumps({"file": str(file), **answer}))
-            else:
-                _show(file, answer)
+            failed += not _answered(client, file, top_k, as_json=as_json)
+            one_more()
     return 1 if failed else 0
+
+
+def _answered(client: "httpx.Client", file: Path, top_k: int | None, *, as_json: bool) -> bool:
+    """Ask about one image, and show the answer or why there is none. Raises ServiceUnreachableError."""
+    try:
+        answer = _predict(client, file, top_k)
+    except ServiceUnreachableError:
+        raise
+    except (OSError, ServiceError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        print(f"multiworld: error: {file}: {reason}", file=sys.stderr)
+        return False
+    if as_json:
+        print(json.dumps({"file": str(file), **answer}))
+    else:
+        _show(file, answer)
+    return True
 
 
 def _predict(client: "httpx.Client", file: Path, top_k: int | None) -> dict[str, Any]:

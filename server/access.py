@@ -124,7 +124,7 @@ class Gate:
             if shown is None or not hmac.compare_digest(shown, self._token):
                 raise UnauthenticatedError("send the join token as `Authorization: Bearer TOKEN`")
             return "join token"
-        if not _is_this_machine(scope) or "origin" in headers or "sec-fetch-site" in headers:
+        if not _is_this_machine(scope) or any(name in headers for name in _OF_BROWSERS_AND_PROXIES):
             raise ForbiddenError(
                 "without keys of administrators (--admin-keys-file) or a join token of its own (--token-file), the service "
                 "takes this from programs on its own machine only"
@@ -140,6 +140,8 @@ class Gate:
         return None if inference is None else Caller(inference, is_admin=False)
 
 
+_OF_BROWSERS_AND_PROXIES = ("origin", "sec-fetch-site", "via", "forwarded", "x-forwarded-for", "x-real-ip")
+"""What a program on this machine does not send, while a page in its browser does, or a proxy on it for somebody elsewhere."""
 _HOW = "this service needs a key: send it as `Authorization: Bearer KEY`"
 
 

@@ -29,13 +29,13 @@ async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterat
         WithdrawnError: the client went away.
         DeadlineError: time is up.
     """
-    gone = False
+    gone = over = False
     try:
         async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as scope:
 
             def leave(_: asyncio.Task[None]) -> None:
                 nonlocal gone
-                if not scope.expired():
+                if not over and not scope.expired():  # a callback that is due already cannot be taken back
                     gone = True
                     scope.reschedule(0.0)  # the timeout's own way of cancelling this task, and no other cancel's
 
@@ -44,6 +44,7 @@ async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterat
             try:
                 yield
             finally:
+                over = True
                 watch.remove_done_callback(leave)
                 watch.cancel()
     except TimeoutError as error:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from config.keys import KeyRing
 from server.access import AccessControl, Gate, Rings, need_on_http_port, need_on_operators_port
+from server.access_documentation import document_keys
 from server.admin_routes import AdminRoutes
 from server.body import BodyReader
 from server.decode_pool import DecodePool
@@ -126,6 +127,8 @@ def create_app(
         traces=traces,
     )
     install_error_handlers(app)
+    if gate.rings.inference:
+        document_keys(app)
     return app
 
 

@@ -55,7 +55,7 @@ _CLOSING = {"body_timeout"}
 """Refused while the client still sends, for sending too slowly: closing is the only way to make it stop. After a body
 that is too large the connection stays: closing it while bytes are under way resets it, and clients lose the answer."""
 
-_DESCRIPTIONS = {
+DESCRIPTIONS = {
     400: "The request is not one for this model: what its JSON says, or the data behind it.",
     401: "A key is needed, and there was none, or one that nobody was given.",
     403: "The key may not do this.",
@@ -83,7 +83,7 @@ def error_documentation(statuses: Sequence[int]) -> dict[int | str, dict[str, An
     """The OpenAPI description of these error answers."""
     documentation: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
-        documentation[status] = {"model": ErrorBody, "description": _DESCRIPTIONS[status]}
+        documentation[status] = {"model": ErrorBody, "description": DESCRIPTIONS[status]}
         if status in (429, 503):
             documentation[status]["headers"] = {
                 "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}

@@ -155,7 +155,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             return Phase.STUCK
         if self.cycle is not None and not self.cycle.response_complete:
-            return Phase.BODY if self.cycle.more_body else Phase.ANSWERING
+            waits_for_client = self.cycle.more_body and not self.flow.read_paused
+            return Phase.BODY if waits_for_client else Phase.ANSWERING
         if self._in_body:
             return Phase.DRAINING
         nothing_yet = received and (self.cycle is None or self.phase in (Phase.IDLE, Phase.HEAD))  # empty lines, say

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         admin_keys_file=folder / "admin.keys",
         tls_cert_file=folder / "server.pem",
         metrics_client_ca_file=authority.file,
+        header_timeout_s=5,
     ) as service:
         yield Guarded(service, authority, folder)
         assert service.stop() == 0
@@ -147,6 +149,20 @@ def test_plain_http_and_old_tls_are_turned_away(guarded: Guarded) -> None:
     assert (shaken["-tls1_1"] != 0, shaken["-tls1_2"], shaken["-tls1_3"]) == (True, 0, 0)
 
 
+def test_a_handshake_that_does_not_end_is_ended(guarded: Guarded) -> None:
+    port = int(guarded.service.url.rpartition(":")[2])
+    with (
+        socket.create_connection(("127.0.0.1", port)) as silent,
+        socket.create_connection(("127.0.0.1", port)) as begun,
+    ):
+        begun.sendall(bytes.fromhex("16030100c8010000c40303"))
+        for sock in (silent, begun):
+            sock.settimeout(60.0)
+            assert sock.recv(1) == b""
+    with guarded.client() as client:
+        assert client.get(f"{guarded.service.url}/healthz").status_code == 200
+
+
 def test_operators_port_wants_a_certificate_of_the_authority(guarded: Guarded) -> None:
     with guarded.client(certificate=True) as client:
         assert "multiworld_requests_total" in client.get(guarded.service.metrics_url).text
@@ -164,6 +180,13 @@ def test_verbs_get_in_with_key_and_authority(guarded: Guarded, capsys: pytest.Ca
     assert main(["status", "--url", url, "--json", *ways]) == 0
     assert main(["predict", "--url", url, "--json", *ways, f"{folder}/photo.jpg"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["predictions"]
+    assert (
+        main(["bench", "--url", url, "--duration", "300ms", "--warm-up", "0s", "--clients", "2", "--json", *ways]) == 0
+    )
+    assert (
+        main(["bench", "--url", url, "--duration", "300ms", "--warm-up", "0s", "--rate", "9", "--tensors", *ways]) == 0
+    )
+    capsys.readouterr()
     restart = ["rolling-restart", "--operations-url", guarded.operators_url, "--ca-file", str(guarded.authority.file)]
     restart += ["--client-cert-file", f"{folder}/client.pem"]
     assert main([*restart, "--api-key-file", f"{folder}/alice.key"]) == 1

@@ -1,10 +1,13 @@
 """The command line: what each verb passes on, prints and exits with."""
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -259,10 +262,11 @@ def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
     monkeypatch.setenv("COLUMNS", "200")
     main([verb, "--help"])
     text = capsys.readouterr().out
-    for name in cls.model_fields.keys() - {"token", "exit_with_parent"}:
+    for name in cls.model_fields.keys() - {"token", "api_keys", "admin_keys", "exit_with_parent"}:
         assert f"--{name.replace('_', '-')} " in text
         assert f"MULTIWORLD_{name.upper()})" in text
-    assert "--token " not in text
+    for secret in ("--token ", "--api-keys ", "--admin-keys "):
+        assert secret not in text
     assert "--exit-with-parent" not in text
 
 
@@ -300,6 +304,21 @@ def test_predict_goes_on_when_a_file_is_refused_or_missing(
         "multiworld: error: dog.txt: not an image (HTTP 415)",
         "multiworld: error: nowhere.jpg: No such file or directory",
     ]
+
+
+def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: str, images: None) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "cli.main", "predict", "--url", url, "--json", *["cat.jpg"] * 3]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the other end of a terminal is closed
+        while chunk := os.read(ours, 1 << 16):
+            shown += chunk
+    os.close(ours)
+    assert b"3/3" in shown
+    assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == ["cat.jpg"] * 3
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])

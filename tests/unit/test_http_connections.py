@@ -262,3 +262,15 @@ def test_sweep_closes_the_overdue_alone() -> None:
     connections.sweep(10_000)
     assert (idle.reasons, busy.reasons) == (["idle"], [])
     assert {"idle", "head"} <= set(CLOSING_REASONS)
+
+
+def test_time_for_which_we_stood_still_is_held_against_nobody() -> None:
+    connections = Connections(ConnectionLimits(header_timeout_s=2))
+    head = Told(connections)
+    connections.enter(head, 0)
+    connections.move(head, Phase.HEAD, 1)
+    connections.forgive(100)
+    connections.sweep(102.9)
+    assert head.reasons == []
+    connections.sweep(103)
+    assert head.reasons == ["head"]

@@ -197,6 +197,25 @@ def test_a_guest_that_leaves_before_the_start_frees_its_seat(house: House) -> No
     assert told.next() == ("all here", 1, "127.0.0.1")
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times: int) -> None:
+    """Byte by byte what somebody with the secret has said, on a connection of its own, while the world still waits for its members."""
+    told = house.host(size=3)
+    house.guest(size=3).enter()
+    honest = house.guest(rank=2, size=3)
+    challenge = honest.next()
+    assert challenge is not None
+    recorded = honest.handshake.hello(challenge).encode()
+    for _ in range(times):
+        replayer = house.guest(rank=2, size=3, secret=b"not known")
+        assert replayer.next() != challenge
+        replayer.sock.sendall(recorded)
+        assert replayer.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
+        assert replayer.next() is None
+    honest.sock.sendall(recorded)
+    assert told.next()[0] == "all here"
+
+
 def test_a_guest_with_the_wrong_secret_is_refused_for_good(house: House) -> None:
     guest = house.guest(secret=b"wrong")
     challenge = guest.next()

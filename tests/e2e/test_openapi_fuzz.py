@@ -1,0 +1,65 @@
+"""schemathesis, from the service's own OpenAPI document: whatever comes, no answer is a fault of ours, and none is undocumented."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from config import Access
+from config.keys import hashed
+from deploy.service import LocalService
+
+pytestmark = pytest.mark.timeout(600)
+
+KEY = "key-of-the-fuzzer"
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,ignored_auth"
+UNENDING = "/events"
+HONEST = """
+[checks.not_a_server_error]
+expected-statuses = ["2xx", "4xx", 503, 504]
+"""
+"""Not ready, and out of the time that the client gave: what was asked could not be done, and nothing is broken."""
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[LocalService]:
+    (tmp_path / "api.keys").write_text(f"fuzzer:{hashed(KEY)}\n")
+    with LocalService(
+        way_in=Access(KEY),
+        api_keys_file=tmp_path / "api.keys",
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=1,
+        replicas=1,
+        max_body_bytes=100_000,
+    ) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def test_nothing_made_from_the_openapi_document_finds_a_fault(guarded: LocalService, tmp_path: Path) -> None:
+    (tmp_path / "schemathesis.toml").write_text(HONEST)
+    command = [str(Path(sys.executable).with_name("schemathesis")), "--config-file", "schemathesis.toml"]
+    command += ["run", f"{guarded.url}/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {KEY}", "--exclude-path", UNENDING, "--checks", CHECKS]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "8", "--generation-deterministic"]
+    command += ["--continue-on-failure", "--request-timeout", "60", "--no-shrink", "--no-color"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment())
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    selected = re.search(r"(\d+) selected", done.stdout)
+    assert selected is not None
+    assert int(selected[1]) >= 21
+    assert not [line.message for line in guarded.lines if "exception" in line.fields]
+    headers = {"content-type": "image/jpeg"} | guarded.way_in.headers
+    assert httpx.post(f"{guarded.url}/predict", content=photo(), headers=headers, timeout=60).status_code == 200
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
