@@ -1,5 +1,6 @@
 """Runs it all: a load, and one fault after another, each once the service has recovered from the last."""
 
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -246,6 +247,8 @@ def _inject_and_wait(fault: Fault, scene: Scene) -> Moment | None:
         scene.surprises.append(f"a victim had ended before it was hurt: {error!r}")
     except (NotRecoveredError, ContainerError) as error:
         scene.surprises.append(str(error))
+    except (OSError, subprocess.SubprocessError) as error:
+        scene.surprises.append(f"it could not be made: {error}")
     try:
         return scene.wait_complete()
     except NotRecoveredError as error:

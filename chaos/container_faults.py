@@ -57,7 +57,8 @@ def _unplug(scene: Scene) -> None:
         scene.wait_broken()
         scene.hold(HOLD_S)
     finally:
-        container.plug()
+        with container.addresses_taken():
+            container.plug()
 
 
 def _narrow(scene: Scene) -> None:
@@ -126,7 +127,7 @@ CONTAINER_FAULTS: tuple[Fault, ...] = (
     _fault("container-kill", "docker kill, and docker start", "one", _kill, GONE),
     _fault("oom", "it wants more memory than its limit", "one", _out_of_memory, GONE),
     _fault("container-pause", f"docker pause {_HELD}, and docker unpause", "one", _pause, SILENT),
-    _fault("unplug", f"off its networks {_HELD}, and back, perhaps under another address", "one", _unplug, CUT),
+    _fault("unplug", f"off its networks {_HELD}, and back under other addresses", "one", _unplug, CUT),
     _fault(
         "narrow",
         f"its network carries {NARROW_BITS_PER_S / 1e6:g} Mbit/s each way, {NARROW_S:g} s long",

@@ -5,6 +5,7 @@ By the command `docker`, which knows where its engine is. Their processes are se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from config import NOTHING, Access
 HTTP_PORT = "8000/tcp"
 """Where a leader's container answers requests."""
 _COMMAND_S = 180.0
+_FREE_ADDRESSES = 16
+_PLACEHOLDER_S = 600
+"""After so long it goes by itself, should we not be there any more to take it away."""
 _COMPOSE = "com.docker.compose"
 
 
@@ -43,6 +48,7 @@ class Container:
     """
 
     id: str
+    image: str
     name: str
     service: str
     hostname: str
@@ -64,6 +70,23 @@ class Container:
         """Take it off all its networks."""
         for network in self.networks:
             docker("network", "disconnect", network, self.id)
+
+    @contextlib.contextmanager
+    def addresses_taken(self) -> Iterator[None]:
+        """While the block runs, others have the addresses that it had, so that it gets new ones. To be called while it has none.
+
+        Raises ContainerError.
+        """
+        with ExitStack() as stack:
+            for network, address in self.addresses.items():
+                for _ in range(_FREE_ADDRESSES):  # Docker gives the lowest that is free
+                    command = ("run", "--detach", "--rm", "--network", network, "--entrypoint", "sleep")
+                    other = docker(*command, self.image, str(_PLACEHOLDER_S)).strip()
+                    stack.callback(docker, "rm", "--force", other)
+                    (found,) = json.loads(docker("inspect", other))
+                    if found["NetworkSettings"]["Networks"][network]["IPAddress"] == address:
+                        break
+            yield
 
     def plug(self) -> None:
         """Put it on its networks again, under its names there; its addresses may be others."""
@@ -182,6 +205,7 @@ def _container(found: dict[str, Any]) -> Container:
     config, networks = found["Config"], found["NetworkSettings"]["Networks"] or {}
     return Container(
         id=found["Id"],
+        image=found["Image"],
         name=found["Name"].removeprefix("/"),
         service=config["Labels"].get(f"{_COMPOSE}.service", ""),
         hostname=config["Hostname"],

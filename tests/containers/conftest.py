@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from chaos.containers import why_no_docker
+from chaos.containers import ContainerError, docker, why_no_docker
 from tests.containers.deployment import Deployment, Row, table
 
 ROWS = pytest.StashKey[list[Row]]()
+UP_S = pytest.StashKey[list[float]]()
 REASON = "needs a Docker Engine, an image and minutes: run `make containers`"
 
 
@@ -21,14 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS] = []
+    config.stash[ROWS], config.stash[UP_S] = [], []
 
 
 @pytest.fixture(scope="session")
 def compose_command() -> None:
     """`docker compose` is here, with or without an engine."""
-    if not shutil.which("docker"):
-        pytest.skip("the program `docker` is not here")
+    try:
+        docker("compose", "version")
+    except ContainerError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +49,7 @@ def deployment(
     """docker-compose.yml, up and serving. Tests that share it leave every replica ready. Nothing is left of it in the end."""
     folder: Path = tmp_path_factory.mktemp("deployment")
     with Deployment(folder, pytestconfig.getoption("--image"), pytestconfig.stash[ROWS]) as running:
+        pytestconfig.stash[UP_S].append(running.up_s)
         yield running
     assert running.remains() == [], "docker compose down leaves nothing"
 
@@ -54,5 +57,7 @@ def deployment(
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if rows := config.stash.get(ROWS, []):
         terminalreporter.section("faults in containers")
+        for up_s in config.stash[UP_S]:
+            terminalreporter.line(f"docker compose up -d --wait took {up_s:.1f} s")
         for line in table(rows):
             terminalreporter.line(line)

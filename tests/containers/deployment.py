@@ -156,6 +156,10 @@ class Deployment:
         with Observer(self.url) as observer:
             observer.wait(lambda now: now.complete, WAIT_S, "complete")
 
+    def worker_addresses(self) -> set[str]:
+        """On the network that they share with the leader."""
+        return {address for each in self.project.containers("worker") for address in each.addresses.values()}
+
     def questions(self) -> list[Question]:
         """Images, and what the service says of them now."""
         return ask_quietly(self.url, photos(4), CLIENT_TIMEOUT_S)

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from chaos.campaign import Injection
-from chaos.containers import docker
 from tests.containers.deployment import CLIENTS, Deployment, await_samples
 from tests.e2e.prometheus_server import wait_until_answers
 
@@ -20,7 +19,7 @@ WORKERS_UP = 'sum(up{job="multiworld-worker"})'
 LEADER_UP = 'sum(up{job="multiworld-leader"})'
 SEEN_S = 60.0
 BEFORE_S = 6
-OF_ONE_WORKER = ("container-kill", "kill", "oom", "container-pause", "unplug", "cut", "cut-from", "cut-to")
+OF_ONE_WORKER = ("container-kill", "kill", "oom", "container-pause", "cut", "cut-from", "cut-to")
 
 
 def test_service_answers_once_docker_compose_up_has_returned(deployment: Deployment) -> None:
@@ -37,6 +36,15 @@ def test_no_request_is_lost_and_prometheus_counts_it_when_a_worker_fails(deploym
     seen(deployment, made, f"max_over_time({counter}[W]) - min_over_time({counter}[B]) >= 1")
     up = f"multiworld_world_up{{{slot(made)}}}"
     seen(deployment, made, f"min_over_time({up}[W]) == 0 and {up} == 1")
+
+
+def test_worker_serves_again_when_it_comes_back_under_another_address(deployment: Deployment) -> None:
+    before = deployment.worker_addresses()
+    made = deployment.hurt("unplug").injection
+    assert made.causes
+    after = deployment.worker_addresses()
+    assert (len(before - after), len(after - before)) == (1, 1)
+    seen(deployment, made, f"{WORKERS_UP} == 4")
 
 
 def test_no_request_is_lost_when_a_workers_network_is_narrow(deployment: Deployment) -> None:
@@ -72,19 +80,14 @@ def test_workers_join_again_by_themselves_when_the_leader_is_back(deployment: De
 
 def test_workers_find_the_leader_when_it_comes_back_under_another_address(deployment: Deployment) -> None:
     leader = deployment.project.leader
-    (inner,) = (name for name in leader.networks if name.endswith("_worlds"))
     leader.do("kill")
-    # Docker gives the address to whoever comes first.
-    image = deployment.environment["IMAGE"]
-    other = docker("run", "--detach", "--network", inner, "--entrypoint", "sleep", image, "600").strip()
-    try:
+    with leader.addresses_taken():
         leader.do("start")
-        deployment.compose("up", "--detach", "--wait", "--no-recreate")
-        assert deployment.project.leader.addresses[inner] != leader.addresses[inner]
-        deployment.await_complete()
-        assert all(question.expected for question in deployment.questions())
-    finally:
-        docker("rm", "--force", other)
+    wait_until_answers(f"{deployment.url}/readyz", timeout_s=180)
+    now = deployment.project.leader.addresses
+    assert all(now[network] != address for network, address in leader.addresses.items()), (leader.addresses, now)
+    deployment.await_complete()
+    assert all(question.expected for question in deployment.questions())
 
 
 def test_nothing_changes_for_anybody_when_prometheus_is_restarted(deployment: Deployment) -> None:

@@ -19,6 +19,7 @@ ID = "0123456789abcdef" * 4
 def inspected(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "Id": ID,
+        "Image": "sha256:1",
         "Name": "/shop-worker-1",
         "State": {"Pid": 4711},
         "Config": {"Hostname": ID[:12], "Labels": {"com.docker.compose.service": "worker"}},
@@ -34,6 +35,7 @@ def inspected(**changes: Any) -> dict[str, Any]:
 def test_container_is_read_from_what_docker_says() -> None:
     assert _container(inspected()) == Container(
         id=ID,
+        image="sha256:1",
         name="shop-worker-1",
         service="worker",
         hostname=ID[:12],
