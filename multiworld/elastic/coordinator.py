@@ -5,7 +5,8 @@ on, and any number of members may be lost down to one, rank 0 included. Its rule
 
 1. An epoch is given up as a whole. When a member of it is lost, all others are told (`Void`), and ask.
 2. The next epoch is decided when every member that is still connected has asked; who does not within `patience_s` is evicted.
-3. Newcomers are let in only when all who asked stand at a boundary.
+3. Newcomers are let in only when all who asked stand at a boundary. Boundaries are counted, and what is decided at one is remembered: who
+   did not hear it, because somebody was lost or we were restarted just then, is told again.
 4. Two members that lose each other again and again while both reach us cannot both stay: after `ATTEMPTS` epochs without a round closed
    the one whom more members accuse goes, of two alike the newer; where nobody can tell whom it lost, the newest.
 5. Epochs only ever grow. What is said about another than the current one is old, and ignored.
@@ -14,7 +15,7 @@ on, and any number of members may be lost down to one, rank 0 included. Its rule
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multiworld.elastic.messages import Ask, Evicted, Leave, Message, Seating, Unchanged, View, Void
 
@@ -107,7 +108,9 @@ class Coordinator:
         if member.id in self._absent:
             self._absent.discard(member.id)
             self._present.add(member.id)
-            told: list[Action] = [Tell(member.id, Void(self.view.epoch))] if self._over else []
+            told: list[Action] = [Tell(member.id, self.view)]  # we may have ended before it heard
+            if self._over:
+                told.append(Tell(member.id, Void(self.view.epoch)))
             return told + self._decide(now_s)
         self._waiting[member.id] = member
         return self._decide(now_s)
@@ -115,6 +118,8 @@ class Coordinator:
     def heard(self, member_id: str, message: Message, now_s: float) -> list[Action]:
         match message:
             case Ask(epoch=epoch) if member_id in self._present and epoch == self.view.epoch:
+                if message.boundary and message.boundaries < self.view.boundaries:
+                    return [Tell(member_id, Unchanged(epoch, self.view.boundaries))]
                 self._asks[member_id] = message
                 if not message.boundary:
                     self._end_epoch(now_s)
@@ -153,7 +158,9 @@ class Coordinator:
         boundary = all(ask.boundary for ask in self._asks.values())
         if boundary and not self._over and not self._waiting:
             self._asks.clear()
-            return [Tell(member.id, Unchanged(self.view.epoch)) for member in here]
+            self.view = replace(self.view, boundaries=self.view.boundaries + 1)
+            unchanged = Unchanged(self.view.epoch, self.view.boundaries)
+            return [Remember(self.view), *(Tell(member.id, unchanged) for member in here)]
         if boundary:
             return self._announce([*here, *self._waiting.values()], boundary=True)
         actions: list[Action] = []
@@ -178,7 +185,7 @@ class Coordinator:
     def _announce(self, members: Iterable[Seating], *, boundary: bool) -> list[Action]:
         closed = max((ask.closed for ask in self._asks.values()), default=self.view.closed)
         members = tuple(members)
-        self.view = View(self.view.epoch + 1, members, closed, boundary)
+        self.view = View(self.view.epoch + 1, members, closed, self.view.boundaries + boundary)
         self._present = {member.id for member in members}
         for member in members:
             self._waiting.pop(member.id, None)

@@ -35,12 +35,14 @@ class Ask:
     Attributes:
         boundary: it stands between two operations, and newcomers may be let in; else `epoch` is broken, or did not form.
         closed: how many rounds it knows to be closed (multiworld/elastic/rounds.py).
+        boundaries: how many boundaries it has passed.
         accused: the id of the member that it lost, "" where it cannot tell.
     """
 
     epoch: int
     boundary: bool
     closed: int
+    boundaries: int
     accused: str = ""
 
 
@@ -55,13 +57,13 @@ class View:
 
     Attributes:
         closed: how many rounds are closed, the most that any of them knows.
-        boundary: decided while all of them stood between two operations.
+        boundaries: how many boundaries are passed: who stands at an earlier one has missed that, and may go on.
     """
 
     epoch: int
     members: tuple[Seating, ...]
     closed: int = 0
-    boundary: bool = False
+    boundaries: int = 0
 
     def ids(self) -> tuple[str, ...]:
         return tuple(member.id for member in self.members)
@@ -79,9 +81,10 @@ class Void:
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """All stand at the boundary, nobody waits to be let in: `epoch` goes on."""
+    """All stand at the boundary, or have, and nobody waits to be let in: `epoch` goes on."""
 
     epoch: int
+    boundaries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,14 @@ class Evicted:
 
 Message = Ask | Leave | View | Void | Unchanged | Evicted
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Ask, Leave, View, Void, Unchanged, Evicted)}
-_FIELDS: dict[str, type] = {"epoch": int, "closed": int, "boundary": bool, "accused": str, "reason": str}
+_FIELDS: dict[str, type] = {
+    "epoch": int,
+    "closed": int,
+    "boundaries": int,
+    "boundary": bool,
+    "accused": str,
+    "reason": str,
+}
 
 
 def encode(message: Message) -> bytes:

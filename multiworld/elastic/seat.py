@@ -72,6 +72,7 @@ class Seat:
     Attributes:
         view: the epoch that we are in, form, or have given up.
         closed: how many rounds we know to be closed.
+        boundaries: how many boundaries we know to be passed.
     """
 
     def __init__(self, member_id: str) -> None:
@@ -79,8 +80,10 @@ class Seat:
         self.state: State = "waiting"
         self.view = View(0, ())
         self.closed = 0
+        self.boundaries = 0
         self._asked: Ask | None = None
         self._at_boundary = False
+        self._passed = False
         self._severed: str | None = None  # why the rendezvous cannot be reached any more
 
     @property
@@ -103,9 +106,11 @@ class Seat:
                 return self._enter(message)
             case Void(epoch=epoch) if epoch == self.epoch:
                 return self._ask(boundary=False) if self.is_in(epoch) or self.state == "forming" else []
-            case Unchanged(epoch=epoch) if epoch == self.epoch and self.state == "asked" and self.is_in(epoch):
-                self.state, self._asked, self._at_boundary = "ready", None, False
-                return [BoundaryPassed()]
+            case Unchanged(epoch, boundaries) if epoch == self.epoch and boundaries > self.boundaries:
+                self._pass(boundaries)
+                if self.state == "asked" and self.is_in(epoch):
+                    self.state, self._asked = "ready", None
+                return self._tell_passed() if self.state == "ready" else []
             case Evicted(reason=reason):
                 return self._end("evicted", f"the rendezvous took us out after epoch {self.epoch}: {reason}")
         return []
@@ -127,13 +132,8 @@ class Seat:
         if self.state != "forming" or epoch != self.epoch:
             return []
         self.state = "ready"
-        actions: list[Action] = [Ready(self.view)]
-        if self._at_boundary and self.view.boundary:
-            self._at_boundary = False
-            actions.append(BoundaryPassed())
-        elif self._at_boundary:
-            actions += self.stand_at_boundary()
-        return actions
+        actions: list[Action] = [Ready(self.view), *self._tell_passed()]
+        return actions + (self.stand_at_boundary() if self._at_boundary else [])
 
     def failed(self, epoch: int, accused: str = "") -> list[Action]:
         """The world of that epoch broke, or did not form."""
@@ -170,14 +170,24 @@ class Seat:
             return self._end("evicted", f"epoch {view.epoch} was made without us")
         before, self.view, self.state, self._asked = self.epoch, view, "forming", None
         self.closed = max(self.closed, view.closed)
+        if view.boundaries > self.boundaries:
+            self._pass(view.boundaries)
         return [*([CloseEpoch(before)] if before else []), Form(view)]
 
     def _ask(self, *, boundary: bool, accused: str = "") -> list[Action]:
         if self._severed is not None:
             return self._end("rendezvous", self._severed)
-        self._asked = Ask(self.epoch, boundary, self.closed, accused)
+        self._asked = Ask(self.epoch, boundary, self.closed, self.boundaries, accused)
         self.state = "asked"
         return [*([] if boundary else [CloseEpoch(self.epoch)]), Send(self._asked)]
+
+    def _pass(self, boundaries: int) -> None:
+        """The boundary is behind us, though nobody is told before an epoch is ready."""
+        self.boundaries, self._at_boundary, self._passed = boundaries, False, True
+
+    def _tell_passed(self) -> list[Action]:
+        passed, self._passed = self._passed, False
+        return [BoundaryPassed()] if passed else []
 
     def _turn_back(self, reason: str) -> list[Action]:
         self.state, self._asked, self._at_boundary = "ready", None, False
