@@ -70,6 +70,7 @@ class ElasticRendezvous:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._links: dict[tuple[str, str], Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     async def __aenter__(self) -> "ElasticRendezvous":
         """Raises OSError when it cannot listen there, ValueError for a state file that is none."""
@@ -83,8 +84,11 @@ class ElasticRendezvous:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closing = True  # that we go is no reason to give anybody up
         for timer in self._timers.values():
             timer.cancel()
+        for link in list(self._links.values()):
+            await link.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -107,23 +111,29 @@ class ElasticRendezvous:
     # -- members that come ---------------------------------------------------------------------------------------------------
 
     async def _answer(self, question: str, _host: str) -> bytes:
-        """What a member is told that wants to join: the name of the world of two that it meets us in."""
+        """What a member is told that wants to join: the name of the world of two that it meets us in; or why it cannot."""
         try:
             fields = json.loads(question)
-            name, member, resume = fields["elastic"], seating(fields["member"]), fields["resume"] is True
+            name, member, resume = str(fields["elastic"]), seating(fields["member"]), fields["resume"] is True
         except (ValueError, KeyError, TypeError, MessageError):
             return json.dumps({"refused": "not a question about an elastic world"}).encode()
-        if not isinstance(name, str) or (name not in self._coordinators and len(self._coordinators) >= _MAX_WORLDS):
-            return json.dumps({"refused": "too many worlds"}).encode()
+        obstacle = self._obstacle(name, member.id, resume)
+        if obstacle is None:
+            self._spawn(self._attend(name, member))
+        return json.dumps(obstacle or {"link": link_name(name, member.id)}).encode()
+
+    def _obstacle(self, name: str, member_id: str, resume: bool) -> dict[str, str] | None:
+        """What keeps a member from coming: for now (`later`), because it was given up (`evicted`), or for good (`refused`)."""
         known = self._coordinators.get(name)
+        if self._closing or (name, member_id) in self._links:
+            return {"later": "the rendezvous is ending" if self._closing else "connected already"}
+        if known is None and len(self._coordinators) >= _MAX_WORLDS:
+            return {"refused": "too many worlds"}
         if resume and (known is None or not known.view.epoch):
-            return json.dumps({"refused": f"this rendezvous knows no world {name!r}"}).encode()
-        if (name, member.id) in self._links:
-            return json.dumps({"later": f"member {member.id} is connected already"}).encode()
-        if resume and known is not None and not known.may_resume(member.id):
-            return json.dumps({"evicted": f"given up, epoch {known.view.epoch} is current now"}).encode()
-        self._spawn(self._attend(name, member))
-        return json.dumps({"link": link_name(name, member.id)}).encode()
+            return {"refused": f"this rendezvous knows no world {name!r}"}
+        if resume and known is not None and not known.may_resume(member_id):
+            return {"evicted": f"given up, epoch {known.view.epoch} is current now"}
+        return None
 
     async def _attend(self, name: str, member: Seating) -> None:
         """Be there for one member, as long as it is."""
@@ -141,7 +151,8 @@ class ElasticRendezvous:
         finally:
             del self._links[name, member.id]
             await link.close()
-            self._perform(name, coordinator.lost(member.id, now_s()))
+            if not self._closing:
+                self._perform(name, coordinator.lost(member.id, now_s()))
 
     # -- what was decided ------------------------------------------------------------------------------------------------------
 

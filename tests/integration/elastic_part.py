@@ -22,6 +22,7 @@ class ElasticPart:
         self._tensors: list[Tensor] = []
 
     async def elastic_configure(self, **settings: Any) -> None:
+        torch.set_num_threads(1)  # many members share a machine
         self.elastic = ElasticManager(**settings)
 
     async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Elastic worlds in virtual time: the real coordinator, seats, rounds and courses of calls, over a network and processes that fail by a seed.
+"""Elastic worlds in virtual time: the real coordinator, seats, rounds and calls, over a network and processes that fail by a seed.
 
     python -m tests.simulation.elastic_cluster kills 17
 
