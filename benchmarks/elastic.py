@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.ranks import LOOPS, context, quantile, run, start, started, table
-from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
+from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, ring
 from multiworld.elastic.epoch import Epoch, Traffic
 from multiworld.elastic.reduction import Reduction
 from multiworld.elastic.ring import gloo_all_reduce, ring_all_reduce
@@ -81,6 +81,7 @@ async def throughput(rank: int, ranks: int, port: int, c10d_port: int, options: 
 
 
 async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options: argparse.Namespace) -> None:
+    ring.CHUNK_BYTES = options.chunk_bytes
     async with ElasticManager() as manager:
         world = await manager.join("w", port=port)
         inner = manager._managers["w"].communicator
@@ -104,7 +105,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
             rows.append([size, *(f"{median * 1e3:.3f}" for median in medians), f"{medians[1] / medians[0]:.2f}"])
         if rank == 0:
             table(
-                f"{ranks} ranks: milliseconds, medians of {options.rounds} rounds",
+                f"{ranks} ranks: milliseconds, medians of {options.rounds} rounds, chunks of {options.chunk_bytes}",
                 ("bytes", *ALGORITHMS, "ratio"),
                 rows,
             )
@@ -164,9 +165,7 @@ async def kills(options: argparse.Namespace) -> None:
             usual = [(await fleet.until(lambda _s, retries, now: now == size and not retries))[0] for _ in range(9)]
             await asyncio.sleep(chance.uniform(0, 0.1))
             fleet.kill(chance.choice(list(fleet.members)))
-            while True:
-                took_s, retries, now = await fleet.until(lambda _s, retries, now: bool(retries) or now == size - 1)
-                break
+            took_s, retries, _ = await fleet.until(lambda _s, retries, now: bool(retries) or now == size - 1)
             if retries:  # else it was killed between two calls
                 lost_s.append(took_s - statistics.median(usual))
             fleet.add()
@@ -209,6 +208,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << shift for shift in range(14, 27, 2)])
     parser.add_argument("--repeat", type=int, default=3, help="of algorithms: how often a turn (default: %(default)s)")
+    parser.add_argument("--chunk-bytes", type=int, default=ring.CHUNK_BYTES, help="of the ring (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=50, help="how many (default: %(default)s)")
     parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
     chosen = parser.parse_args()
