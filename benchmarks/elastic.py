@@ -33,6 +33,8 @@ from multiworld.elastic.ring import gloo_all_reduce, ring_all_reduce
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
 WAYS = ("one by one", "async_op", "elastic")
 ALGORITHMS = ("gloo", "ring")
+SILENCE_S = 10.0
+"""No kill is found by silence; and a machine with fewer cores than ranks makes one wait."""
 
 
 def one_by_one(tensors: list[Tensor]) -> None:
@@ -60,7 +62,7 @@ async def throughput(rank: int, ranks: int, port: int, c10d_port: int, options: 
     dist.init_process_group(
         "gloo", store=TCPStore("127.0.0.1", c10d_port, ranks, rank == 0), rank=rank, world_size=ranks
     )
-    async with ElasticManager() as manager:
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
         rows = []
         for name, (count, size) in CASES.items():
@@ -82,7 +84,7 @@ async def throughput(rank: int, ranks: int, port: int, c10d_port: int, options: 
 
 async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options: argparse.Namespace) -> None:
     ring.CHUNK_BYTES = options.chunk_bytes
-    async with ElasticManager() as manager:
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
         inner = manager._managers["w"].communicator
         epoch = Epoch(inner, "w", world.epoch, world.rank, world.size)
@@ -90,23 +92,31 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
         for size in options.sizes:
             operand = torch.zeros(size // 4)
             result = torch.empty_like(operand)
-            times = {way: list[float]() for way in ALGORITHMS}
+            times, busy = {way: list[float]() for way in ALGORITHMS}, {way: list[float]() for way in ALGORITHMS}
             for _ in range(options.rounds + 1):
                 for way in ALGORITHMS:
                     await inner.barrier("w")
-                    began_s = time.perf_counter()
+                    began_s, idle_s = time.perf_counter(), time.process_time()
                     for _ in range(options.repeat):
                         if way == "ring":
                             await ring_all_reduce(epoch, operand, result, Reduction("SUM"), 0, Traffic())
                         else:
                             await gloo_all_reduce(epoch, operand, result, Reduction("SUM"), Traffic())
                     times[way].append((time.perf_counter() - began_s) / options.repeat)
-            medians = [statistics.median(times[way][1:]) for way in ALGORITHMS]
-            rows.append([size, *(f"{median * 1e3:.3f}" for median in medians), f"{medians[1] / medians[0]:.2f}"])
+                    busy[way].append((time.process_time() - idle_s) / options.repeat)
+            medians = [statistics.median(each[way][1:]) for each in (times, busy) for way in ALGORITHMS]
+            ratios = (f"{medians[1] / medians[0]:.2f}", f"{medians[3] / medians[2]:.2f}")
+            rows.append([size, *(f"{median * 1e3:.3f}" for median in medians), *ratios])
         if rank == 0:
             table(
                 f"{ranks} ranks: milliseconds, medians of {options.rounds} rounds, chunks of {options.chunk_bytes}",
-                ("bytes", *ALGORITHMS, "ratio"),
+                (
+                    "bytes",
+                    *ALGORITHMS,
+                    *(f"{way}: CPU of rank 0" for way in ALGORITHMS),
+                    "ring / gloo",
+                    "CPU: ring / gloo",
+                ),
                 rows,
             )
         await inner.barrier("w")
@@ -115,7 +125,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
 async def reduce_until_told(_rank: int, port: int, reports: Connection, options: argparse.Namespace) -> None:
     """Calls without end; after each, how long it took and in how many attempts, and newcomers come in."""
     tensors = [torch.zeros(max(1, (1 << 20) // options.scale // 4)) for _ in range(16)]
-    async with ElasticManager() as manager:
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
         while True:
             began_s = time.perf_counter()
@@ -156,7 +166,7 @@ class Fleet:
 
 async def kills(options: argparse.Namespace) -> None:
     chance, size = random.Random(1), 4
-    async with ElasticRendezvous(first_size=size) as rendezvous:
+    async with ElasticRendezvous(first_size=size, heartbeat_timeout_s=SILENCE_S) as rendezvous:
         fleet = Fleet(rendezvous.port, options)
         for _ in range(size):
             fleet.add()
@@ -179,7 +189,7 @@ async def kills(options: argparse.Namespace) -> None:
 
 
 async def hold(ports: Connection, ranks: int) -> None:
-    async with ElasticRendezvous(first_size=ranks) as rendezvous:
+    async with ElasticRendezvous(first_size=ranks, heartbeat_timeout_s=SILENCE_S) as rendezvous:
         ports.send(rendezvous.port)
         await rendezvous.serve()
 

@@ -103,6 +103,10 @@ class ElasticRendezvous:
         known = self._coordinators.get(world_name)
         return known.view if known else View(0, ())
 
+    def connected(self, world_name: str) -> int:
+        """How many members and newcomers of that world are connected."""
+        return sum(name == world_name for name, _ in self._links)
+
     def waiting(self, world_name: str) -> int:
         """How many newcomers wait for the members of that world to come to a boundary."""
         known = self._coordinators.get(world_name)

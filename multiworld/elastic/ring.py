@@ -20,8 +20,8 @@ from multiworld.operation import Operation
 
 CHUNK_BYTES = 1 << 20
 """How much is passed on at once."""
-_AHEAD = 4
-"""How many chunks are waited for at once: the next ones arrive while one is combined."""
+_AHEAD = 32
+"""How many chunks are waited for at once. They need no memory of their own, and who sends is never held up by a receiver that is busy."""
 RING_FROM_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 20}
 """From which size on the ring is faster than Gloo's own all-reduce, by number of members (docs/decisions/0013-elastic-worlds.md)."""
 
