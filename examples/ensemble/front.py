@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 
 from examples.elastic_members import MEMBERS, hold
 from examples.two_worlds import add_network_options
@@ -51,10 +51,10 @@ def application(desk: Desk) -> FastAPI:
     app = FastAPI()
 
     @app.post("/predict")
-    async def predict(request: Request) -> Response | dict[str, Any]:
+    async def predict(request: Request) -> dict[str, Any]:
         image = await request.body()
         if not 0 < len(image) <= MAX_IMAGE_BYTES:
-            return Response(f"expected an image of at most {MAX_IMAGE_BYTES} bytes, got {len(image)}", 413)
+            raise HTTPException(413, f"expected an image of at most {MAX_IMAGE_BYTES} bytes, got {len(image)}")
         return await desk.ask(image)
 
     @app.get("/images/{number}")

@@ -86,7 +86,7 @@ class ElasticPart:
                 os.kill(os.getpid(), signum)
             send(post, tensor, rank)
 
-        Post.send = count  # type: ignore[method-assign]
+        Post.send = count  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_at_close(self) -> None:
         """Be killed when all has finished here and everywhere, and only this member knows."""
@@ -98,7 +98,7 @@ class ElasticPart:
                 os.kill(os.getpid(), signal.SIGKILL)
             return verdict
 
-        agreement.Round.judge = die  # type: ignore[method-assign]
+        agreement.Round.judge = die  # type: ignore[method-assign,assignment]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:

@@ -228,7 +228,7 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
             for o in await asyncio.gather(*(w.all_reduce_with_retry(torch.ones(1)) for w in (first, second)))
         ] == [2, 2]
         assert not coming.done()
-        assert await asyncio.gather(first.update_membership(), second.update_membership()) == [2, 2]
+        assert [*await asyncio.gather(first.update_membership(), second.update_membership())] == [2, 2]
         third = await coming
         assert [world.rank for world in (first, second, third)] == [0, 1, 2]
         assert first.members == second.members == third.members

@@ -114,6 +114,7 @@ class Member:
         self.pending: dict[object, Pending] = {}
         self.exchanges: dict[int, int] = {}
         self.values: dict[int, Value] = {}
+        self.round: Round | None = None
         self._cluster = cluster
         self._program: Generator[Any, Any, None] | None = None
 
@@ -127,7 +128,7 @@ class Member:
     def _calls(self) -> Generator[Any, Any, None]:
         while self.seat.closed < CALLS:
             number = self.seat.closed
-            round_ = Round(number, OPERATIONS, f"call {number}")
+            round_ = self.round = Round(number, OPERATIONS, f"call {number}")
             self.values = {}
             success = yield from conduct(self.seat, round_)
             self.outcomes[number] = success, {i: v for i, v in self.values.items() if round_.finished[i]}
@@ -520,9 +521,8 @@ class Cluster:
 
     def _run(self, member: Member, epoch: int) -> None:
         """What retry.py does: at most so many at once; after a failure none is begun, and what runs is awaited."""
-        frame = member._program
-        assert frame is not None
-        round_ = _round_of(frame)
+        round_ = member.round
+        assert round_ is not None
         todo = round_.unfinished
         state = {"running": 0, "failed": False}
 
@@ -641,15 +641,6 @@ class Cluster:
         failed = [key for key in member.pending if isinstance(key, tuple)]
         for key in failed:
             self.at(member, 0, lambda key=key, pending=member.pending[key]: self._overtaken(member, key, pending))  # type: ignore[misc]
-
-
-def _round_of(program: Generator[Any, Any, None]) -> Round:
-    """The round of the call that a program is in."""
-    frame = program.gi_frame
-    assert frame is not None
-    round_ = frame.f_locals["round_"]
-    assert isinstance(round_, Round)
-    return round_
 
 
 def replay(name: str, seed: int) -> Cluster:
