@@ -22,14 +22,14 @@ CHUNK_BYTES = 1 << 20
 """How much is passed on at once."""
 _AHEAD = 32
 """How many chunks are waited for at once. They need no memory of their own, and who sends is never held up by a receiver that is busy."""
-RING_FROM_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 20}
-"""From which size on the ring is faster than Gloo's own all-reduce, by number of members (docs/decisions/0013-elastic-worlds.md)."""
+RING_FROM_BYTES = {2: 0}
+"""From which size on the ring beats Gloo's own all-reduce, by number of members; it does not for any other. What it was measured with is
+in docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` measures again."""
 
 
 def prefers_ring(size_bytes: int, members: int) -> bool:
     """Whether a tensor of that size goes around the ring rather than through Gloo."""
-    threshold = RING_FROM_BYTES.get(members, RING_FROM_BYTES[max(RING_FROM_BYTES)])
-    return members > 1 and size_bytes >= threshold
+    return members in RING_FROM_BYTES and size_bytes >= RING_FROM_BYTES[members]
 
 
 @dataclass(frozen=True, slots=True)

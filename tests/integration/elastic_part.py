@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.elastic import ElasticManager, ElasticWorld, Quantization
+from multiworld.elastic import ElasticManager, ElasticWorld, Quantization, ring
 from multiworld.elastic import rounds as agreement
 from multiworld.elastic.epoch import Post
 
@@ -24,6 +24,10 @@ class ElasticPart:
     async def elastic_configure(self, **settings: Any) -> None:
         torch.set_num_threads(1)  # many members share a machine
         self.elastic = ElasticManager(**settings)
+
+    async def elastic_ring(self, from_bytes: int) -> None:
+        """Have tensors from that size on go around the ring, however many members there are."""
+        ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), from_bytes)
 
     async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:
         return _described(await self.elastic.join(world, addr, port, **settings))

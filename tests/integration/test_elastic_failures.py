@@ -17,6 +17,7 @@ PULSE_S = 2.0
 """After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
 """Some go around the ring, in several chunks, and some through Gloo."""
+RING_FROM_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
 
@@ -37,6 +38,7 @@ async def joined(spawn: Spawn, count: int, port: int, **settings: Any) -> list[M
     made = [await spawn() for _ in range(count)]
     for member in made:
         await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
+        await member.do("elastic_ring", from_bytes=RING_FROM_BYTES)
     places = await asyncio.gather(*(member.do("elastic_join", world="w", port=port, **settings) for member in made))
     return [member for _, member in sorted(zip(places, made, strict=True), key=lambda each: int(each[0]["rank"]))]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import math
 import operator
 from collections.abc import AsyncIterator, Callable
 
@@ -254,7 +253,7 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
         ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
     ):
         with pytest.raises(error, match=words):
-            await world.all_reduce_multiple_with_retry(tensors, **settings)  # type: ignore[arg-type]
+            await world.all_reduce_multiple_with_retry(tensors, **settings)
     outcomes = await asyncio.gather(*(each.all_reduce_with_retry(torch.ones(2)) for each in worlds))
     assert all(outcome.success for outcome in outcomes)
 
@@ -269,8 +268,7 @@ async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[Elas
     assert {str(result) for result in results} == {"world 'w': rank 1: its 1 operations are not those of rank 0, 1"}
 
 
-def test_the_ring_is_chosen_by_size_alone() -> None:
-    smallest = min(ring_module.RING_FROM_BYTES.values())
-    assert not ring_module.prefers_ring(64, 3)
-    assert not ring_module.prefers_ring(1 << 40, 1)
-    assert ring_module.prefers_ring(1 << 40, 100) or math.isinf(smallest)
+def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "RING_FROM_BYTES", {2: 0, 4: 1000})
+    assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]
