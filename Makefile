@@ -6,7 +6,7 @@ BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 ARGS     ?=
 PIP_ARGS ?=
-BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost elastic
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test check fmt bench chaos peers soak docs clean

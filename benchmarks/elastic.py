@@ -210,7 +210,7 @@ def compare(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("throughput", "algorithms", "kills"))
+    parser.add_argument("what", nargs="?", choices=("throughput", "algorithms", "kills"), default="throughput")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rounds", type=int, default=15, help="turns of each way (default: %(default)s)")
     parser.add_argument(

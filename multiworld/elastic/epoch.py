@@ -10,7 +10,7 @@ from multiworld.world_communicator import WorldCommunicator
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of tensors that went over the wire, as this member sees it; what failed on the way is in it as far as it got."""
+    """Bytes of tensors that this member has sent and received; of what failed, those of the messages that had been whole."""
 
     sent: int = 0
     received: int = 0
@@ -37,18 +37,24 @@ class Epoch:
 
 @dataclass(slots=True)
 class Post:
-    """The messages of one all-reduce: all under one tag, so that they stay in order, and counted."""
+    """The messages of one all-reduce: all under one tag, so that they stay in order. Use it as `with`, and what was sent is counted."""
 
     epoch: Epoch
     tag: int
     traffic: Traffic = field(default_factory=Traffic)
-    _sending: list[Operation] = field(default_factory=list)
+    _sending: list[tuple[Operation, int]] = field(default_factory=list)
+
+    def __enter__(self) -> "Post":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.traffic.sent += sum(size for sending, size in self._sending if sending.status == "done")
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Start to send; `sent` waits for all that were started."""
         epoch = self.epoch
-        self._sending.append(epoch.communicator.isend(tensor, rank, epoch.world_name, tag=self.tag))
-        self.traffic.sent += tensor.nbytes
+        sending = epoch.communicator.isend(tensor, rank, epoch.world_name, tag=self.tag)
+        self._sending.append((sending, tensor.nbytes))
 
     def expect(self, tensor: Tensor, rank: int) -> Operation:
         """Start to receive; await it with `arrived`."""
@@ -60,6 +66,5 @@ class Post:
         self.traffic.received += tensor.nbytes
 
     async def sent(self) -> None:
-        for sending in self._sending:
+        for sending, _ in self._sending:
             await sending
-        self._sending.clear()

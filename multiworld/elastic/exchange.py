@@ -32,7 +32,14 @@ async def quantised_all_reduce(
 
     Raises BrokenWorldException. What `result` holds then is undefined; `operand` is as it was.
     """
-    post = Post(epoch, tag, traffic)
+    with Post(epoch, tag, traffic) as post:
+        await _exchange(post, operand, result, reduction, quantization)
+
+
+async def _exchange(
+    post: Post, operand: Tensor, result: Tensor, reduction: Reduction, quantization: Quantization
+) -> None:
+    epoch = post.epoch
     dtype, others = operand.dtype, [rank for rank in range(epoch.size) if rank != epoch.rank]
     operands, results = _pieces(operand, epoch.size), _pieces(result, epoch.size)
     mine = operands[epoch.rank].numel()

@@ -58,7 +58,12 @@ async def ring_all_reduce(
         traffic: what goes over the wire is added to it, also when it fails.
     Raises BrokenWorldException. What `result` holds then is undefined; `operand` is as it was.
     """
-    post = Post(epoch, tag, traffic)
+    with Post(epoch, tag, traffic) as post:
+        await _go_around(post, operand, result, reduction)
+
+
+async def _go_around(post: Post, operand: Tensor, result: Tensor, reduction: Reduction) -> None:
+    epoch = post.epoch
     left, right = (epoch.rank - 1) % epoch.size, (epoch.rank + 1) % epoch.size
     for own in _chunks(operand, epoch.rank, epoch.size):
         post.send(own, right)

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld import World, WorldManager
-from multiworld.elastic import DesyncError, ElasticManager, ElasticRendezvous, ElasticWorld, Quantization
+from multiworld import World, WorldExistsError, WorldManager
+from multiworld.elastic import (
+    DesyncError,
+    ElasticManager,
+    ElasticRendezvous,
+    ElasticWorld,
+    Quantization,
+    ReformError,
+    RendezvousError,
+)
 from multiworld.elastic import ring as ring_module
 from multiworld.elastic.bundle import BUNDLE_BYTES
 from multiworld.elastic.epoch import Epoch, Traffic
@@ -239,6 +247,26 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
             *(w.all_reduce_with_retry(own) for w, own in zip((first, second, third), sums, strict=True))
         )
         assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
+
+
+async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
+    async with ElasticRendezvous(secret="open sesame") as rendezvous:
+        async with ElasticManager(secret="open barley") as stranger:
+            with pytest.raises(RendezvousError, match="wrong secret"):
+                await stranger.join("w", port=rendezvous.port)
+        async with ElasticManager(secret="open sesame") as guest:
+            world = await guest.join("w", port=rendezvous.port)
+            assert (world.rank, world.size) == (0, 1)
+            with pytest.raises(WorldExistsError):
+                await guest.join("w", port=rendezvous.port)
+
+
+async def test_newcomer_is_told_so_when_no_epoch_takes_it_in_and_can_try_again() -> None:
+    async with ElasticRendezvous(first_size=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
+        with pytest.raises(ReformError, match="no epoch began with us"):
+            await one.join("w", port=rendezvous.port, timeout_s=0.5)
+        worlds = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
+        assert [world.size for world in worlds] == [2, 2]
 
 
 async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds: list[ElasticWorld]) -> None:
