@@ -18,13 +18,13 @@ from multiworld.elastic.epoch import Epoch, Post, Traffic
 from multiworld.elastic.reduction import Reduction
 from multiworld.operation import Operation
 
-CHUNK_BYTES = 1 << 20
-"""How much is passed on at once."""
+CHUNK_BYTES = 1 << 22
+"""How much is passed on at once. Smaller chunks overlap better and cost more: each is a message of its own."""
 _AHEAD = 32
 """How many chunks are waited for at once. They need no memory of their own, and who sends is never held up by a receiver that is busy."""
-RING_FROM_BYTES = {2: 0}
-"""From which size on the ring beats Gloo's own all-reduce, by number of members; it does not for any other. What it was measured with is
-in docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` measures again."""
+RING_FROM_BYTES = {2: 0, 3: 1 << 24, 4: 1 << 24}
+"""From which size on the ring beats Gloo's own all-reduce, by number of members; with others it is Gloo's. How that was measured is in
+docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` measures again."""
 
 
 def prefers_ring(size_bytes: int, members: int) -> bool:

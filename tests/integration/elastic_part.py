@@ -26,7 +26,8 @@ class ElasticPart:
         self.elastic = ElasticManager(**settings)
 
     async def elastic_ring(self, from_bytes: int) -> None:
-        """Have tensors from that size on go around the ring, however many members there are."""
+        """Have tensors from that size on go around the ring, in small chunks, however many members there are."""
+        ring.CHUNK_BYTES = 1 << 17
         ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), from_bytes)
 
     async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:
