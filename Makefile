@@ -8,7 +8,7 @@ ARGS     ?=
 PIP_ARGS ?=
 # Files of tests that run side by side: many wait more than they compute.
 TEST_FILES_AT_ONCE ?= 2
-BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost elastic
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test containers check fmt bench chaos peers throughput soak docs clean

@@ -12,9 +12,13 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from examples.elastic_members import MEMBERS
 from examples.rank_processes import Cast, Fault, Rank, Terminal
 from examples.two_worlds import WORLD_SIZE, add_network_options, place
 
+ELASTIC = ("all_reduce_with_retry", "all_reduce_by_hand")
+RETURNING = {"resnet", *ELASTIC, "ensemble"}
+"""Examples that take a member back that was killed."""
 EXAMPLES = (
     "send_recv",
     "broadcast",
@@ -28,6 +32,8 @@ EXAMPLES = (
     "ring_all_reduce",
     "single_world",
     "resnet",
+    *ELASTIC,
+    "ensemble",
 )
 SINGLE_WORLD_SIZE = 5
 
@@ -41,6 +47,11 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
         worlds = range(1, num_workers + 1)
         leader = Rank("leader", tuple((index, 0) for index in worlds), module, ("--num_workers", str(num_workers)))
         return [leader, *(_member(module, (index, 1)) for index in worlds)]
+    if example in ELASTIC:
+        return [Rank("rendezvous", (), module, ()), *_elastic_members(module)]
+    if example == "ensemble":
+        front, client = (Rank(name, (), f"examples.ensemble.{name}", ()) for name in ("front", "client"))
+        return [front, *_elastic_members(module), client]
     others = itertools.product((1, 2), range(1, WORLD_SIZE))
     return [_member(module, (1, 0), (2, 0)), *(_member(module, place) for place in others)]
 
@@ -48,6 +59,14 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
 def _single(rank: int) -> Rank:
     arguments = ("--rank", str(rank), "--worldsize", str(SINGLE_WORLD_SIZE))
     return Rank(f"rank {rank}", ((1, rank),), "examples.send_recv.single_world", arguments)
+
+
+def _elastic_members(module: str) -> list[Rank]:
+    """They go on when another one is killed."""
+    return [
+        Rank(f"member {number}", ((1, number),), module, ("--number", str(number)), survives=True)
+        for number in range(MEMBERS)
+    ]
 
 
 def _member(module: str, *places: tuple[int, int]) -> Rank:
@@ -69,7 +88,7 @@ def launch(example: str, options: argparse.Namespace, extra: Sequence[str]) -> b
     """Run an example. Gives whether everybody ended well whom the killed rank did not concern."""
     ranks = ranks_of(example, options.num_workers)
     importlib.import_module(ranks[0].module)
-    with reserve_port(options.addr, options.port) as reserved:
+    with reserve_port(options.addr, options.port) as reserved, reserve_port(options.addr, 0) as for_http:
         same = {
             "backend": options.backend,
             "addr": options.addr,
@@ -77,6 +96,8 @@ def launch(example: str, options: argparse.Namespace, extra: Sequence[str]) -> b
             "steps": options.steps,
             "step-pause-s": options.step_pause_s,
         }
+        if example == "ensemble":
+            same["http-port"] = for_http.getsockname()[1]
         terminal = Terminal([*(rank.label for rank in ranks), "launcher"])
         arguments = [word for key, value in same.items() for word in (f"--{key}", str(value))]
         cast = Cast(terminal, [*arguments, *extra], _fault(example, ranks, options))
@@ -111,10 +132,12 @@ def main() -> int:
     parser.add_argument("--num_workers", type=int, default=2, help="of resnet (default: %(default)s)")
     parser.add_argument("--kill-rank", type=place, metavar="WORLD,RANK", help="kill this rank, to see what happens")
     parser.add_argument("--after-step", type=int, default=3, help="after which of its steps (default: %(default)s)")
-    parser.add_argument("--restart-after-s", type=float, help="start it again; only resnet takes it back")
+    parser.add_argument("--restart-after-s", type=float, help="start it again, in an example that takes it back")
     options, extra = parser.parse_known_args()
-    if options.restart_after_s is not None and set(options.example) != {"resnet"}:
-        parser.error("--restart-after-s: a world that broke ends in this example; only resnet joins it again")
+    if options.restart_after_s is not None and not set(options.example) <= RETURNING:
+        parser.error(
+            f"--restart-after-s: a world that broke ends there; only {', '.join(sorted(RETURNING))} join again"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = [example for example in options.example if not launch(example, options, extra)]
     return 1 if failed else 0

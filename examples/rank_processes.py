@@ -25,12 +25,14 @@ class Rank:
 
     Attributes:
         places: the (world, rank) pairs that it is.
+        survives: whether it is to go on when another member of its worlds is killed.
     """
 
     label: str
     places: tuple[tuple[int, int], ...]
     module: str
     arguments: tuple[str, ...]
+    survives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Fault:
     """What is to go wrong.
 
     Attributes:
-        victim: who is killed, right after this step of it.
+        victim: who is killed, right after this step of it, or in the middle of it.
         restart_after_s: when it is started again, None for never.
     """
 
@@ -46,8 +48,15 @@ class Fault:
     after_step: int
     restart_after_s: float | None = None
 
+    @property
+    def last_words(self) -> str:
+        """What the victim says last: of one that others survive, in the middle of what they do together."""
+        return f"{'in the middle of' if self.victim.survives else 'done with'} step: {self.after_step} "
+
     def excuses(self, rank: Rank) -> bool:
-        """Whether all worlds of `rank` are those of the victim: then it cannot but fail."""
+        """Whether all worlds of `rank` are those of the victim: then it cannot but fail, unless it survives that."""
+        if not rank.places or (rank.survives and rank != self.victim):
+            return False
         return {index for index, _ in rank.places} <= {index for index, _ in self.victim.places}
 
 
@@ -107,9 +116,7 @@ class Cast:
         try:
             for rank in ranks:
                 doomed = self._fault is not None and rank == self._fault.victim
-                self._start(
-                    rank, last_words=f"done with step: {self._fault.after_step} " if doomed and self._fault else ""
-                )
+                self._start(rank, last_words=self._fault.last_words if doomed and self._fault else "")
             while self._running or self._restart_at_s is not None:
                 for key, _ in self._selector.select(self._restart_when_due()):
                     self._hear(key.data)

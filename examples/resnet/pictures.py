@@ -16,14 +16,15 @@ def load_pictures(path: Path | None, preprocessing: Preprocessing) -> dict[str, 
     Raises OSError when the file is no picture that can be read.
     """
     if path is not None:
-        return {path.name: _prepared(Image.open(path), preprocessing)}
+        return {path.name: prepared(Image.open(path), preprocessing)}
     from sklearn.datasets import load_sample_image  # noqa: PLC0415 - takes seconds, and only the leader needs it
 
     names = ("china.jpg", "flower.jpg")
-    return {name: _prepared(Image.fromarray(load_sample_image(name)), preprocessing) for name in names}
+    return {name: prepared(Image.fromarray(load_sample_image(name)), preprocessing) for name in names}
 
 
-def _prepared(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
+def prepared(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
+    """uint8 [1,3,H,W], resized and cropped as the model wants it."""
     resized = functional.resize(image.convert("RGB"), [preprocessing.resize_size])
     cropped = functional.center_crop(resized, [preprocessing.crop_size])
     return torch.as_tensor(functional.pil_to_tensor(cropped)).unsqueeze(0)

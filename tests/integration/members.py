@@ -30,9 +30,11 @@ from typing import Any
 import torch
 
 import multiworld
+import multiworld.elastic
 from multiworld import WorldManager
 from multiworld.meeting import Meeting
 from multiworld.store import LifelineStore
+from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
 
 PATIENCE_S = 60.0
@@ -55,10 +57,11 @@ def resources() -> dict[str, int]:
 # -- in the member -----------------------------------------------------------------------------------------------------------
 
 
-class Script:
+class Script(ElasticPart):
     """What a member can be told. Each public method is a command; what it returns is sent back as JSON."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.manager = WorldManager()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.strangers: list[socket.socket] = []
@@ -399,12 +402,16 @@ class Member:
 def _rebuild(kind: str, args: list[Any]) -> Exception:
     if kind == "BrokenWorldException":
         args[1] = multiworld.Cause(args[1])
-    known: type[Exception] = getattr(multiworld, kind, None) or {
-        "ValueError": ValueError,
-        "OSError": OSError,
-        "PermissionError": PermissionError,
-        "CancelledError": InterruptedError,  # a CancelledError here would look like the test's own
-    }.get(kind, RuntimeError)
+    known: type[Exception] = (
+        getattr(multiworld, kind, None)
+        or getattr(multiworld.elastic, kind, None)
+        or {
+            "ValueError": ValueError,
+            "OSError": OSError,
+            "PermissionError": PermissionError,
+            "CancelledError": InterruptedError,  # a CancelledError here would look like the test's own
+        }.get(kind, RuntimeError)
+    )
     return known(*args)
 
 

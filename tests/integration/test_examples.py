@@ -187,6 +187,53 @@ def test_resnet_skips_a_killed_worker_and_takes_it_back_and_ctrl_c_ends_all() ->
         launcher.close()
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("example", ["all_reduce_with_retry", "all_reduce_by_hand"])
+def test_three_go_on_with_the_right_sums_and_the_killed_one_comes_back(example: str, victim: int) -> None:
+    launcher = Launcher(
+        example,
+        *("--steps", "1000000", "--step-pause-s", "0.05", "--kill-rank", f"1,{victim}", "--after-step", "3"),
+        *("--restart-after-s", "0.1"),
+    )
+    try:
+        launcher.read_until(rf"^member {victim} .*killed by SIGKILL")
+        launcher.read_until(r"^rendezvous .*epoch 2 has 3 members")
+        launcher.read_until(r"^rendezvous .*epoch 3 has 4 members")
+        launcher.read_until(rf"^member {victim} .*joined epoch 3 as rank 3 of 4")
+        launcher.read_until(rf"^member {victim} .*has sums \[1111\] of 4 members, 0 retries")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.process.wait(PATIENCE_S) == 130
+    finally:
+        launcher.close()
+    said = [line.partition("| ")[2] for line in launcher.lines]
+    sums: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for found in re.finditer(r"member (\d) has sums \[(.*?)\] of (\d) members", "\n".join(said)):
+        sums[found[1], found[3]] |= set(found[2].split(", "))
+    three = str(1111 - 10**victim)
+    for survivor in {"0", "1", "2", "3"} - {str(victim)}:
+        assert sums[survivor, "4"] == {"1111"}
+        assert three in sums[survivor, "3"] <= {three, "1111"}, "a sum that had finished with four is not run again"
+
+
+def test_an_ensemble_answers_every_image_when_one_of_its_models_is_killed() -> None:
+    launcher = Launcher(
+        "ensemble",
+        *("--models", "resnet18", "--steps", "5", "--step-pause-s", "0", "--kill-rank", "1,0", "--after-step", "3"),
+    )
+    try:
+        lines = list(launcher.read())
+        assert launcher.process.wait(PATIENCE_S) == 0
+    finally:
+        launcher.close()
+    assert any(re.search(r"^member 0 .*killed by SIGKILL", line) for line in lines)
+    answers = re.findall(r"^client .*\.jpg shows (.*) \(.*\), say (\d) models$", "\n".join(lines), re.MULTILINE)
+    assert [models for _, models in answers[:2]] == ["4", "4"]
+    assert len(answers) == 5
+    assert [models for _, models in answers[3:]] == ["3", "3"]
+    for number in (1, 2, 3):
+        assert f"member {number}   | finished all 5 steps" in lines
+
+
 def test_every_example_has_a_readme_that_says_how_to_start_it() -> None:
     for example in EXAMPLES:
         folder = "send_recv" if example == "single_world" else example

@@ -1,0 +1,228 @@
+"""Elastic all-reduces next to `torch.distributed` on the same machine, ring next to Gloo, and the time that one kill costs.
+
+    python -m benchmarks.elastic throughput            # 1 x 64 MB, 64 x 1 MB, 1000 x 16 KB at 2, 3 and 4 ranks
+    python -m benchmarks.elastic algorithms            # one tensor, by size: where the ring beats Gloo
+    python -m benchmarks.elastic kills --kills 50      # how much longer a call takes in which one of four is killed
+
+The ways take turns within one run, in another order each round; figures are medians over the rounds. `one by one` and `async_op` are
+`torch.distributed.all_reduce` on its global Gloo group; in the latter all are started, then all awaited.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.ranks import LOOPS, context, quantile, run, start, started, table
+from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, ring
+from multiworld.elastic.epoch import Epoch, Traffic
+from multiworld.elastic.reduction import Reduction
+from multiworld.elastic.ring import gloo_all_reduce, ring_all_reduce
+
+CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
+WAYS = ("one by one", "async_op", "elastic")
+ALGORITHMS = ("gloo", "ring")
+SILENCE_S = 10.0
+"""No kill is found by silence; and a machine with fewer cores than ranks makes one wait."""
+
+
+def one_by_one(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+
+
+def all_at_once(tensors: list[Tensor]) -> None:
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        assert work is not None
+        work.wait()
+
+
+async def reduce_all(world: ElasticWorld, way: str, tensors: list[Tensor]) -> float:
+    """Seconds that one call took."""
+    began_s = time.perf_counter()
+    if way == "elastic":
+        assert (await world.all_reduce_multiple_with_retry(tensors)).success
+    else:
+        (one_by_one if way == "one by one" else all_at_once)(tensors)
+    return time.perf_counter() - began_s
+
+
+async def throughput(rank: int, ranks: int, port: int, c10d_port: int, options: argparse.Namespace) -> None:
+    dist.init_process_group(
+        "gloo", store=TCPStore("127.0.0.1", c10d_port, ranks, rank == 0), rank=rank, world_size=ranks
+    )
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
+        world = await manager.join("w", port=port)
+        rows = []
+        for name, (count, size) in CASES.items():
+            tensors = [torch.zeros(max(1, size // options.scale // 4)) for _ in range(count)]
+            order, times = random.Random(1), {way: list[float]() for way in WAYS}  # the same order at all ranks
+            for _ in range(options.rounds + 1):
+                for way in order.sample(WAYS, len(WAYS)):
+                    dist.barrier()
+                    times[way].append(await reduce_all(world, way, tensors))
+            medians = {way: statistics.median(values[1:]) for way, values in times.items()}
+            better = min(medians["one by one"], medians["async_op"])
+            rows.append([name, *(f"{medians[way] * 1e3:.2f}" for way in WAYS), f"{medians['elastic'] / better:.2f}"])
+        if rank == 0:
+            title = f"{ranks} ranks: milliseconds a call, medians of {options.rounds} rounds, sizes / {options.scale}"
+            table(title, ("tensors", *WAYS, "elastic to the better"), rows)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options: argparse.Namespace) -> None:
+    ring.CHUNK_BYTES = options.chunk_bytes
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
+        world = await manager.join("w", port=port)
+        inner = manager._managers["w"].communicator
+        epoch = Epoch(inner, "w", world.epoch, world.rank, world.size)
+        rows = []
+        for size in options.sizes:
+            operand = torch.zeros(size // 4)
+            result = torch.empty_like(operand)
+            times, busy = {way: list[float]() for way in ALGORITHMS}, {way: list[float]() for way in ALGORITHMS}
+            for _ in range(options.rounds + 1):
+                for way in ALGORITHMS:
+                    await inner.barrier("w")
+                    began_s, idle_s = time.perf_counter(), time.process_time()
+                    for _ in range(options.repeat):
+                        if way == "ring":
+                            await ring_all_reduce(epoch, operand, result, Reduction("SUM"), 0, Traffic())
+                        else:
+                            await gloo_all_reduce(epoch, operand, result, Reduction("SUM"), Traffic())
+                    times[way].append((time.perf_counter() - began_s) / options.repeat)
+                    busy[way].append((time.process_time() - idle_s) / options.repeat)
+            medians = [statistics.median(each[way][1:]) for each in (times, busy) for way in ALGORITHMS]
+            ratios = (f"{medians[1] / medians[0]:.2f}", f"{medians[3] / medians[2]:.2f}")
+            rows.append([size, *(f"{median * 1e3:.3f}" for median in medians), *ratios])
+        if rank == 0:
+            table(
+                f"{ranks} ranks: milliseconds, medians of {options.rounds} rounds, chunks of {options.chunk_bytes}",
+                (
+                    "bytes",
+                    *ALGORITHMS,
+                    *(f"{way}: CPU of rank 0" for way in ALGORITHMS),
+                    "ring / gloo",
+                    "CPU: ring / gloo",
+                ),
+                rows,
+            )
+        await inner.barrier("w")
+
+
+async def reduce_until_told(_rank: int, port: int, reports: Connection, options: argparse.Namespace) -> None:
+    """Calls without end; after each, how long it took and in how many attempts, and newcomers come in."""
+    tensors = [torch.zeros(max(1, (1 << 20) // options.scale // 4)) for _ in range(16)]
+    async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
+        world = await manager.join("w", port=port)
+        while True:
+            began_s = time.perf_counter()
+            outcome = await world.all_reduce_multiple_with_retry(tensors)
+            reports.send((time.perf_counter() - began_s, outcome.retries, outcome.world_size))
+            await world.update_membership()
+
+
+class Fleet:
+    """Members, and what they report."""
+
+    def __init__(self, port: int, options: argparse.Namespace) -> None:
+        self.members: dict[Connection, BaseProcess] = {}
+        self._port = port
+        self._options = options
+
+    def add(self) -> None:
+        ours, theirs = context().Pipe()
+        self.members[ours] = start(self._options.loop, reduce_until_told, 0, self._port, theirs, self._options)
+
+    async def until(self, wanted: Callable[[float, int, int], bool]) -> tuple[float, int, int]:
+        """The first report of any member from now on that is wanted; all others are read and dropped."""
+        async with asyncio.timeout(60):
+            while True:
+                for reports in self.members:
+                    while reports.poll():
+                        said: tuple[float, int, int] = reports.recv()
+                        if wanted(*said):
+                            return said
+                await asyncio.sleep(0.002)
+
+    def kill(self, victim: Connection) -> None:
+        process = self.members.pop(victim)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+async def kills(options: argparse.Namespace) -> None:
+    chance, size = random.Random(1), 4
+    async with ElasticRendezvous(first_size=size, heartbeat_timeout_s=SILENCE_S) as rendezvous:
+        fleet = Fleet(rendezvous.port, options)
+        for _ in range(size):
+            fleet.add()
+        lost_s: list[float] = []
+        while len(lost_s) < options.kills:
+            usual = [(await fleet.until(lambda _s, retries, now: now == size and not retries))[0] for _ in range(9)]
+            await asyncio.sleep(chance.uniform(0, 0.1))
+            fleet.kill(chance.choice(list(fleet.members)))
+            took_s, retries, _ = await fleet.until(lambda _s, retries, now: bool(retries) or now == size - 1)
+            if retries:  # else it was killed between two calls
+                lost_s.append(took_s - statistics.median(usual))
+            fleet.add()
+        for member in list(fleet.members):
+            fleet.kill(member)
+    row = [
+        len(lost_s),
+        *(f"{each * 1e3:.0f}" for each in (statistics.median(lost_s), quantile(lost_s, 0.99), max(lost_s))),
+    ]
+    table("time lost to the kill of one of four, in ms", ("kills", "median", "p99", "most"), [row])
+
+
+async def hold(ports: Connection, ranks: int) -> None:
+    async with ElasticRendezvous(first_size=ranks, heartbeat_timeout_s=SILENCE_S) as rendezvous:
+        ports.send(rendezvous.port)
+        await rendezvous.serve()
+
+
+def compare(options: argparse.Namespace) -> None:
+    main = throughput if options.what == "throughput" else algorithms
+    for index, ranks in enumerate(options.ranks):
+        ours, theirs = context().Pipe()
+        holder = start(options.loop, hold, theirs, ranks)
+        port, c10d_port = ours.recv(), 20000 + (os.getpid() + index) % 9000
+        try:
+            with started(options.loop, main, range(1, ranks), ranks, port, c10d_port, options):
+                run(options.loop, main(0, ranks, port, c10d_port, options))
+        finally:
+            holder.kill()
+            holder.join()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("throughput", "algorithms", "kills"), default="throughput")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each way (default: %(default)s)")
+    parser.add_argument(
+        "--scale", type=int, default=1, help="divide the sizes by this, to try it (default: %(default)s)"
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << shift for shift in range(14, 27, 2)])
+    parser.add_argument("--repeat", type=int, default=3, help="of algorithms: how often a turn (default: %(default)s)")
+    parser.add_argument("--chunk-bytes", type=int, default=ring.CHUNK_BYTES, help="of the ring (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, help="how many (default: %(default)s)")
+    parser.add_argument("--loop", choices=LOOPS, default=LOOPS[0], help="event loop of all processes")
+    chosen = parser.parse_args()
+    if chosen.what == "kills":
+        run(chosen.loop, kills(chosen))
+    else:
+        compare(chosen)

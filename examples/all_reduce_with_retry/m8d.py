@@ -1,0 +1,25 @@
+"""Sums over four processes that go on when one is killed, and take it in again when it comes back.
+
+Run: python -m examples.launch all_reduce_with_retry --kill-rank 1,2
+"""
+
+import torch
+
+from examples.elastic_members import run
+from multiworld.elastic import ElasticWorld
+
+TENSORS, ELEMENTS = 32, 65_536  # 8 MB in all
+
+
+async def step(world: ElasticWorld, number: int, step_number: int) -> None:
+    """Add up many tensors at once. Member N puts in 10**N: the digits of a sum say whose parts are in it."""
+    tensors = [torch.full((ELEMENTS,), float(10**number)) for _ in range(TENSORS)]
+    outcome = await world.all_reduce_multiple_with_retry(tensors, max_in_flight=16)
+    sums = sorted({int(value) for tensor in tensors for value in tensor.aminmax()})
+    if not outcome.success:
+        print(f"everybody else has left in step {step_number}: {outcome}")
+    print(f"member {number} has sums {sums} of {outcome.world_size} members, {outcome.retries} retries")
+
+
+if __name__ == "__main__":
+    run(step)

@@ -1,0 +1,81 @@
+"""One of four ResNets that answer together: their logits are averaged, by those that are there.
+
+Run: python -m examples.launch ensemble --kill-rank 1,2
+"""
+
+import argparse
+import asyncio
+import io
+import sys
+
+import httpx
+import torch
+from PIL import Image
+from torch.distributed import ReduceOp
+
+from examples.elastic_members import parser_of_members, take_part
+from examples.resnet.pictures import prepared
+from models import MODEL_NAMES, LoadedModel, Normalize, load_model
+from multiworld.elastic import ElasticWorld
+
+PATIENCE_S = 600.0
+"""How long a member waits for somebody to ask about an image."""
+
+
+class Expert:
+    """A member of the ensemble: fetches each image by its number, and answers it together with the others."""
+
+    def __init__(self, model: LoadedModel, front: httpx.AsyncClient) -> None:
+        self._model = model
+        self._normalize = Normalize(model.preprocessing.mean, model.preprocessing.std)
+        self._front = front
+
+    async def answer(self, world: ElasticWorld, number: int, step_number: int) -> None:
+        """Classify image `step_number`. Whoever is left says so to the front, which takes the first answer: all are the same."""
+        image = await self._front.get(f"/images/{step_number}")
+        image.raise_for_status()
+        logits = await asyncio.to_thread(self._logits, image.content)  # messages and heartbeats go on meanwhile
+        outcome = await world.all_reduce_with_retry(logits, ReduceOp.AVG)
+        probability, class_id = logits.softmax(dim=1)[0].max(dim=0)
+        label, models = self._model.labels[int(class_id)], max(outcome.took_part[0], 1)
+        print(f"member {number}: image {step_number} shows {label} ({float(probability):.1%}), say {models} models")
+        said = {"label": label, "probability": float(probability), "models": models}
+        (await self._front.post(f"/answers/{step_number}", json=said)).raise_for_status()
+
+    def _logits(self, image: bytes) -> torch.Tensor:
+        """float32 [1,num_classes]."""
+        with torch.inference_mode():
+            pixels = prepared(Image.open(io.BytesIO(image)), self._model.preprocessing)
+            logits: torch.Tensor = self._model.module(self._normalize(pixels))
+        return logits.clone()
+
+
+async def main(options: argparse.Namespace) -> int:
+    models = options.models.split(",")
+    weights = options.weights if options.weights != "random" else f"random:{options.number}"
+    model = load_model(models[options.number % len(models)], weights)
+    async with httpx.AsyncClient(base_url=f"http://{options.addr}:{options.http_port}", timeout=PATIENCE_S) as front:
+        return await take_part(Expert(model, front).answer, options)
+
+
+def parsed() -> argparse.Namespace:
+    parser = parser_of_members()
+    parser.add_argument("--http-port", type=int, default=8000, help="of the front (default: %(default)s)")
+    parser.add_argument(
+        "--models", default="resnet18,resnet34,resnet50,resnet101", help="one a member (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--weights",
+        default="random",
+        help="auto for torchvision's; random is other ones a member (default: %(default)s)",
+    )
+    options = parser.parse_args()
+    if options.number is None:
+        parser.error("--number: which member to be; the front is python -m examples.ensemble.front")
+    if unknown := set(options.models.split(",")) - set(MODEL_NAMES):
+        parser.error(f"--models: {', '.join(unknown)}: expected some of {', '.join(MODEL_NAMES)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(parsed())))

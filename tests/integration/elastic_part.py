@@ -1,0 +1,110 @@
+"""What members of tests can be told about elastic worlds (members.py)."""
+
+import hashlib
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld.elastic import ElasticManager, ElasticWorld, Quantization, ring
+from multiworld.elastic import rounds as agreement
+from multiworld.elastic.epoch import Post
+
+
+class ElasticPart:
+    """Each public method is a command."""
+
+    def __init__(self) -> None:
+        self.elastic = ElasticManager()
+        self._tensors: list[Tensor] = []
+
+    async def elastic_configure(self, **settings: Any) -> None:
+        torch.set_num_threads(1)  # many members share a machine
+        self.elastic = ElasticManager(**settings)
+
+    async def elastic_ring(self, from_bytes: int) -> None:
+        """Have tensors from that size on go around the ring, in small chunks, however many members there are."""
+        ring.CHUNK_BYTES = 1 << 17
+        ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), from_bytes)
+
+    async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:
+        return _described(await self.elastic.join(world, addr, port, **settings))
+
+    async def elastic_state(self, world: str) -> dict[str, Any]:
+        return _described(self.elastic.world(world))
+
+    async def elastic_update(self, world: str, timeout_s: float = 60.0) -> int:
+        return await self.elastic.update_membership(world, timeout_s=timeout_s)
+
+    async def elastic_leave(self, world: str) -> None:
+        await self.elastic.leave(world)
+
+    async def elastic_reduce(
+        self,
+        world: str,
+        weight: float,
+        counts: list[int],
+        op: str = "SUM",
+        max_in_flight: int = 16,
+        quantization: str | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Reduce tensors of which the i-th is full of `weight * (i + 1)`."""
+        self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
+        outcome = await self.elastic.all_reduce_multiple_with_retry(
+            self._tensors,
+            getattr(ReduceOp, op),
+            max_in_flight=max_in_flight,
+            world_name=world,
+            quantization=Quantization(quantization) if quantization else None,
+            timeout_s=timeout_s,
+        )
+        return {
+            "success": outcome.success,
+            "retries": outcome.retries,
+            "size": outcome.world_size,
+            "took_part": list(outcome.took_part),
+            "sent": outcome.bytes_sent,
+            "received": outcome.bytes_received,
+            **await self.elastic_held(),
+        }
+
+    async def elastic_held(self) -> dict[str, Any]:
+        """What the tensors of the last call hold: their bits as a digest, and one number each where all are alike."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in self._tensors:
+            digest.update(tensor.numpy().tobytes())
+        firsts = [tensor[0].item() if bool((tensor == tensor[0]).all()) else float("nan") for tensor in self._tensors]
+        return {"bits": digest.hexdigest(), "values": firsts}
+
+    async def elastic_fault(self, signum: int, messages: int) -> None:
+        """Send that signal to ourselves when so many messages of all-reduces have been begun."""
+        send, begun = Post.send, 0
+
+        def count(post: Post, tensor: Tensor, rank: int) -> None:
+            nonlocal begun
+            begun += 1
+            if begun == messages:
+                os.kill(os.getpid(), signum)
+            send(post, tensor, rank)
+
+        Post.send = count  # type: ignore[method-assign,assignment]
+
+    async def elastic_fault_at_close(self) -> None:
+        """Be killed when all has finished here and everywhere, and only this member knows."""
+        judge = agreement.Round.judge
+
+        def die(round_: agreement.Round, heads: list[bytes]) -> Any:
+            verdict = judge(round_, heads)
+            if round_.complete:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return verdict
+
+        agreement.Round.judge = die  # type: ignore[method-assign,assignment]
+
+
+def _described(world: ElasticWorld) -> dict[str, Any]:
+    return {"epoch": world.epoch, "rank": world.rank, "size": world.size, "id": world.member_id}

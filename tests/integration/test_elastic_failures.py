@@ -1,0 +1,257 @@
+"""Members of elastic worlds are killed, frozen and cut off in the middle of their all-reduces; the others finish, with the same bits."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld.elastic import DesyncError, ElasticRendezvous, EvictedError, ReformError, RendezvousError
+from tests.integration.members import PATIENCE_S, Member, Spawn, members
+from tests.integration.proxy import HOST, Proxy
+
+PULSE_S = 2.0
+"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
+"""Some go around the ring, in several chunks, and some through Gloo."""
+RING_FROM_BYTES = 1_000_000
+WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path) as make:
+        yield make
+
+
+@contextlib.asynccontextmanager
+async def rendezvous(**settings: Any) -> AsyncIterator[ElasticRendezvous]:
+    async with ElasticRendezvous(heartbeat_timeout_s=PULSE_S, **settings) as made:
+        yield made
+
+
+async def joined(spawn: Spawn, count: int, port: int, **settings: Any) -> list[Member]:
+    """Members of one world, by rank."""
+    made = [await spawn() for _ in range(count)]
+    for member in made:
+        await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
+        await member.do("elastic_ring", from_bytes=RING_FROM_BYTES)
+    places = await asyncio.gather(*(member.do("elastic_join", world="w", port=port, **settings) for member in made))
+    return [member for _, member in sorted(zip(places, made, strict=True), key=lambda each: int(each[0]["rank"]))]
+
+
+def reduce_all(everybody: list[Member], counts: list[int] = COUNTS, **settings: Any) -> "list[asyncio.Task[Any]]":
+    return [
+        member.start("elastic_reduce", world="w", weight=weight, counts=counts, **settings)
+        for member, weight in zip(everybody, WEIGHTS, strict=False)
+    ]
+
+
+def values(weights: list[float], took_part: list[int], lost: float = 0.0) -> list[float]:
+    """What the tensors must hold: sums with the lost member's part where it took part."""
+    total = sum(weights)
+    return [(total + (lost if size > len(weights) else 0)) * (index + 1) for index, size in enumerate(took_part)]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("messages", [1, 9, 20])
+async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
+    spawn: Spawn, victim: int, messages: int
+) -> None:
+    async with rendezvous(first_size=4) as holder:
+        everybody = await joined(spawn, 4, holder.port)
+        await everybody[victim].do("elastic_fault", signum=signal.SIGKILL, messages=messages)
+        tasks = reduce_all(everybody)
+        assert await everybody[victim].ended() == -signal.SIGKILL
+        del tasks[victim]
+        outcomes = await asyncio.gather(*tasks)
+        left = [weight for rank, weight in enumerate(WEIGHTS) if rank != victim]
+        for outcome in outcomes:
+            assert (outcome["success"], outcome["size"]) == (True, 3)
+            assert outcome["bits"] == outcomes[0]["bits"]
+            assert outcome["took_part"] == outcomes[0]["took_part"]
+            assert outcome["values"] == values(left, outcome["took_part"], WEIGHTS[victim])
+            assert outcome["retries"] >= 1
+        assert holder.view("w").epoch == 2
+
+
+@pytest.mark.parametrize("quantization", [None, "min_max"])
+async def test_averages_are_of_those_who_took_part_when_one_is_killed(spawn: Spawn, quantization: str | None) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        await everybody[1].do("elastic_fault", signum=signal.SIGKILL, messages=4)
+        tasks = reduce_all(everybody, op="AVG", quantization=quantization, counts=[300_000] * 3)
+        outcomes = await asyncio.gather(tasks[0], tasks[2])
+        assert outcomes[0]["bits"] == outcomes[1]["bits"]
+        for index, (value, size) in enumerate(zip(outcomes[0]["values"], outcomes[0]["took_part"], strict=True)):
+            taking_part = [1.0, 100.0] if size == 2 else [1.0, 10.0, 100.0]
+            assert value == pytest.approx(sum(taking_part) / size * (index + 1), rel=1e-6)
+        assert 2 in outcomes[0]["took_part"]
+
+
+async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_finished(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        await everybody[0].do("elastic_fault_at_close")
+        tasks = reduce_all(everybody)
+        outcomes = await asyncio.gather(*tasks[1:])
+        for outcome in outcomes:
+            assert outcome["success"]
+            assert outcome["bits"] == outcomes[0]["bits"]
+            assert outcome["took_part"] == [3] * len(COUNTS)
+
+
+async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_comes_back_at_a_boundary(
+    spawn: Spawn,
+) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        await everybody[0].do("elastic_fault", signum=signal.SIGSTOP, messages=5)
+        tasks = reduce_all(everybody)
+        outcomes = await asyncio.gather(*tasks[1:])
+        assert outcomes[0]["bits"] == outcomes[1]["bits"]
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
+        everybody[0].signal(signal.SIGCONT)
+        with pytest.raises(EvictedError):
+            await tasks[0]
+        held = await everybody[0].do("elastic_held")
+        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "it holds what it held"
+
+        await everybody[0].do("elastic_leave", world="w")
+        coming = everybody[0].start("elastic_join", world="w", port=holder.port)
+        async with asyncio.timeout(PATIENCE_S):
+            while not holder.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
+        assert [outcome["size"] for outcome in again] == [2, 2], "nobody comes in before a boundary"
+        epochs = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
+        place = await coming
+        assert (place["epoch"], place["size"], place["rank"]) == (epochs[0], 3, 2)
+        outcomes = await asyncio.gather(*reduce_all([*everybody[1:], everybody[0]]))
+        assert len({outcome["bits"] for outcome in outcomes}) == 1
+        assert outcomes[0]["took_part"] == [3] * len(COUNTS)
+
+
+async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        for member in everybody[:2]:
+            await member.do("elastic_fault", signum=signal.SIGKILL, messages=3)
+        outcome = await reduce_all(everybody)[2]
+        assert (outcome["success"], outcome["size"]) == (False, 1)
+        assert 0 in outcome["took_part"]
+        for index, (value, size) in enumerate(zip(outcome["values"], outcome["took_part"], strict=True)):
+            assert size or value == WEIGHTS[2] * (index + 1), "what has no result holds what it held"
+        again = await reduce_all(everybody[2:])[0]
+        assert (again["success"], again["size"], set(again["took_part"])) == (False, 1, {0})
+
+
+async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_member_is_killed(
+    spawn: Spawn, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.json"
+    async with rendezvous(first_size=3, state_file=state) as holder:
+        port = holder.port
+        everybody = await joined(spawn, 3, port)
+    outcomes = await asyncio.gather(*reduce_all(everybody))
+    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it goes on without"
+    await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
+    tasks = reduce_all(everybody)
+    assert await everybody[0].ended() == -signal.SIGKILL
+    async with rendezvous(first_size=3, state_file=state, port=port, patience_s=2.0) as holder:
+        outcomes = await asyncio.gather(*tasks[1:])
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
+        assert outcomes[0]["bits"] == outcomes[1]["bits"]
+        assert holder.view("w").epoch == 2
+
+
+async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        port = holder.port
+        everybody = await joined(spawn, 3, port)
+    async with rendezvous(first_size=3, port=port):
+        await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
+        tasks = reduce_all(everybody)
+        for task in tasks[1:]:
+            with pytest.raises(RendezvousError, match="knows no world"):
+                await task
+
+
+async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port, reform_timeout_s=3.0)
+    await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
+    for task in reduce_all(everybody)[1:]:
+        with pytest.raises((RendezvousError, ReformError)):
+            await task
+
+
+async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3, addr=HOST) as holder:
+        proxy = Proxy(HOST, holder.port)
+        try:
+            everybody = [await spawn() for _ in range(3)]
+            joining = []
+            for member, port in zip(everybody, (proxy.port, holder.port, holder.port), strict=True):
+                await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
+                settings = {"world": "w", "port": port, "addr": HOST, "host": "127.0.0.1", "reform_timeout_s": 4.0}
+                joining.append(member.start("elastic_join", **settings))
+            await asyncio.gather(*joining)
+            assert all(outcome["success"] for outcome in await asyncio.gather(*reduce_all(everybody, counts=[10])))
+            proxy.freeze()
+            async with asyncio.timeout(PATIENCE_S):
+                while len(holder.view("w").members) == 3:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.01)
+            tasks = reduce_all(everybody)
+            with pytest.raises((RendezvousError, ReformError, EvictedError)):
+                await tasks[0]
+            outcomes = await asyncio.gather(*tasks[1:])
+            assert [outcome["size"] for outcome in outcomes] == [2, 2]
+        finally:
+            await proxy.close()
+
+
+async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        tasks = [
+            member.start("elastic_reduce", world="w", weight=1.0, counts=[10, count])
+            for member, count in zip(everybody, (20, 20, 21), strict=True)
+        ]
+        for task in tasks:
+            with pytest.raises(DesyncError, match="rank 2"):
+                await task
+
+
+async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        hasty = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS, timeout_s=0.5)
+        with pytest.raises(ReformError, match=r"over 0\.5 s"):
+            await hasty
+        outcomes = await asyncio.gather(*reduce_all(everybody[1:]))
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
+
+
+async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        waiting = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS)
+        await everybody[0].do("elastic_state", world="w")
+        waiting.cancel()
+        outcomes = await asyncio.gather(*reduce_all(everybody[1:]))
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
+
+
+async def test_survivors_form_again_by_themselves_when_nothing_is_under_way(spawn: Spawn) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        everybody[0].kill()
+        async with asyncio.timeout(PATIENCE_S):
+            for rank, member in enumerate(everybody[1:]):
+                while (state := await member.do("elastic_state", world="w"))["size"] != 2:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+                assert (state["epoch"], state["rank"]) == (2, rank)

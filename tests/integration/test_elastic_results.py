@@ -1,0 +1,302 @@
+"""What elastic all-reduces compute when nothing fails: around the ring, through Gloo, quantised; and that all have the same bits."""
+
+import asyncio
+import functools
+import operator
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from multiworld import World, WorldExistsError, WorldManager
+from multiworld.elastic import (
+    DesyncError,
+    ElasticManager,
+    ElasticRendezvous,
+    ElasticWorld,
+    Quantization,
+    ReformError,
+    RendezvousError,
+)
+from multiworld.elastic import ring as ring_module
+from multiworld.elastic.bundle import BUNDLE_BYTES
+from multiworld.elastic.epoch import Epoch, Traffic
+from multiworld.elastic.exchange import quantised_all_reduce
+from multiworld.elastic.quantise import BLOCK
+from multiworld.elastic.reduction import DTYPES, Reduction
+from multiworld.elastic.ring import ring_all_reduce
+from tests.integration.crew import Crew
+from tests.integration.members import PATIENCE_S
+
+OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PROD": ReduceOp.PRODUCT}
+
+
+def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (values * 9).to(dtype) if dtype.is_floating_point else (values * 9).round().to(dtype)
+
+
+def reference(operands: list[Tensor], op: str) -> Tensor:
+    """In float64, or in whole numbers."""
+    wide = [each.double() if each.is_floating_point() else each for each in operands]
+    if op == "AVG":
+        total = functools.reduce(operator.add, wide)
+        return total.div(len(wide), rounding_mode=None if total.is_floating_point() else "trunc")
+    combine: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "SUM": operator.add, "PROD": operator.mul, "MIN": torch.minimum, "MAX": torch.maximum
+    }  # fmt: skip
+    return functools.reduce(combine[op], wide)
+
+
+def epoch_of(manager: WorldManager, world: World) -> Epoch:
+    return Epoch(manager.communicator, world.name, 1, world.rank, world.size)
+
+
+def check_equal(results: list[Tensor], expected: Tensor) -> None:
+    for result in results[1:]:
+        assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8)), "the members differ"
+    dtype = results[0].dtype
+    if dtype.is_floating_point:
+        tolerance = 40 * torch.finfo(dtype).eps
+        assert torch.allclose(results[0].double(), expected, rtol=tolerance, atol=tolerance * 1000)
+    else:
+        assert torch.equal(results[0], expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
+    crew: Crew, size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module, "CHUNK_BYTES", 256)
+    for op in OPS:
+        for dtype in DTYPES:
+            operands = [operand(rank, count, dtype) for rank in range(size)]
+            before = [each.clone() for each in operands]
+
+            async def reduce(
+                manager: WorldManager, world: World, operands: list[Tensor] = operands, op: str = op
+            ) -> tuple[Tensor, Traffic]:
+                result, traffic = torch.empty_like(operands[world.rank]), Traffic()
+                await ring_all_reduce(epoch_of(manager, world), operands[world.rank], result, Reduction(op), 3, traffic)
+                return result, traffic
+
+            came = crew.run(size, reduce)
+            check_equal([result for result, _ in came], reference(before, op))
+            assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True)), "operands are only read"
+            sent = sum(traffic.sent for _, traffic in came)
+            assert sent == sum(traffic.received for _, traffic in came) == 2 * (size - 1) * count * dtype.itemsize
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
+    crew: Crew, size: int, op: str, quantization: Quantization
+) -> None:
+    count = 3 * size * BLOCK // 2 + 5
+    operands = [operand(rank, count, torch.float32) for rank in range(size)]
+
+    async def reduce(manager: WorldManager, world: World) -> Tensor:
+        result = torch.empty(count)
+        await quantised_all_reduce(
+            epoch_of(manager, world), operands[world.rank], result, Reduction(op), quantization, 9, Traffic()
+        )
+        return result
+
+    results = crew.run(size, reduce)
+    assert all(torch.equal(result, results[0]) for result in results)
+    exact = reference(operands, op)
+    bounds = [bound(each, quantization) for each in operands]
+    joint = max(bounds) if op in ("MIN", "MAX") else sum(bounds) / (size if op == "AVG" else 1)
+    widest = bound(exact.abs().max() + joint * torch.tensor([-1.0, 1.0]) * 2, quantization)
+    spread = torch.tensor([exact.min() - joint, exact.max() + joint])
+    allowed = joint + max(bound(spread, quantization), widest if quantization is Quantization.BFLOAT16 else 0.0)
+    assert float((results[0].double() - exact).abs().max()) <= allowed * (1 + 1e-4)
+    assert not torch.equal(results[0].double(), exact)
+
+
+def bound(values: Tensor, quantization: Quantization) -> float:
+    """The stated error of quantising a tensor, taken over the whole of it."""
+    low, high = float(values.min()), float(values.max())
+    match quantization:
+        case Quantization.MIN_MAX:
+            return (high - low) / 510
+        case Quantization.ZERO_POINT_SCALE:
+            return (max(high, 0.0) - min(low, 0.0)) / 255
+    return float(values.abs().max()) / 256
+
+
+# -- whole worlds --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def worlds() -> AsyncIterator[list[ElasticWorld]]:
+    """The three members of a world, by rank."""
+    async with ElasticRendezvous(first_size=3) as rendezvous:
+        managers = [ElasticManager() for _ in range(3)]
+        joined = await asyncio.gather(*(manager.join("w", port=rendezvous.port) for manager in managers))
+        yield sorted(joined, key=lambda world: world.rank)
+        for manager in managers:
+            await manager.leave("w")
+
+
+@pytest.mark.parametrize("op", OPS)
+async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
+    def tensors(rank: int) -> list[Tensor]:
+        made = [
+            operand(10 * rank + i, count, dtype) for dtype in DTYPES for i, count in enumerate((3, 1000, 0, 400_000))
+        ]
+        made += [operand(rank, 24, torch.float32).view(2, 3, 4), operand(rank, 60, torch.float32).view(6, 10).t()]
+        return [*made, torch.tensor(float(rank)), operand(rank, 50, torch.float32)[::2].requires_grad_()]
+
+    everybody = [tensors(rank) for rank in range(3)]
+    expected = [reference([each.detach() for each in same], op) for same in zip(*everybody, strict=True)]
+    outcomes = await asyncio.gather(
+        *(world.all_reduce_multiple_with_retry(own, OPS[op]) for world, own in zip(worlds, everybody, strict=True))
+    )
+    for index, right in enumerate(expected):
+        check_equal([own[index].detach().contiguous().view(-1) for own in everybody], right.reshape(-1))
+    for outcome in outcomes:
+        assert (outcome.success, outcome.retries, outcome.world_size) == (True, 0, 3)
+        assert outcome.took_part == (3,) * len(expected)
+        assert outcome.bytes_sent > 0 < outcome.bytes_received
+
+
+async def test_no_more_than_max_in_flight_are_under_way(
+    worlds: list[ElasticWorld], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = 0, 0
+    real = ring_module.ring_all_reduce
+
+    async def counted(epoch: Epoch, *arguments: object) -> None:
+        nonlocal running, most
+        if epoch.rank:
+            return await real(epoch, *arguments)  # type: ignore[arg-type]
+        running += 1
+        most = max(most, running)
+        try:
+            await real(epoch, *arguments)  # type: ignore[arg-type]
+        finally:
+            running -= 1
+
+    monkeypatch.setattr("multiworld.elastic.retry.ring_all_reduce", counted)
+    monkeypatch.setattr("multiworld.elastic.retry.prefers_ring", lambda *_: True)
+    count = BUNDLE_BYTES // 4
+    tensors = [[torch.ones(count) for _ in range(9)] for _ in worlds]
+    await asyncio.gather(
+        *(w.all_reduce_multiple_with_retry(own, max_in_flight=4) for w, own in zip(worlds, tensors, strict=True))
+    )
+    assert most == 4
+
+
+async def test_handles_tell_how_far_they_are_and_agree_closes_a_round(worlds: list[ElasticWorld]) -> None:
+    tensors = [torch.full((4,), float(world.rank)) for world in worlds]
+    first = worlds[0].all_reduce_async(tensors[0], tag=7)
+    await asyncio.sleep(0)
+    assert (first.status, first.done()) == ("pending", False)
+    others = [world.all_reduce_async(own, tag=7) for world, own in zip(worlds[1:], tensors[1:], strict=True)]
+    await asyncio.gather(*(_await(handle) for handle in (first, *others)))
+    assert (first.status, first.world_size, first.epoch) == ("done", 3, 1)
+    assert [own.tolist() for own in tensors] == [[3.0] * 4] * 3
+
+    flags = [[True, True, False], [True, False, False], [True, True, True]]
+    assert (
+        await asyncio.gather(*(w.agree(own) for w, own in zip(worlds, flags, strict=True)))
+        == [[True, False, False]] * 3
+    )
+    assert await asyncio.gather(*(w.agree([True] * 3) for w in worlds)) == [[True] * 3] * 3
+    again = await asyncio.gather(*(world.all_reduce_with_retry(torch.ones(2)) for world in worlds))
+    assert all(outcome.success for outcome in again)
+
+
+async def _await(handle: "asyncio.Future[None] | object") -> None:
+    await handle  # type: ignore[misc]
+
+
+async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> None:
+    async with (
+        ElasticRendezvous(first_size=2) as rendezvous,
+        ElasticManager() as one,
+        ElasticManager() as two,
+        ElasticManager() as late,
+    ):
+        first, second = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
+        if first.rank:
+            first, second = second, first
+        coming = asyncio.create_task(late.join("w", port=rendezvous.port))
+        async with asyncio.timeout(PATIENCE_S):
+            while not rendezvous.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        assert [
+            o.world_size
+            for o in await asyncio.gather(*(w.all_reduce_with_retry(torch.ones(1)) for w in (first, second)))
+        ] == [2, 2]
+        assert not coming.done()
+        assert [*await asyncio.gather(first.update_membership(), second.update_membership())] == [2, 2]
+        third = await coming
+        assert [world.rank for world in (first, second, third)] == [0, 1, 2]
+        assert first.members == second.members == third.members
+        assert await asyncio.gather(*(w.update_membership() for w in (first, second, third))) == [2, 2, 2], (
+            "nobody waits"
+        )
+        sums = [torch.ones(3) for _ in range(3)]
+        await asyncio.gather(
+            *(w.all_reduce_with_retry(own) for w, own in zip((first, second, third), sums, strict=True))
+        )
+        assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
+
+
+async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
+    async with ElasticRendezvous(secret="open sesame") as rendezvous:
+        async with ElasticManager(secret="open barley") as stranger:
+            with pytest.raises(RendezvousError, match="wrong secret"):
+                await stranger.join("w", port=rendezvous.port)
+        async with ElasticManager(secret="open sesame") as guest:
+            world = await guest.join("w", port=rendezvous.port)
+            assert (world.rank, world.size) == (0, 1)
+            with pytest.raises(WorldExistsError):
+                await guest.join("w", port=rendezvous.port)
+
+
+async def test_newcomer_is_told_so_when_no_epoch_takes_it_in_and_can_try_again() -> None:
+    async with ElasticRendezvous(first_size=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
+        with pytest.raises(ReformError, match="no epoch began with us"):
+            await one.join("w", port=rendezvous.port, timeout_s=0.5)
+        worlds = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
+        assert [world.size for world in worlds] == [2, 2]
+
+
+async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds: list[ElasticWorld]) -> None:
+    world, one = worlds[0], torch.ones(3)
+    for tensors, settings, error, words in (
+        ([one], {"op": ReduceOp.BAND}, ValueError, "only SUM, AVG"),
+        ([one], {"max_in_flight": 0}, ValueError, "at least 1"),
+        ([one, one], {}, ValueError, "given twice"),
+        ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
+        ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
+        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantised"),
+        ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
+    ):
+        with pytest.raises(error, match=words):
+            await world.all_reduce_multiple_with_retry(tensors, **settings)
+    outcomes = await asyncio.gather(*(each.all_reduce_with_retry(torch.ones(2)) for each in worlds))
+    assert all(outcome.success for outcome in outcomes)
+
+
+async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[ElasticWorld]) -> None:
+    ops = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.SUM)
+    results = await asyncio.gather(
+        *(world.all_reduce_with_retry(torch.ones(2), op) for world, op in zip(worlds, ops, strict=True)),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [DesyncError] * 3
+    assert {str(result) for result in results} == {"world 'w': rank 1: its 1 operations are not those of rank 0, 1"}
+
+
+def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "RING_FROM_BYTES", {2: 0, 4: 1000})
+    assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]

@@ -1,0 +1,68 @@
+"""Elastic worlds under kills, freezes, partitions, newcomers and restarts of the rendezvous, at any point, by a seed."""
+
+import os
+
+import pytest
+
+from multiworld.elastic.rounds import RoundMismatch
+from tests.simulation.elastic_cluster import CALLS, SCENARIOS, Cluster, Scenario, replay
+
+SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "60"))
+"""Of each scenario."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_all_survivors_hold_the_same_or_fail_alike_when_anything_happens(scenario: Scenario) -> None:
+    for seed in range(SCHEDULES):
+        replay(scenario.name, seed)
+
+
+def test_schedules_have_what_they_are_to_test() -> None:
+    clusters = [replay("everything", seed) for seed in range(40)] + [replay("rifts", seed) for seed in range(10)]
+    log = "\n".join("\n".join(cluster.log) for cluster in clusters)
+    for happened in (
+        "is killed",
+        "is frozen",
+        "wakes",
+        "cut off",
+        "rendezvous starts again",
+        "cannot reach each other",
+    ):
+        assert happened in log
+    assert any(cluster.remembered.epoch > 3 for cluster in clusters)
+    assert any("n0" in cluster.remembered.ids() for cluster in clusters), "no newcomer was ever let in"
+    assert any(
+        member.state == "done" and len(member.outcomes) == CALLS
+        for cluster in clusters
+        for member in cluster.members.values()
+    )
+
+
+def test_same_seed_gives_the_same_run() -> None:
+    first, second = replay("everything", 5), replay("everything", 5)
+    assert first.log == second.log
+    assert first.log
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking as finished what has finished here, whatever the others say, gives different results."""
+    monkeypatch.setattr("multiworld.elastic.rounds.Round.settle", lambda self, flags: None)
+
+    def replay_all() -> None:
+        for seed in range(SCHEDULES):
+            replay("kills", seed)
+
+    with pytest.raises((AssertionError, RoundMismatch)) as raised:
+        replay_all()
+    assert "replay: python -m tests.simulation.elastic_cluster kills" in "\n".join(raised.value.__notes__)
+
+
+def test_the_smaller_side_does_not_go_on_when_the_rendezvous_is_on_the_other() -> None:
+    """Who is cut off from the rendezvous never finishes a call without the others, whatever it can still reach."""
+    for seed in range(SCHEDULES):
+        cluster: Cluster = replay("cuts", seed)
+        for member in cluster.members.values():
+            if member.state == "done":
+                continue
+            for _, values in member.outcomes.values():
+                assert all(len(parts) > 1 for _, parts in values.values())
