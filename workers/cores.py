@@ -7,11 +7,25 @@ other core idle: it would take twice as long as it has to.
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's struct flock: type, whence, start, length, process."""
+
+
+_CROWD = 2
+"""So many threads that want to run for each processor are a crowd."""
+
+
+def crowded() -> bool:
+    """Whether other programs want the cores too. Threads that wait for each other there wait for their turns as well: one is faster
+    than two then."""
+    with suppress(OSError, ValueError, IndexError):
+        runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        return runnable > _CROWD * (os.cpu_count() or 1)
+    return False
 
 
 class SharedCores:
@@ -23,14 +37,16 @@ class SharedCores:
         path: the file. It is empty, and the same for all workers of the machine.
         seat: ours, from 0 to `seats` - 1; no two processes have the same.
         total: how many cores there are to share.
+        crowded: tells whether to be content with an equal share among all seats, whoever computes.
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: str, seat: int, seats: int, total: int) -> None:
+    def __init__(self, path: str, seat: int, seats: int, total: int, crowded: Callable[[], bool] = crowded) -> None:
         self._seat = seat
         self._others = [other for other in range(seats) if other != seat]
         self._total = total
+        self._crowded = crowded
         # Never opened twice: closing one descriptor of a file frees all locks that a process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -40,7 +56,8 @@ class SharedCores:
         with suppress(OSError):  # somebody sits in our seat: the others count the two of us as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._seat)
         try:
-            yield max(1, self._total // (1 + self._busy_others()))
+            others = len(self._others) if self._crowded() else self._busy_others()
+            yield max(1, self._total // (1 + others))
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._seat)
 

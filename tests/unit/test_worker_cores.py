@@ -13,7 +13,7 @@ from workers.cores import SharedCores
 _COMPUTES = """
 import sys
 from workers.cores import SharedCores
-with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4).computing() as threads:
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).computing() as threads:
     print(threads, flush=True)
     sys.stdin.read()
 """
@@ -44,7 +44,7 @@ def threads(cores: SharedCores) -> int:
 
 
 def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4)
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
     assert threads(cores) == 4
     with computing(file, 1) as (_, theirs):
         assert theirs == 4
@@ -52,7 +52,7 @@ def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
 
 
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4)
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
         assert of_the_second == 2
         assert threads(cores) == 1  # of three: 4 // 3
@@ -61,13 +61,13 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
 
 
 def test_each_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 2)
+    cores = SharedCores(file, 0, 4, 2, lambda: False)
     with computing(file, 1), computing(file, 2), computing(file, 3):
         assert threads(cores) == 1
 
 
 def test_cores_come_back_when_another_is_killed_while_it_computes(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4)
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
     with computing(file, 1) as (process, _):
         assert threads(cores) == 2
         process.kill()
@@ -76,9 +76,14 @@ def test_cores_come_back_when_another_is_killed_while_it_computes(file: str) -> 
 
 
 def test_batch_is_computed_all_the_same_when_somebody_sits_in_the_seat(file: str) -> None:
-    cores = SharedCores(file, 1, 4, 4)
+    cores = SharedCores(file, 1, 4, 4, lambda: False)
     with computing(file, 1):
         assert threads(cores) == 4
+
+
+def test_nobody_takes_more_than_an_equal_share_when_other_programs_crowd_the_machine(file: str) -> None:
+    assert threads(SharedCores(file, 0, 2, 4, lambda: True)) == 2
+    assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
