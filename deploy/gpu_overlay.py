@@ -12,7 +12,7 @@ HEAD = """\
 #   docker compose -f docker-compose.yml -f docker-compose.gpu.yml up -d --wait
 #
 # Needs NVIDIA's driver and its container toolkit. GPU_0={{UUID or number}} and so on choose others than the first {gpus}.
-# Never run on GPUs yet: docs/docker.md says what was tried. Batches travel between leader and workers over lines (decision 12); what is set here
+# Never run on GPUs yet: docs/docker.md says what was tried. Batches travel between leader and workers over lines; what is set here
 # of shared memory and limits is what NCCL wants where it is given more than one GPU of a machine.
 x-gpu-worker: &gpu-worker
   extends: {{ file: docker-compose.yml, service: worker }}
