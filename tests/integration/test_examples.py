@@ -220,7 +220,7 @@ def test_an_ensemble_answers_every_image_when_one_of_its_models_is_killed() -> N
     )
     try:
         lines = list(launcher.read())
-        assert launcher.process.wait(PATIENCE_S) == 0
+        assert launcher.process.wait(PATIENCE_S) == 0, "\n".join(lines[-60:])
     finally:
         launcher.close()
     assert any(re.search(r"^member 0 .*killed by SIGKILL", line) for line in lines)
