@@ -51,6 +51,7 @@ class Expert:
 
 
 async def main(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)  # the members of an example share one machine
     models = options.models.split(",")
     weights = options.weights if options.weights != "random" else f"random:{options.number}"
     model = load_model(models[options.number % len(models)], weights)
