@@ -30,7 +30,7 @@ def check(*command: str | Path, stdin: bytes | None = None) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
-@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.docker.yml"])
+@pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.docker.yml", "prometheus.compose.yml"])
 def test_configuration_is_valid(name: str) -> None:
     check(tool("promtool"), "check", "config", name)
 
