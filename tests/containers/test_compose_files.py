@@ -25,6 +25,7 @@ FIXED = {
     "http_port",
     "join_host",
     "join_port",
+    "metrics_host",
     "metrics_port",
     "external_workers",
     "token",
