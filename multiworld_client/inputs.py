@@ -51,7 +51,7 @@ def one(image: object) -> FileInput | TensorInput:
         InputError: it is none of these.
     """
     if (array := _array(image)) is not None:
-        return _tensor(array[None], given=array.shape) if array.ndim == 3 else _tensor(array, given=array.shape, only=1)
+        return _tensor(array[None] if array.ndim == 3 else array, given=array.shape, only=1)
     return FileInput(_content(image))
 
 
