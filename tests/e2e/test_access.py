@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
 OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
 WATCHING = ("/", "/status", "/metrics", "/openapi.json")
-RENEWED = "keys and certificates were read anew"
+RENEWED = "keys, tokens and certificates were read anew"
 
 
 @dataclass(frozen=True)

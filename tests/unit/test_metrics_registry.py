@@ -36,6 +36,8 @@ NAMES = {
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
     "multiworld_worker_restarts_total": ("counter", {"slot"}),
+    "multiworld_model_version": ("gauge", set()),
+    "multiworld_version_changes_total": ("counter", set()),
     "multiworld_build_info": ("gauge", {"version"}),
 }
 
