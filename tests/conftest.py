@@ -1,5 +1,6 @@
 """Fixtures of the whole services that several layers of tests share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,10 @@ import safetensors.torch
 
 from deploy.service import LocalService
 from examples.digits.train import IMAGE_SIZE, LABELS, train
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
