@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 30
 _COPIES_OF_WEIGHTS = 3
 """At the same time, while a stage is loaded: the pieces, the tensors in them, the stage's own."""
-_LAST_WORD_S = 5.0
+_LAST_WORD_S = 30.0
 """So long a leader has to read that its stage cannot be loaded, and to end the world for it."""
 LEADER_RANK = 0
 

@@ -32,12 +32,12 @@ SETTINGS = {
     "MULTIWORLD_WEIGHTS": "random:0",
     "MULTIWORLD_IMAGE_SIZE": "64",
     # A whole stage is away for as long as torch takes to be loaded, four times at once.
-    "MULTIWORLD_RECOVERY_GRACE_S": "100",
-    "MULTIWORLD_TIMEOUT_S": "110",
+    "MULTIWORLD_RECOVERY_GRACE_S": "200",
+    "MULTIWORLD_TIMEOUT_S": "210",
     "WORKER_MEMORY": "768m",
 }
 """Small enough for two cores."""
-CLIENT_TIMEOUT_S = 120.0
+CLIENT_TIMEOUT_S = 220.0
 HEARTBEAT_TIMEOUT_S = 1.0
 """The service's own default."""
 
