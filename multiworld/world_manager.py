@@ -328,7 +328,11 @@ class WorldManager:
         """Like `remove_world`, and return once nothing of it is left. Raises WorldNotFoundError."""
         world = self.world(world_name)
         self.remove_world(world_name)
-        await asyncio.to_thread(world.reclaimed.wait, _CLEANUP_S)
+        # Not by a thread: who closes a world for a lack of memory may get none, and would wait for it for ever.
+        pause_s, until_s = 0.001, time.monotonic() + _CLEANUP_S
+        while not world.reclaimed.is_set() and time.monotonic() < until_s:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
 
     async def aclose(self) -> None:
         """`cleanup` without holding up the event loop."""
