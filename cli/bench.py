@@ -210,8 +210,8 @@ def _wait(load: "Load", since_s: float, measured_s: float) -> None:
 
 
 def _picture(load: "Load", now_s: float, since_s: float, measured_s: float) -> "RenderableType":
-    from rich.console import Group
     from rich.progress_bar import ProgressBar
+    from rich.table import Table
     from rich.text import Text
 
     from chaos.measurement import lately
@@ -223,7 +223,10 @@ def _picture(load: "Load", now_s: float, since_s: float, measured_s: float) -> "
     if latency := last.latency_ms:
         words += f"   median {latency['p50']:.0f} ms   p99 {latency['p99']:.0f} ms"
     failed = Text(f"   {last.failed} failed", style="red") if last.failed else Text("")
-    return Group(ProgressBar(total=measured_s, completed=max(0.0, done_s), width=60), Text(words) + failed)
+    picture = Table.grid()  # a row each: a bar does not end its own line
+    picture.add_row(ProgressBar(total=measured_s, completed=max(0.0, done_s), width=60))
+    picture.add_row(Text(words) + failed)
+    return picture
 
 
 def _summed_up(load: "Load", since_s: float, until_s: float, images_per_request: int) -> "Measurement":

@@ -77,8 +77,13 @@ class WatchDog:
         self._thread = threading.Thread(target=self._run, name="multiworld-watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread is not None and self._thread.is_alive()
+
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread and free its sockets. What was asked by `call_soon` before is still done."""
+        """End the thread, wait for that, and free its sockets. What was asked by `call_soon` before is still done."""
         if self._thread is not None:
             self.call_soon(self._stop)
             self._thread.join(timeout_s)

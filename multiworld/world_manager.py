@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 29500
 """Where rank 0 listens when no port is given; many worlds share it."""
 _CLEANUP_S = 10.0
+_WATCHDOG_S = 5.0
 _EXIT_S = 30.0
 """How long the end of the process may wait for a group that is still being built; Gloo gives up within 25 s."""
 
@@ -46,6 +47,15 @@ class _Door:
     reception: Reception
     pinned: bool = False
     worlds: set[World] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftovers:
+    """What a manager that ends has parted with."""
+
+    worlds: set[World]
+    doors: list[_Door]
+    watchdog: WatchDog | None
 
 
 class WorldManager:
@@ -328,18 +338,26 @@ class WorldManager:
         """Like `remove_world`, and return once nothing of it is left. Raises WorldNotFoundError."""
         world = self.world(world_name)
         self.remove_world(world_name)
-        # Not by a thread: who closes a world for a lack of memory may get none, and would wait for it for ever.
-        pause_s, until_s = 0.001, time.monotonic() + _CLEANUP_S
-        while not world.reclaimed.is_set() and time.monotonic() < until_s:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
+        await _until(world.reclaimed.is_set, time.monotonic() + _CLEANUP_S)
 
     async def aclose(self) -> None:
         """`cleanup` without holding up the event loop."""
-        await asyncio.to_thread(self.cleanup)
+        leftovers, until_s = self._part(), time.monotonic() + _CLEANUP_S
+        for world in leftovers.worlds:
+            await _until(world.reclaimed.is_set, until_s)
+        self._free(leftovers, wait_s=0.0)
+        if watchdog := leftovers.watchdog:
+            await _until(lambda: not watchdog.is_running, until_s)
 
     def cleanup(self) -> None:
         """Say goodbye to all worlds, free everything, and return: threads, sockets, memory. Idempotent; the manager is usable again."""
+        leftovers, until_s = self._part(), time.monotonic() + _CLEANUP_S
+        for world in leftovers.worlds:
+            world.reclaimed.wait(max(0.0, until_s - time.monotonic()))
+        self._free(leftovers, wait_s=_WATCHDOG_S)
+
+    def _part(self) -> _Leftovers:
+        """Say goodbye to all worlds, and have nothing to do with any of it from now on."""
         with self._lock:
             worlds, self._worlds = list(self._worlds.values()), {}
             watchdog, self._watchdog = self._watchdog, None
@@ -347,15 +365,21 @@ class WorldManager:
         for world in worlds:
             world.close()
         with self._lock:
-            ended = {*worlds, *self._ended}
-        deadline = time.monotonic() + _CLEANUP_S
-        for world in ended:
-            if not world.reclaimed.wait(max(0.0, deadline - time.monotonic())):
+            return _Leftovers({*worlds, *self._ended}, doors, watchdog)
+
+    def _free(self, leftovers: _Leftovers, wait_s: float) -> None:
+        """Close what the worlds, which are reclaimed by now, no longer need.
+
+        Args:
+            wait_s: for the watchdog's thread to end.
+        """
+        for world in leftovers.worlds:
+            if not world.reclaimed.is_set():
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
-        if watchdog is not None:
-            for door in doors:
-                watchdog.call_soon(door.reception.close)
-            watchdog.stop()
+        if leftovers.watchdog is not None:
+            for door in leftovers.doors:
+                leftovers.watchdog.call_soon(door.reception.close)
+            leftovers.watchdog.stop(wait_s)
         self._events.publish(None)
         _open_managers.discard(self)
 
@@ -366,6 +390,17 @@ class WorldManager:
             raise type(world.failure)(*world.failure.args)
         if world.state is WorldState.CLOSED:
             raise WorldClosedError(world_name, "closed by this process")
+
+
+async def _until(done: Callable[[], bool], until_s: float) -> None:
+    """Wait for it, or for the time to be over.
+
+    Not by a thread: who closes a world for a lack of memory may get none, and would wait for it for ever.
+    """
+    pause_s = 0.001
+    while not done() and time.monotonic() < until_s:
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def _listening_host(addr: str) -> str:

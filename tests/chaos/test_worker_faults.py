@@ -112,11 +112,12 @@ def test_worker_whose_stage_always_raises_is_broken_and_kept_away(service: Local
     assert_nothing_lost(service, load)
 
 
-def test_worker_that_has_no_memory_left_is_broken(service: LocalService) -> None:
-    # What becomes of it then is its supervisor's: CPython may wait for ever for a thread for which there was no memory.
+def test_worker_that_has_no_memory_left_is_broken_and_ends(service: LocalService) -> None:
     seen = len(service.lines)
-    with load_on(service, clients=4) as load, faulty(service, "no-memory"):
+    with load_on(service, clients=4) as load, faulty(service, "no-memory") as worker:
         assert ended(service, "worker-that-no-memory", seen) == ["error"]
+        # As one that finds that it can make no thread, or of the interpreter's own lack of memory, or by `terminate` of an abort.
+        assert worker.wait(WAIT_S) != 0
     assert_nothing_lost(service, load)
 
 

@@ -48,7 +48,7 @@ class Guarded:
         """Send SIGHUP; what the log says of it."""
         before = len(self.service.lines)
         os.kill(self.service.pid, signal.SIGHUP)
-        line = self.service.wait_for(lambda line: "keys and certificates" in line.message, 60.0, after=before)
+        line = self.service.wait_for(lambda line: "tokens and certificates" in line.message, 60.0, after=before)
         return line.message
 
 

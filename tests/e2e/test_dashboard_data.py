@@ -39,7 +39,8 @@ class Watched:
     end_s: float
 
     def range(self, expr: str) -> list[dict[str, object]]:
-        return self.prometheus.query_range(expr, self.start_s, self.end_s)
+        # A second more than the run: the last of the points, a second apart, is to see the last scrape.
+        return self.prometheus.query_range(expr, self.start_s, self.end_s + 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -185,13 +185,16 @@ def test_several_images_of_a_request_are_in_its_trace(service: LocalService, col
 def test_trace_shows_the_worker_that_died_and_the_one_that_stood_in(
     service: LocalService, collector: Collector
 ) -> None:
-    pids = service.worker_pids()
     victim = service.worker_at(1, 0)
     assert victim is not None
-    os.kill(pids[victim], signal.SIGSTOP)  # what is sent there now is not answered
+    pid = service.worker_pids()[victim]
     traces = [new_trace() for _ in range(8)]
-    with ThreadPoolExecutor(len(traces)) as clients:
-        answers = list(clients.map(lambda trace: ask(service, trace[2]), traces))
+    os.kill(pid, signal.SIGSTOP)  # what is sent there now is not answered
+    try:
+        with ThreadPoolExecutor(len(traces)) as clients:
+            answers = list(clients.map(lambda trace: ask(service, trace[2]), traces))
+    finally:
+        os.kill(pid, signal.SIGCONT)
     assert {answer.status_code for answer in answers} == {200}
     rerouted = [at for at, answer in enumerate(answers) if int(answer.headers["x-attempts"]) > 1]
     assert rerouted
