@@ -5,7 +5,20 @@ from models.costs import counted_costs, measure_costs
 from models.cutting import boundary_bytes, cut, same_cut
 from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
 from models.loading import LoadedModel, load_model
-from models.optimize import AS_IT_IS, TOLERANCE, Optimized, Recipe, Tuning, deviation, optimize
+from models.optimize import (
+    AS_IT_IS,
+    TOLERANCE,
+    CompiledStage,
+    CompiledStages,
+    CompileError,
+    CompileRequest,
+    Optimized,
+    Recipe,
+    Tuning,
+    compiled_recipe,
+    deviation,
+    optimize,
+)
 from models.preprocessing import Normalize, Preprocessing
 from models.stage_spec import StageSpec
 from models.stages import (
@@ -25,6 +38,10 @@ __all__ = [
     "MODEL_NAMES",
     "TOLERANCE",
     "ArchitectureError",
+    "CompileError",
+    "CompileRequest",
+    "CompiledStage",
+    "CompiledStages",
     "LabelsError",
     "LoadedModel",
     "ModelError",
@@ -42,6 +59,7 @@ __all__ = [
     "block_names",
     "boundary_bytes",
     "build_stage",
+    "compiled_recipe",
     "counted_costs",
     "cut",
     "deviation",

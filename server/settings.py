@@ -83,11 +83,12 @@ class ServeSettings(Settings):
         "By what the model is cut: the multiply-adds of each block, the same everywhere; or measured on this machine at start, as "
         "`multiworld plan` shows it.",
     )
-    optimize: Literal["none", "eager", "auto"] = setting(
+    optimize: Literal["none", "eager", "compile", "auto"] = setting(
         "eager",
         "Pipeline",
         "How workers compute: none as the model is written, bit for bit; eager with batch normalisation folded into the "
-        "convolutions and channels-last tensors (1e-6 off); auto measures both when it warms up.",
+        "convolutions and channels-last tensors (1e-6 off); compile begins with eager, compiles beside it, and keeps the code on the "
+        "disk; auto measures all of these when it warms up, compiled code where there is some.",
     )
     precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",
@@ -314,7 +315,7 @@ class ServeSettings(Settings):
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
         if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
-            raise ValueError(f"precision {self.precision} needs optimize eager or auto; none is float32")
+            raise ValueError(f"precision {self.precision} needs optimize eager, compile or auto; none is float32")
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from metrics import build_labels
 from multiworld import WorldManager
 from tracing import Tracing, start_tracing
 from tracing.provider import closing
+from workers.compiler import Compiler
 from workers.cores import SharedCores
 from workers.device import check_device
 from workers.engine import Engine
@@ -51,7 +52,7 @@ def run(settings: WorkerSettings) -> int:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
-    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings))
+    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), Compiler(device))
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()

@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from models import AS_IT_IS, Optimized, StageSpec, Tuning, build_stage, optimize
+from models import AS_IT_IS, CompileRequest, Optimized, StageSpec, Tuning, build_stage, compiled_recipe, optimize
+from workers.compiler import Compiler
 from workers.cores import SharedCores
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,14 @@ class Engine:
 
     Args:
         cores: shared with other workers of this machine, where they are; batches are computed on as many as are free.
+        compiler: has the stages that were compiled; without one there are none.
     """
 
-    def __init__(self, device: torch.device, cores: SharedCores | None = None) -> None:
+    def __init__(
+        self, device: torch.device, cores: SharedCores | None = None, compiler: Compiler | None = None
+    ) -> None:
         self.device = device
+        self.compiler = compiler
         self._cores = cores
         self._turns: deque[Place] = deque()
         """Places with jobs, the next one first."""
@@ -136,6 +141,8 @@ class Place:
         self._engine = engine
         self._stages: dict[tuple[int, int], nn.Module] = {}
         """By version and stage."""
+        self._dropped: set[int] = set()
+        """Versions; they do not come back, though they may still be loaded."""
 
     @property
     def busy_s(self) -> float:
@@ -168,11 +175,13 @@ class Place:
         for rows in sorted({1, max_batch_size}):
             batch = torch.zeros((rows, *row_shape), dtype=dtype)
             await self._engine.run(self, partial(self._forward, made.module, batch))
-        self._stages[version, spec.index] = made.module
+        if version not in self._dropped:
+            self._stages[version, spec.index] = made.module
         return time.monotonic() - started_s, made
 
     def drop(self, version: int) -> None:
-        """Forget the stages of a version."""
+        """Forget the stages of a version for good."""
+        self._dropped.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
     async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
@@ -199,9 +208,23 @@ class Place:
     def _build(
         self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> Optimized:
+        engine, compiled = self._engine, None
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
-        return optimize(stage, row_shape, max_batch_size, tuning, self._engine.device)
+        if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
+            precision = compiled_recipe(tuning, engine.device).precision
+            compiled = engine.compiler.found(CompileRequest(spec, row_shape, max_batch_size, precision, weights))
+        return optimize(stage, row_shape, max_batch_size, tuning, engine.device, compiled)
+
+    async def compile(
+        self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> bool:
+        """Have a stage compiled, in the background, for the next `load`. Gives whether that was possible; the log says why not."""
+        compiler = self._engine.compiler
+        if compiler is None:
+            return False
+        precision = compiled_recipe(tuning, self._engine.device).precision
+        return await compiler.compile(CompileRequest(spec, row_shape, max_batch_size, precision, weights))
 
     def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from config import check_memory
 from models import ModelError, Optimized, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from wire import Channel, Kind, Message, TraceContext, WireError, trace_contexts
+from wire import Channel, Kind, Message, StageOrder, TraceContext, WireError, trace_contexts
 from workers.engine import Engine
 from workers.metrics import Outcome, WorkerMetrics
 from workers.orders import IncomingOrder
@@ -120,8 +120,9 @@ class Session:
 
     async def _fulfil(self, incoming: IncomingOrder) -> None:
         """Load what was ordered, while batches of what is held already go on, and tell the leader what came of it."""
+        weights = incoming.take_weights()
         try:
-            took_s, made = await self._load(incoming)
+            took_s, made = await self._load(incoming, weights)
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._fail(incoming, error)
@@ -133,22 +134,39 @@ class Session:
             # One more than the leader has in flight: a liar waits in its own link.
             for _ in range(order.window):
                 self._room.release()
+        self._tell_of(incoming, took_s, made)
+        ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            await self._channel.send(incoming.reply(Kind.READY, json.dumps(ready)))
+        if order.optimize == "compile" and made.recipe.form != "compiled":
+            await self._compile(incoming, weights)
+
+    def _tell_of(self, incoming: IncomingOrder, took_s: float, made: Optimized) -> None:
+        spec = incoming.spec
         logger.info(
             "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s computes=%s (%s)",
             *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s, made.recipe, made.why),
         )
-        ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
-        with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(Kind.READY, json.dumps(ready)))
 
-    async def _load(self, incoming: IncomingOrder) -> tuple[float, Optimized]:
+    async def _compile(self, incoming: IncomingOrder, weights: bytes) -> None:
+        """Serve with what was loaded meanwhile, then load again."""
+        order, spec = incoming.order, incoming.spec
+        if not await self.place.compile(spec, weights, incoming.row_shape, order.max_batch_size, _tuning(order)):
+            return
+        try:
+            took_s, made = await self._load(incoming, weights)
+        except Exception:
+            logger.exception("world=%s stage=%d goes on without its compiled code", self._world.name, spec.index)
+        else:
+            self._tell_of(incoming, took_s, made)
+
+    async def _load(self, incoming: IncomingOrder, weights: bytes) -> tuple[float, Optimized]:
         order = incoming.order
         if self.serving:  # what it serves must not be lost for what comes on top of it
             check_memory(_COPIES_OF_WEIGHTS * order.weights_bytes)
-        tuning = Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
         return await self.place.load(
-            order.version, incoming.spec, incoming.take_weights(), incoming.row_shape, order.max_batch_size, tuning
+            order.version, incoming.spec, weights, incoming.row_shape, order.max_batch_size, _tuning(order)
         )
 
     async def _fail(self, incoming: IncomingOrder, error: Exception) -> None:
@@ -194,6 +212,10 @@ class Session:
             logger.debug("world=%s batch=%d is not wanted any more", self._world.name, message.batch)
             return "unwanted"
         return outcome
+
+
+def _tuning(order: StageOrder) -> Tuning:
+    return Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
 
 
 def _describe(error: Exception) -> str:

@@ -1,19 +1,26 @@
 """A stage made fast for one device: how it may be computed, how far its output may be off, and which way is the fastest here."""
 
 from models.optimize.closeness import TOLERANCE, deviation
+from models.optimize.compiling import UNAVAILABLE, CompiledStage, CompiledStages, CompileError, CompileRequest
 from models.optimize.optimizing import Optimized, optimize
-from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning
+from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning, compiled_recipe
 
 __all__ = [
     "AS_IT_IS",
     "OPTIMIZE",
     "PRECISION",
     "TOLERANCE",
+    "UNAVAILABLE",
+    "CompileError",
+    "CompileRequest",
+    "CompiledStage",
+    "CompiledStages",
     "Optimize",
     "Optimized",
     "Precision",
     "Recipe",
     "Tuning",
+    "compiled_recipe",
     "deviation",
     "optimize",
 ]

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
 
 from models.optimize.closeness import TOLERANCE, deviation
+from models.optimize.compiling import CompiledStage
 from models.optimize.folding import FoldedStage
-from models.optimize.recipes import PLAIN, Recipe, Tuning, candidates
+from models.optimize.recipes import PLAIN, Recipe, Tuning, candidates, compiled_recipe
 from models.stages import Stage
 
 _ROUNDS = 5
@@ -68,20 +70,37 @@ class Trial:
 
 
 def optimize(
-    stage: Stage, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning, device: torch.device
+    stage: Stage,
+    row_shape: tuple[int, ...],
+    max_batch_size: int,
+    tuning: Tuning,
+    device: torch.device,
+    compiled: CompiledStage | None = None,
 ) -> Optimized:
     """Make `stage` fast as `tuning` says, and move it to `device`. Blocks; "auto" for up to about `tuning.limit_s`.
 
     Args:
         stage: on the CPU, with its weights. It may become part of the result.
         row_shape: of one row of its input.
+        compiled: the same stage as it was compiled, in the precision of `compiled_recipe`. "compile" takes it when it is close, "auto"
+            when it is the fastest too.
     """
     recipes = candidates(tuning, device)
-    if len(recipes) == 1:
-        return Optimized(_make(recipes[0], stage, row_shape).to(device), recipes[0], "asked for")
-    makers = [(recipe, lambda recipe=recipe: _make(recipe, stage, row_shape).to(device)) for recipe in recipes]
-    rows = min(max_batch_size, _MEASURED_ROWS)
-    return choose(makers, stage, _sample(stage, rows, row_shape), device, tuning.limit_s)
+    makers: list[tuple[Recipe, Callable[[], nn.Module]]] = [
+        (recipe, partial(_make, recipe, stage, row_shape, device)) for recipe in recipes
+    ]
+    sample = _sample(stage, min(max_batch_size, _MEASURED_ROWS), row_shape)
+    if compiled is not None and tuning.optimize == "compile":
+        trial = Trial(compiled_recipe(tuning, device), compiled)
+        with torch.inference_mode():
+            trial.deviation = _deviation(trial, sample, stage(sample), device)
+        if trial.is_close:
+            return Optimized(compiled, trial.recipe, f"asked for; {trial.deviation:.1g} off")
+    elif compiled is not None:
+        makers.append((compiled_recipe(tuning, device), lambda: compiled))
+    if len(makers) == 1:
+        return Optimized(makers[0][1](), recipes[0], "asked for")
+    return choose(makers, stage, sample, device, tuning.limit_s)
 
 
 def choose(
@@ -129,10 +148,10 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(recipe: Recipe, stage: Stage, row_shape: tuple[int, ...]) -> nn.Module:
+def _make(recipe: Recipe, stage: Stage, row_shape: tuple[int, ...], device: torch.device) -> nn.Module:
     if recipe == PLAIN:
-        return stage
-    return FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None)
+        return stage.to(device)
+    return FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None).to(device)
 
 
 def _sample(stage: Stage, rows: int, row_shape: tuple[int, ...]) -> Tensor:

@@ -12,8 +12,8 @@ from models.errors import StageError
 from models.optimize.fusing import fusable
 
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
-Optimize = Literal["none", "eager", "auto"]
-Form = Literal["none", "eager", "fused"]
+Optimize = Literal["none", "eager", "compile", "auto"]
+Form = Literal["none", "eager", "fused", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
 OPTIMIZE: tuple[str, ...] = get_args(Optimize)
@@ -60,7 +60,7 @@ class Recipe:
     Attributes:
         form: "none" is the stage as it is; "eager" has batch normalisation folded into the convolutions, and
             channels-last tensors; "fused" has the convolutions do what follows them too, and takes the place of "eager"
-            where the device can do it.
+            where the device can do it; "compiled" is code that inductor made of "eager" (see `compiling`).
         precision: of the blocks. Images are centred, and probabilities computed, in float32 always.
     """
 
@@ -88,6 +88,11 @@ def candidates(tuning: Tuning, device: torch.device) -> tuple[Recipe, ...]:
         recipes.append(PLAIN)
     recipes += [_made_fast(precision, device) for precision in _precisions(tuning, device)]
     return tuple(recipes)
+
+
+def compiled_recipe(tuning: Tuning, device: torch.device) -> Recipe:
+    """What is compiled for it: in the shortest precision that may be chosen."""
+    return Recipe("compiled", _precisions(tuning, device)[-1])
 
 
 def _made_fast(precision: Literal["float32", "bfloat16", "float16"], device: torch.device) -> Recipe:

@@ -1,0 +1,236 @@
+"""Stages compiled ahead of time by inductor, kept on the disk, and loaded in a fraction of a second.
+
+Compiling takes a compiler, and minutes in which nothing interrupts it, so a process of its own does it (`python -m models.optimize`),
+beside a worker that serves already. What it makes is a folder with a package of AOTInductor for each batch size; between them a batch
+is filled up with zeros. Weights are frozen into the code, so the folder's name says all that it depends on.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch._inductor
+from torch import Tensor, nn
+
+from models.errors import ModelError, StageError
+from models.optimize.folding import FoldedStage
+from models.stage_spec import StageSpec
+from models.stages import Stage, build_stage, stage_input_dtype
+
+MOST_BYTES = 8 << 30
+"""What all packages may take on the disk; the ones that were not used for longest go first."""
+UNAVAILABLE = 3
+"""Exit status of the program where nothing can be compiled, whatever the stage."""
+_REQUEST, _WEIGHTS = "request.json", "weights.safetensors"
+
+
+class CompileError(ModelError):
+    """A stage cannot be compiled here. The message says why in one line."""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What is to be compiled.
+
+    Attributes:
+        row_shape: of one row of the stage's input.
+        max_batch_size: rows of the largest batch.
+        precision: of the blocks, as in `Recipe`.
+        weights: the stage's parameters and buffers as a safetensors file.
+    """
+
+    spec: StageSpec
+    row_shape: tuple[int, ...]
+    max_batch_size: int
+    precision: str
+    weights: bytes
+
+    @property
+    def key(self) -> str:
+        """Names what comes of it: other weights, another torch or another processor make other code."""
+        text = json.dumps(
+            [self.spec.to_json(), self.row_shape, self.max_batch_size, self.precision, torch.__version__, _processor()]
+        )
+        return hashlib.sha256(text.encode() + hashlib.sha256(self.weights).digest()).hexdigest()[:32]
+
+    def write(self, folder: Path) -> None:
+        """Into a folder, for `read` of another process. Raises OSError."""
+        fields = {"row_shape": self.row_shape, "max_batch_size": self.max_batch_size, "precision": self.precision}
+        (folder / _REQUEST).write_text(json.dumps({"spec": self.spec.to_json(), **fields}))
+        (folder / _WEIGHTS).write_bytes(self.weights)
+
+    @classmethod
+    def read(cls, folder: Path) -> "CompileRequest":
+        """What `write` wrote. Raises OSError, StageError."""
+        fields = json.loads((folder / _REQUEST).read_text())
+        shape = tuple(fields["row_shape"])
+        weights = (folder / _WEIGHTS).read_bytes()
+        return cls(StageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
+
+
+def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """Of which code is made: the powers of two, and the largest."""
+    return tuple(sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}))
+
+
+class CompiledStage(nn.Module):
+    """Takes and returns what the stage does.
+
+    Args:
+        runners: by batch size, which their input must have.
+    """
+
+    def __init__(self, spec: StageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.spec = spec
+        self._runners = dict(sorted(runners.items()))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """See `Stage`. Raises StageError for a batch that is larger than was said, or of another type."""
+        rows = len(batch)
+        size = next((size for size in self._runners if size >= rows), None)
+        if size is None:
+            raise StageError(f"a batch of {rows}; this stage was compiled for {max(self._runners)} at the most")
+        if batch.dtype != stage_input_dtype(self.spec):
+            raise StageError(f"a batch of {batch.dtype}; expected {stage_input_dtype(self.spec)}")
+        if size > rows:
+            batch = torch.cat([batch, batch.new_zeros((size - rows, *batch.shape[1:]))])
+        return self._runners[size](batch.contiguous())[:rows]
+
+
+class CompiledStages:
+    """The packages on this machine's disk, for all its processes.
+
+    Args:
+        folder: `$XDG_CACHE_HOME/multiworld/compiled` by default, or that in `~/.cache`.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.folder = folder or cache / "multiworld" / "compiled"
+
+    def load(self, request: CompileRequest) -> CompiledStage | None:
+        """What was compiled of this; None when nothing was. Raises CompileError when it cannot be loaded."""
+        found = self.folder / request.key
+        if not found.is_dir():
+            return None
+        try:
+            os.utime(found)
+            packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
+        except (OSError, RuntimeError) as error:
+            raise CompileError(f"{found} cannot be loaded: {str(error).splitlines()[0]}") from error
+        return CompiledStage(request.spec, packages)
+
+    def compile(self, request: CompileRequest) -> None:
+        """Make the packages, unless they are there, or another process makes them now: then wait for it.
+
+        Takes minutes, and cannot be interrupted but by the end of the process. Raises CompileError, OSError.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._one_at_a_time():
+            made = self.folder / request.key
+            if made.is_dir():
+                return
+            stage = build_stage(request.spec)
+            stage.load_state_dict(safetensors.torch.load(request.weights), strict=True)
+            with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
+                for rows in batch_sizes(request.max_batch_size):
+                    _make_package(stage, request, rows, Path(making) / f"{rows}.pt2")
+                Path(making).rename(made)
+                Path(making).mkdir()  # for the block to remove
+            self._make_room(made)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """The kernel ends it with whoever holds it."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _make_room(self, newest: Path) -> None:
+        """Remove what was not used for longest, and what processes that were killed left behind."""
+        kept = 0
+        folders = [path for path in self.folder.iterdir() if path.is_dir() and path != newest]
+        for path in [newest, *sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]:
+            kept += sum(file.stat().st_size for file in path.iterdir())
+            if path != newest and (kept > MOST_BYTES or path.name.startswith("making-")):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def why_not_compiled() -> str:
+    """Why nothing can be compiled on this machine; empty when it can."""
+    # It takes a second to import, and most processes never compile.
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+    from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler: install g++, or name one in CXX"
+    return ""
+
+
+def _make_package(stage: Stage, request: CompileRequest, rows: int, file: Path) -> None:
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[request.precision]
+    folded = FoldedStage(stage, dtype)
+    sample = torch.zeros((rows, *request.row_shape), dtype=stage_input_dtype(request.spec))
+    # Workers that share their cores compute with other numbers of threads from batch to batch.
+    settings = {"freezing": True, "cpp.dynamic_threads": True}
+    try:
+        with torch.no_grad():
+            program = torch.export.export(folded, (sample,))
+            torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
+    except Exception as error:  # of a dozen kinds, down to the C++ compiler's
+        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _load_package(file: Path) -> Callable[[Tensor], Tensor]:
+    package: Callable[[Tensor], Tensor] = torch._inductor.aoti_load_package(str(file))
+    return package
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """What code made here may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "features")
+    return "\n".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
+
+
+def main(packages: str, folder: str) -> int:
+    """Compile the request in a folder, out of the way of who else computes. Gives the exit status; says why not on standard error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(19)
+    torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    try:
+        if reason := why_not_compiled():
+            sys.stderr.write(reason)
+            return UNAVAILABLE
+        CompiledStages(Path(packages)).compile(CompileRequest.read(Path(folder)))
+    except (ModelError, OSError) as error:
+        sys.stderr.write(str(error))
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Our standard input is a pipe that whoever started us holds; it ends when they do, even by SIGKILL."""
+    os.read(0, 1)  # not by sys.stdin, whose lock the end of the interpreter wants
+    os.killpg(0, signal.SIGKILL)

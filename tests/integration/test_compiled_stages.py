@@ -1,0 +1,187 @@
+"""Stages compiled for real, by this machine's C++ compiler: equal to the reference, kept on the disk, made by a process of its own."""
+
+import asyncio
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from models import (
+    TOLERANCE,
+    CompiledStages,
+    CompileError,
+    CompileRequest,
+    StageError,
+    Tuning,
+    cut,
+    deviation,
+    optimize,
+    reference_stage,
+    stage_input_shape,
+    stage_weights,
+)
+from models.optimize import compiling
+from models.optimize.compiling import batch_sizes
+from tests.unit.models_loaded import IMAGE_SIZE, loaded
+from workers.compiler import Compiler
+from workers.engine import Engine
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(compiling.why_not_compiled()), reason="there is no C++ compiler here"),
+]
+CPU = torch.device("cpu")
+STAGE = 3
+"""Of ten: one residual block."""
+LARGEST = 4
+"""Batch; there is no code for one of 3."""
+
+
+def request_of() -> CompileRequest:
+    model = loaded("resnet18")
+    spec = cut(model, 10)[STAGE]
+    shape = stage_input_shape(spec, IMAGE_SIZE)
+    return CompileRequest(spec, shape, LARGEST, "float32", safetensors.torch.save(stage_weights(model, spec)))
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStages:
+    """With one stage in it, that a process beside us compiled."""
+    made = CompiledStages(tmp_path_factory.mktemp("compiled"))
+    assert asyncio.run(Compiler(CPU, made).compile(request_of()))
+    return made
+
+
+@torch.inference_mode()
+def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStages) -> None:
+    request, model = request_of(), loaded("resnet18")
+    compiled, stage = packages.load(request), reference_stage(model, request.spec)
+    assert compiled is not None
+    for rows in (1, 2, 3, 4):
+        batch = torch.rand(rows, *request.row_shape)
+        before = batch.clone()
+        output, expected = compiled(batch), stage(batch)
+        assert output.shape == expected.shape
+        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+        assert torch.equal(batch, before)
+    with pytest.raises(StageError, match="4 at the most"):
+        compiled(torch.rand(5, *request.row_shape))
+    with pytest.raises(StageError, match=r"expected torch\.float32"):
+        compiled(torch.zeros(1, *request.row_shape, dtype=torch.uint8))
+
+
+def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStages) -> None:
+    request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), request_of().spec))
+    compiled = packages.load(request)
+    made = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
+    assert str(made.recipe) == "compiled/float32"
+    auto = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
+    assert "compiled/float32" in auto.why
+    with torch.no_grad():
+        next(stage.parameters()).mul_(2)  # now it is another's
+    other = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
+    assert str(other.recipe) != "compiled/float32"
+    packages_of_others = CompileRequest(request.spec, request.row_shape, LARGEST, "float32", request.weights + b" ")
+    assert packages.load(packages_of_others) is None
+
+
+async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(packages: CompiledStages) -> None:
+    request, engine = request_of(), Engine(CPU, compiler=Compiler(CPU, packages))
+    place = engine.place()
+    try:
+        tuning = Tuning(optimize="compile")
+        _, made = await place.load(1, request.spec, request.weights, request.row_shape, LARGEST, tuning)
+        assert str(made.recipe) == "compiled/float32"
+        output, _, _ = await place.compute(1, STAGE, torch.zeros(2, *request.row_shape))
+        assert len(output) == 2
+    finally:
+        engine.close()
+
+
+def test_nothing_is_compiled_twice(packages: CompiledStages) -> None:
+    folder = packages.folder / request_of().key
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert sorted(before) == [f"{rows}.pt2" for rows in batch_sizes(LARGEST)]
+    assert asyncio.run(Compiler(CPU, packages).compile(request_of()))
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+
+
+def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
+    packages: CompiledStages, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    request, damaged = request_of(), CompiledStages(tmp_path)
+    folder = tmp_path / request.key
+    folder.mkdir()
+    for rows in batch_sizes(LARGEST):
+        (folder / f"{rows}.pt2").write_bytes(b"nothing of the kind")
+    with pytest.raises(CompileError, match="cannot be loaded"):
+        damaged.load(request)
+    with caplog.at_level(logging.WARNING):
+        assert Compiler(CPU, damaged).found(request) is None
+    assert "without its compiled code" in caplog.text
+
+
+def test_without_a_compiler_there_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler = Compiler(CPU, CompiledStages(tmp_path / "compiled"))
+    with caplog.at_level(logging.WARNING):
+        assert not asyncio.run(compiler.compile(request_of()))
+        assert not asyncio.run(compiler.compile(request_of()))
+    assert [record.message for record in caplog.records] == [
+        "stages are not compiled here, and go on as --optimize eager: there is no C++ compiler: install g++, or name one in CXX"
+    ]
+
+
+def processes_of(session: int) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                yield int(entry.name)
+
+
+async def test_compiling_ends_with_who_wanted_it_and_leaves_nothing(tmp_path: Path) -> None:
+    packages = CompiledStages(tmp_path / "compiled")
+    task = asyncio.create_task(Compiler(CPU, packages).compile(request_of()))
+    await asyncio.to_thread(wait_until, lambda: bool(list(packages.folder.glob("making-*"))))
+    ours = [pid for pid in _children() if list(processes_of(pid))]
+    assert len(ours) == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.to_thread(wait_until, lambda: not list(processes_of(ours[0])))
+    assert packages.load(request_of()) is None
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = CompiledStages(tmp_path)
+    for age, name in enumerate(["newest", "used", "forgotten", "making-left-behind"]):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.pt2").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(compiling, "MOST_BYTES", 250)
+    packages._make_room(tmp_path / "newest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "used"]
