@@ -1,6 +1,7 @@
 """Fixtures of the whole services that several layers of tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from examples.digits.train import IMAGE_SIZE, LABELS, train
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
     for name in ("COLUMNS", "LINES"):
         os.environ.pop(name, None)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background jobs begin, and whatever they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

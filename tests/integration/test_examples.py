@@ -1,6 +1,7 @@
 """Every example runs for real, through the launcher, with a rank killed in it."""
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -55,7 +56,12 @@ class Launcher:
     def __init__(self, *arguments: str) -> None:
         command = (sys.executable, "-m", "examples.launch", *arguments)
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         self.lines: list[str] = []
 
@@ -84,7 +90,7 @@ class Launcher:
         try:
             self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # who cannot be interrupted must not stay either
             raise
 
 

@@ -1,0 +1,50 @@
+"""A service whose stages are compiled: it serves before they are, answers the same, and a worker that comes back has the code at once."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from deploy.service import LocalService
+from models.optimize.compiling import why_not_compiled
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(why_not_compiled()), reason="there is no C++ compiler here"),
+]
+
+
+def top(service: LocalService) -> dict[str, float]:
+    answer = httpx.post(f"{service.url}/predict", files={"image": photo()}, timeout=60).raise_for_status().json()
+    return {each["label"]: each["probability"] for each in answer["predictions"]}
+
+
+def test_code_is_compiled_beside_serving_and_kept_for_who_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with LocalService(
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=1,
+        replicas=1,
+        max_batch_size=1,
+        optimize="compile",
+    ) as service:
+        first = service.wait_for(lambda line: "computes=" in line.message, 60)
+        assert "compiled" not in first.message
+        before = top(service)  # it serves already
+        service.wait_for(lambda line: "computes=compiled/float32" in line.message, 400)
+        assert top(service) == pytest.approx(before, rel=1e-3)
+        seen = len(service.lines)
+        (pid,) = service.worker_pids().values()
+        os.kill(pid, signal.SIGKILL)
+        back = service.wait_for(lambda line: "computes=" in line.message, 120, after=seen)
+        assert "computes=compiled/float32" in back.message
+        service.wait_until_complete(60)
+        assert top(service) == pytest.approx(before, rel=1e-3)
+        assert service.stop() == 0
