@@ -3,8 +3,8 @@
     python -m benchmarks.overload
     python -m benchmarks.overload --factor 5 --seconds 60 --deadline 2
 
-First a closed loop finds the capacity: the most answers a second over a few numbers of clients. Then requests come at a fixed
-rate, `factor` times that, each with a deadline, whether or not those before were answered. Exits 1 when the goodput falls below
+First a closed loop finds the capacity: the most answers a second, all in time, over a few numbers of clients. Then requests come at a
+fixed rate, `factor` times that, with the same deadline, whether or not those before were answered. Exits 1 when the goodput falls below
 90 % of the capacity, a request goes unanswered, or the leader grows.
 
 The clients run on the same cores as the service, and are kept lean: bytes made once, over connections that stay open.
@@ -32,18 +32,16 @@ def resident_mib(pid: int) -> float:
 
 async def run(service: LocalService, options: argparse.Namespace) -> bool:
     """Both phases. Gives whether all went well."""
-    body, connections = photo(), Connections(service.url)
+    connections = Connections(service.url)
+    request = request_bytes("/predict", "image/jpeg", photo(), {"X-Request-Timeout-S": f"{options.deadline:g}"})
     best = Outcome(1.0)
     rows = []
     for clients in options.clients:
-        outcome = await connections.closed_loop(
-            request_bytes("/predict", "image/jpeg", body), clients, options.seconds / 3
-        )
+        outcome = await connections.closed_loop(request, clients, options.seconds / 3)
         rows.append([f"closed, {clients} clients", f"{outcome.goodput:.1f}", *_row(outcome)])
         best = max(best, outcome, key=lambda each: each.goodput)
     before_mib = resident_mib(service.pid)
     rate = options.factor * best.goodput
-    request = request_bytes("/predict", "image/jpeg", body, {"X-Request-Timeout-S": f"{options.deadline:g}"})
     over = await connections.open_loop(request, rate, options.seconds)
     after_mib = resident_mib(service.pid)
     rows.append([f"open, {rate:.0f}/s, deadline {options.deadline:g} s", f"{over.goodput:.1f}", *_row(over)])
