@@ -57,7 +57,7 @@ class Connections:
                 reader, writer = self._idle.pop() if reused else await asyncio.open_connection(*self._address)
                 writer.write(request)
                 headers = await reader.readuntil(b"\r\n\r\n")
-                length = int(headers.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
+                length = int(headers.lower().partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
                 await reader.readexactly(length)
                 break
             except (OSError, asyncio.IncompleteReadError) as error:

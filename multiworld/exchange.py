@@ -21,6 +21,9 @@ _NUMBERS = 1 << 30
 
 class Exchange:
     """
+    Attributes:
+        peers: ranks of the others, from ours on around the world.
+
     Args:
         number: how many collectives this world has started before.
         check: raises what ends the operation, where the world has ended. Called under `lock`, the world's.
@@ -34,9 +37,10 @@ class Exchange:
         lock: threading.RLock,
         check: Callable[[], None],
     ) -> None:
-        self.peers = tuple(sorted(lines))
         self._operation = operation
         self._lines = lines
+        # Each begins with its neighbour: did all send to rank 0 first, the others would have nothing to do meanwhile.
+        self.peers = tuple(sorted(lines, key=lambda peer: (peer - self.rank) % self.size))
         self._tag = _FIRST_TAG + number % _NUMBERS
         self._lock = lock
         self._check = check
