@@ -74,8 +74,10 @@ class Compiler:
                 complaints = await process.stderr.read()
                 status = await process.wait()
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.returncode != 0:  # what it started may live on
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
         if status == 0:
             return
         reason = (complaints.decode(errors="replace").strip().splitlines() or [f"it ended with status {status}"])[-1]
