@@ -37,7 +37,7 @@ from multiworld.world_config import WorldConfig
 
 logger = logging.getLogger(__name__)
 
-_VERDICT_GRACE_S = 0.1
+_VERDICT_GRACE_S = 0.5
 """When the group's connections fail first, the lifeline has this long to say what really happened."""
 _DRAIN_S = 0.2
 """When a member leaves, operations pending elsewhere have this long to complete."""
