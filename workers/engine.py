@@ -142,7 +142,7 @@ class Place:
         self._stages: dict[tuple[int, int], nn.Module] = {}
         """By version and stage."""
         self._dropped: set[int] = set()
-        """Versions; they do not come back, though they may still be loaded."""
+        """Versions that were dropped, perhaps while they are loaded."""
 
     @property
     def busy_s(self) -> float:
@@ -168,6 +168,7 @@ class Place:
             StageError, RuntimeError, safetensors.SafetensorError: spec and weights do not fit each other, or this device.
         """
         started_s = time.monotonic()
+        self._dropped.discard(version)  # numbers of versions that could not be loaded are given again
         made: Optimized = await self._engine.run(
             self, lambda: self._build(spec, weights, row_shape, max_batch_size, tuning)
         )
@@ -179,8 +180,12 @@ class Place:
             self._stages[version, spec.index] = made.module
         return time.monotonic() - started_s, made
 
+    def holds(self, version: int, stage: int) -> bool:
+        """Whether that stage is loaded and was not dropped."""
+        return (version, stage) in self._stages
+
     def drop(self, version: int) -> None:
-        """Forget the stages of a version for good."""
+        """Forget the stages of a version, those that are being loaded now included."""
         self._dropped.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 

@@ -154,6 +154,8 @@ class Session:
         order, spec = incoming.order, incoming.spec
         if not await self.place.compile(spec, weights, incoming.row_shape, order.max_batch_size, _tuning(order)):
             return
+        if not self.place.holds(order.version, spec.index):
+            return
         try:
             took_s, made = await self._load(incoming, weights)
         except Exception:

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import Tuning, cut, deviation, reference_stage, stage_weights
+from models import Tuning, cut, deviation, reference_stage, stage_input_shape, stage_weights
 from models.optimize.recipes import candidates
 from tests.unit.models_loaded import IMAGE_SIZE, images, loaded
 from workers.engine import Engine, Place
@@ -100,3 +100,20 @@ async def test_stage_is_computed_the_way_that_was_ordered(engine: Engine) -> Non
         outputs[ordered], _, _ = await place.compute(1, 0, batch)
     assert torch.equal(outputs["none"], expected)
     assert 0 < deviation(outputs["eager"], expected) < 1e-5
+
+
+async def test_version_that_is_dropped_while_it_is_loaded_is_not_kept_but_may_be_ordered_again(engine: Engine) -> None:
+    model, place, gate = loaded("resnet18"), engine.place(), Gate()
+    spec = cut(model, 10)[3]
+    weights = safetensors.torch.save(stage_weights(model, spec))
+    order = (7, spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
+    held = await asked(engine, engine.place(), gate)
+    loading = asyncio.create_task(place.load(*order))
+    await asyncio.to_thread(gate.begun.wait, 60)
+    await asyncio.sleep(0)
+    place.drop(7)
+    gate.open()
+    await asyncio.gather(*held, loading)
+    assert not place.holds(7, spec.index)
+    await place.load(*order)
+    assert place.holds(7, spec.index)
