@@ -21,6 +21,9 @@ from multiworld.process_group import FOREVER
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType
 
+GLOO_FROM_BYTES = 1 << 21
+"""From here on Gloo reduces faster than the lines where members are more than two (measured with four members on two cores)."""
+
 _REDUCTIONS = {name: getattr(ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
@@ -31,7 +34,8 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
     options.reduceOp, options.timeout = reduction.op, FOREVER
     target = Incoming("all_reduce", tensor, on_host)
     signature = f"all_reduce({described(tensor)}, {reduction.name})"
-    if reduction.on_gloo:
+    has_gloo = reduction.on_gloo and bool(ranks.backends)
+    if reduction.on_gloo and not (has_gloo and ranks.size > 2 and tensor.nbytes >= GLOO_FROM_BYTES):
         return Plan(
             name="all_reduce",
             signature=signature,
@@ -42,11 +46,15 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
             staged=on_host,
         )
 
+    def deliver() -> None:
+        reduction.finish(target)
+        target.deliver()
+
     return Plan(
         name="all_reduce",
         signature=signature,
         post=lambda group: group.allreduce([arithmetic(target.open(load=True))], options),
-        deliver=target.deliver,
+        deliver=deliver,
         tensors=(tensor,),
         staged=on_host,
     )

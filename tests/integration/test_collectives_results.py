@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import World, WorldManager
+from multiworld import reductions as reductions_of_worlds
 from tests.integration.crew import MAX_SIZE, Crew
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -113,9 +114,13 @@ reductions = st.one_of(
 )
 
 
+@pytest.mark.parametrize("gloo_from_bytes", [reductions_of_worlds.GLOO_FROM_BYTES, 0], ids=["lines", "gloo"])
 @some
 @given(reduction=reductions)
-def test_all_reduce_gives_everybody_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
+def test_all_reduce_gives_everybody_the_reduced(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, gloo_from_bytes: int, reduction: tuple[str, Case]
+) -> None:
+    monkeypatch.setattr(reductions_of_worlds, "GLOO_FROM_BYTES", gloo_from_bytes)
     name, case = reduction
     values = case.values(powers=name == "PRODUCT")
 
