@@ -217,8 +217,7 @@ class Place:
         stage = build_stage(spec)
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
-            precision = compiled_recipe(tuning, engine.device).precision
-            compiled = engine.compiler.found(CompileRequest(spec, row_shape, max_batch_size, precision, weights))
+            compiled = engine.compiler.found(self._request(spec, weights, row_shape, max_batch_size, tuning))
         return optimize(stage, row_shape, max_batch_size, tuning, engine.device, compiled)
 
     async def compile(
@@ -228,8 +227,13 @@ class Place:
         compiler = self._engine.compiler
         if compiler is None:
             return False
+        return await compiler.compile(self._request(spec, weights, row_shape, max_batch_size, tuning))
+
+    def _request(
+        self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> CompileRequest:
         precision = compiled_recipe(tuning, self._engine.device).precision
-        return await compiler.compile(CompileRequest(spec, row_shape, max_batch_size, precision, weights))
+        return CompileRequest(spec, row_shape, max_batch_size, precision, weights)
 
     def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
         with torch.inference_mode():

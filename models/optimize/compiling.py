@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import safetensors.torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from models.errors import ModelError, StageError
 from models.optimize.folding import FoldedStage
+from models.optimize.recipes import Recipe, StagePrecision, processor_says
 from models.stage_spec import StageSpec
 from models.stages import Stage, build_stage, stage_input_dtype
 
@@ -55,14 +55,15 @@ class CompileRequest:
     spec: StageSpec
     row_shape: tuple[int, ...]
     max_batch_size: int
-    precision: str
+    precision: StagePrecision
     weights: bytes
 
     @property
     def key(self) -> str:
         """Names what comes of it: other weights, another torch or another processor make other code."""
+        processor = sorted(set(processor_says("model name", "flags", "features")))  # what code made here may use
         text = json.dumps(
-            [self.spec.to_json(), self.row_shape, self.max_batch_size, self.precision, torch.__version__, _processor()]
+            [self.spec.to_json(), self.row_shape, self.max_batch_size, self.precision, torch.__version__, processor]
         )
         return hashlib.sha256(text.encode() + hashlib.sha256(self.weights).digest()).hexdigest()[:32]
 
@@ -119,8 +120,9 @@ class CompiledStages:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = folder or cache / "multiworld" / "compiled"
+        # Not Path.home(), which raises for a user who has none.
+        cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir()) / ".cache"
+        self.folder = folder or Path(cache) / "multiworld" / "compiled"
 
     def load(self, request: CompileRequest) -> CompiledStage | None:
         """What was compiled of this; None when nothing was. Raises CompileError when it cannot be loaded."""
@@ -131,7 +133,7 @@ class CompiledStages:
             os.utime(found)
             packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
         except (OSError, RuntimeError) as error:
-            raise CompileError(f"{found} cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise CompileError(f"{found} cannot be loaded: {_first_line(error)}") from error
         return CompiledStage(request.spec, packages)
 
     def compile(self, request: CompileRequest) -> None:
@@ -184,8 +186,7 @@ def why_not_compiled() -> str:
 
 
 def _make_package(stage: Stage, request: CompileRequest, rows: int, file: Path) -> None:
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[request.precision]
-    folded = FoldedStage(stage, dtype)
+    folded = FoldedStage(stage, Recipe("compiled", request.precision).dtype)
     sample = torch.zeros((rows, *request.row_shape), dtype=stage_input_dtype(request.spec))
     # Workers that share their cores compute with other numbers of threads from batch to batch.
     settings = {"freezing": True, "cpp.dynamic_threads": True}
@@ -194,23 +195,16 @@ def _make_package(stage: Stage, request: CompileRequest, rows: int, file: Path) 
             program = torch.export.export(folded, (sample,))
             torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
     except Exception as error:  # of a dozen kinds, down to the C++ compiler's
-        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        raise CompileError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _load_package(file: Path) -> Callable[[Tensor], Tensor]:
     package: Callable[[Tensor], Tensor] = torch._inductor.aoti_load_package(str(file))
     return package
-
-
-@lru_cache(maxsize=1)
-def _processor() -> str:
-    """What code made here may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    wanted = ("model name", "flags", "features")
-    return "\n".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
 
 
 def main(packages: str, folder: str) -> int:

@@ -13,6 +13,7 @@ from models.optimize.fusing import fusable
 
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["none", "eager", "compile", "auto"]
+StagePrecision = Literal["float32", "bfloat16", "float16"]
 Form = Literal["none", "eager", "fused", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
@@ -65,7 +66,7 @@ class Recipe:
     """
 
     form: Form
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: StagePrecision = "float32"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,12 +96,12 @@ def compiled_recipe(tuning: Tuning, device: torch.device) -> Recipe:
     return Recipe("compiled", _precisions(tuning, device)[-1])
 
 
-def _made_fast(precision: Literal["float32", "bfloat16", "float16"], device: torch.device) -> Recipe:
+def _made_fast(precision: StagePrecision, device: torch.device) -> Recipe:
     recipe = Recipe("eager", precision)
     return Recipe("fused", precision) if fusable(device, recipe.dtype) else recipe
 
 
-def _precisions(tuning: Tuning, device: torch.device) -> tuple[Literal["float32", "bfloat16", "float16"], ...]:
+def _precisions(tuning: Tuning, device: torch.device) -> tuple[StagePrecision, ...]:
     match tuning.precision:
         case "bfloat16":
             return ("bfloat16",)
@@ -117,9 +118,15 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device does bfloat16 in hardware. Elsewhere it is emulated, and slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    flags = next(iter(processor_says("flags", "features")), "")
+    return not _FAST_BFLOAT16.isdisjoint(flags.split())
+
+
+@lru_cache(maxsize=4)
+def processor_says(*names: str) -> tuple[str, ...]:
+    """Lines of /proc/cpuinfo that begin so, of all processors; none where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return False
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return not _FAST_BFLOAT16.isdisjoint(flags.split())
+        return ()
+    return tuple(line for line in lines if line.lower().startswith(names))

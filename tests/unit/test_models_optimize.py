@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from models import (
     AS_IT_IS,
     TOLERANCE,
+    CompiledStages,
     ModelError,
     Recipe,
     Stage,
@@ -244,6 +246,15 @@ def test_precision_that_was_asked_for_is_the_only_one_tried(monkeypatch: pytest.
 def test_tuning_is_refused_when_it_makes_no_sense(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageError, match=word):
         Tuning(precision, optimize)
+
+
+def test_compiled_code_has_a_place_when_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number nobody knows; `Path.home` would raise, and no worker start."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    assert CompiledStages().folder.is_absolute()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/some")
+    assert CompiledStages().folder == Path("/var/cache/some/multiworld/compiled")
 
 
 # -- closeness --------------------------------------------------------------------------------------------------------------
