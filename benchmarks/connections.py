@@ -14,6 +14,7 @@ class Outcome:
         statuses: how many answers had each HTTP status.
         times_s: from asking to the whole answer, by status.
         unanswered: connections that broke instead.
+        bodies: of the answers, where somebody wants to read them.
     """
 
     seconds: float = 0.0
@@ -21,6 +22,7 @@ class Outcome:
     times_s: dict[int, list[float]] = field(default_factory=dict)
     retry_after_s: list[float] = field(default_factory=list)
     unanswered: int = 0
+    bodies: list[bytes] | None = None
 
     @property
     def goodput(self) -> float:
@@ -32,7 +34,9 @@ class Outcome:
         """Requests that were not answered with 200."""
         return self.statuses.total() - self.statuses[200] + self.unanswered
 
-    def add(self, status: int, took_s: float, headers: bytes) -> None:
+    def add(self, status: int, took_s: float, headers: bytes, body: bytes) -> None:
+        if self.bodies is not None:
+            self.bodies.append(body)
         self.statuses[status] += 1
         self.times_s.setdefault(status, []).append(took_s)
         for line in headers.lower().split(b"\r\n"):
@@ -58,22 +62,22 @@ class Connections:
                 writer.write(request)
                 headers = await reader.readuntil(b"\r\n\r\n")
                 length = int(headers.lower().partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
-                await reader.readexactly(length)
+                body = await reader.readexactly(length)
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
                 if reused and not getattr(error, "partial", b""):
                     continue  # it had been idle for so long that the server closed it just then
                 outcome.unanswered += 1
                 return
-        outcome.add(int(headers[9:12]), time.perf_counter() - began_s, headers)
+        outcome.add(int(headers[9:12]), time.perf_counter() - began_s, headers, body)
         if b"connection: close" in headers.lower():
             writer.close()
         else:
             self._idle.append((reader, writer))
 
-    async def closed_loop(self, request: bytes, clients: int, seconds: float) -> Outcome:
+    async def closed_loop(self, request: bytes, clients: int, seconds: float, *, bodies: bool = False) -> Outcome:
         """Each client asks again when it was answered; none begins after `seconds`, and all are waited for."""
-        outcome, end_s = Outcome(seconds), time.perf_counter() + seconds
+        outcome, end_s = Outcome(seconds, bodies=[] if bodies else None), time.perf_counter() + seconds
 
         async def client() -> None:
             while time.perf_counter() < end_s:

@@ -17,6 +17,7 @@ from metrics import build_labels
 from multiworld import WorldManager
 from tracing import Tracing, start_tracing
 from tracing.provider import closing
+from workers import last_resort
 from workers.compiler import Compiler
 from workers.cores import SharedCores
 from workers.device import check_device
@@ -35,7 +36,7 @@ EXIT_STUCK = 70
 
 def run(settings: WorkerSettings) -> int:
     """Serve until told to stop. Gives the exit status: 0 after SIGTERM, Ctrl-C, a leader's request to restart or the parent's
-    end; 70 when the model hangs.
+    end; 70 when the model hangs or memory is lacking.
 
     Raises:
         UserError: the device or the address to bind is not there, or the token is wrong.
@@ -56,6 +57,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()
+    last_resort.watch(loop)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_parent:

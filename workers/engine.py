@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from models import AS_IT_IS, CompileRequest, Optimized, StageSpec, Tuning, build_stage, compiled_recipe, optimize
 from workers.compiler import Compiler
 from workers.cores import SharedCores
+from workers.last_resort import NO_MEMORY_S, end_within
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class Engine:
                 job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, error)
             except RuntimeError:  # the loop has ended
                 return
+            except MemoryError:
+                end_within(NO_MEMORY_S)  # somebody waits for this for ever
             del job, result, error  # a tensor must not live until the next job comes
 
 

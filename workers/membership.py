@@ -4,6 +4,7 @@ import _thread
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import random
 
@@ -12,6 +13,7 @@ from config.addresses import Address, parse_address
 from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
 from wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from workers.engine import Engine
+from workers.last_resort import STUCK_S, end_within
 from workers.metrics import WorkerMetrics
 from workers.session import Session
 from workers.settings import WorkerSettings
@@ -27,11 +29,17 @@ _FORMING_S = 15.0
 """A leader waits for whom it has offered a world for less."""
 _THREAD_S = 10.0
 """A thread that has not run by then never will."""
+_ROOM_BYTES = 64 << 20
+"""Joining maps less: a few stacks of threads, and what arrives."""
 
 
 class StuckError(Exception):
     """The stage computes and does not come back, or this process can make no thread any more. Nothing but a new process helps,
-    whatever other leaders we have."""
+    whatever other leaders we have. So this one ends: by itself, or, where even that needs what it lacks, by an alarm of the kernel."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        end_within(STUCK_S)
 
 
 class Membership:
@@ -174,7 +182,9 @@ class Membership:
         await asyncio.wait({stay})
 
     async def _raise_if_stuck(self, session: Session) -> None:
-        """The engine may still be busy with a batch of a world that is gone."""
+        """The engine may still be busy with a batch of a world that is gone, or have had no memory for it."""
+        if session.out_of_memory:
+            raise StuckError("this process has no memory left")
         for _ in range(int(_STUCK_S / 0.05)):
             if not session.place.busy_s:
                 return
@@ -195,9 +205,10 @@ class Membership:
 
 
 async def _try_thread() -> None:
-    """See that this process can still make threads, which joining needs.
+    """See that this process can still make threads, which joining needs, and that there is room for those of joining.
 
-    `threading.Thread.start` waits for ever for one that dies of a lack of memory before it has begun, and with it would the event loop.
+    `threading.Thread.start` waits for ever for one that dies of a lack of memory before it has begun, and with it would the event
+    loop. That one thread runs does not say that the next one will: the stack of the last that ended is used again.
     Raises StuckError.
     """
     loop, ran = asyncio.get_running_loop(), asyncio.Event()
@@ -207,8 +218,9 @@ async def _try_thread() -> None:
             loop.call_soon_threadsafe(ran.set)
 
     try:
+        mmap.mmap(-1, _ROOM_BYTES).close()
         _thread.start_new_thread(run, ())
         async with asyncio.timeout(_THREAD_S):
             await ran.wait()
-    except (RuntimeError, MemoryError, TimeoutError) as error:
+    except (OSError, RuntimeError, MemoryError) as error:  # a TimeoutError is an OSError
         raise StuckError("this process has no memory for a thread, and cannot join without") from error

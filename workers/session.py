@@ -12,6 +12,7 @@ from models import ModelError, Optimized, Tuning
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from wire import Channel, Kind, Message, StageOrder, TraceContext, WireError, trace_contexts
 from workers.engine import Engine
+from workers.last_resort import NO_MEMORY_S, end_within, lacks_memory
 from workers.metrics import Outcome, WorkerMetrics
 from workers.orders import IncomingOrder
 from workers.traces import ComputeTraces
@@ -44,6 +45,8 @@ class Session:
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warm."""
+        self.out_of_memory = False
+        """True once a batch could not be computed for a lack of memory."""
         self.place = engine.place()
         self._world = world
         self._on_restart = on_restart
@@ -203,6 +206,9 @@ class Session:
                 )
             answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
         except Exception as error:
+            if lacks_memory(error):  # the leader takes the batch elsewhere; a new process is soon here
+                self.out_of_memory = True
+                end_within(NO_MEMORY_S)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             answer = Message.of_text(
                 Kind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version

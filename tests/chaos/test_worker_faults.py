@@ -116,7 +116,7 @@ def test_worker_that_has_no_memory_left_is_broken_and_ends(service: LocalService
     seen = len(service.lines)
     with load_on(service, clients=4) as load, faulty(service, "no-memory") as worker:
         assert ended(service, "worker-that-no-memory", seen) == ["error"]
-        # As one that finds that it can make no thread, or of the interpreter's own lack of memory, or by `terminate` of an abort.
+        # In good order, or by its own alarm, or of the interpreter's own lack of memory, or by `terminate` of an abort.
         assert worker.wait(WAIT_S) != 0
     assert_nothing_lost(service, load)
 

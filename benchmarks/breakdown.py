@@ -1,0 +1,87 @@
+"""Where the time of a request goes, and the CPU time of an image: JPEG in, five classes out.
+
+    python -m benchmarks.breakdown
+    python -m benchmarks.breakdown --stages 1 --clients 1 8
+
+Time is what every answer says of itself (`timings_ms`); `HTTP` is what the client waited for beyond it, its own work included, and
+`rest` what the service has no name for. They add up to what the client saw, in the mean, as medians would not. CPU time is
+of the leader's process and of the workers'.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+
+import uvloop
+
+from benchmarks.connections import Connections, Outcome, request_bytes
+from benchmarks.ranks import table
+from benchmarks.servers import Running, cpu_s, ours
+from benchmarks.throughput import machine
+from chaos.images import photo
+
+PHASES = ("decode", "queue", "transfer", "compute")
+
+
+def ask(running: Running, clients: int, seconds: float) -> Outcome:
+    async def loop() -> Outcome:
+        connections = Connections(running.url)
+        try:
+            request = request_bytes("/predict", running.question.content_type, running.question.body)
+            return await connections.closed_loop(request, clients, seconds, bodies=True)
+        finally:
+            connections.close()
+
+    return uvloop.run(loop())
+
+
+def times_ms(outcome: Outcome) -> dict[str, float]:
+    """The means of a turn, by phase, and `seen`: what the client waited for in all."""
+    assert not outcome.failed, outcome.statuses
+    assert outcome.bodies is not None
+    said = [json.loads(body)["timings_ms"] for body in outcome.bodies]
+    found = {phase: statistics.fmean(timings[phase] for timings in said) for phase in PHASES}
+    total = statistics.fmean(timings["total"] for timings in said)
+    seen = 1e3 * statistics.fmean(outcome.times_s[200])
+    return {"seen": seen, "HTTP": seen - total, **found, "rest": total - sum(found.values())}
+
+
+def measure(running: Running, clients: int, options: argparse.Namespace) -> dict[str, float]:
+    """Medians of the rounds' means: milliseconds of a request, then CPU milliseconds of an image."""
+    rounds: list[dict[str, float]] = []
+    for _ in range(options.rounds):
+        leader_s, all_s = cpu_s(running.root), running.cpu_s()
+        outcome = ask(running, clients, options.seconds)
+        images = outcome.statuses[200]
+        leader_ms, all_ms = (
+            1e3 * (after_s - before_s) / images
+            for before_s, after_s in ((leader_s, cpu_s(running.root)), (all_s, running.cpu_s()))
+        )
+        rounds.append({**times_ms(outcome), "leader CPU": leader_ms, "workers CPU": all_ms - leader_ms})
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    columns: list[str] = []
+    for stages in options.stages:
+        with ours(photo(), model=options.model, weights="random:0", stages=stages, replicas=1) as running:
+            ask(running, 8, 2.0)
+            for clients in options.clients:
+                found = measure(running, clients, options)
+                columns = ["stages", "clients", *found]
+                rows.append([str(stages), str(clients), *(f"{value:.1f}" for value in found.values())])
+    table(f"{options.model}, milliseconds: {machine()}", columns, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
