@@ -25,7 +25,7 @@ serve: $(STAMP) ## Serve a model with local workers: make serve ARGS="--model re
 	exec $(BIN)/multiworld serve --weights auto $(ARGS)
 
 test: $(STAMP) ## Run the whole test suite, or a part: make test ARGS="tests/unit -k scheduler".
-	exec $(BIN)/python -m pytest --numprocesses $(TEST_FILES_AT_ONCE) --dist loadfile $(ARGS)
+	exec $(BIN)/python -m pytest --numprocesses $(TEST_FILES_AT_ONCE) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 containers: $(STAMP) ## Test docker-compose.yml on the Docker Engine that runs here, failing where there is none.
 	exec $(BIN)/python -m pytest tests/containers --containers $(ARGS)

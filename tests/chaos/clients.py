@@ -18,9 +18,16 @@ TOKEN = "a-secret-of-these-tests"
 
 
 @contextmanager
-def load_on(service: LocalService, clients: int = 16) -> Iterator[Load]:
-    """A closed loop of clients while the block runs; the load is complete after it."""
-    with load.load_on(service.url, [Question(photo())], clients=clients) as total:
+def load_on(service: LocalService, *, clients: int | None = None) -> Iterator[Load]:
+    """Requests while the block runs; the load is complete after it.
+
+    Args:
+        clients: of a closed loop, which takes all that the machine has; without them 20 requests a second, which leave the workers that
+            start meanwhile the time to do so.
+    """
+    with load.load_on(
+        service.url, [Question(photo())], clients=clients or 0, rate_hz=None if clients else 20.0
+    ) as total:
         yield total
 
 

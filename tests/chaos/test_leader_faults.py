@@ -54,11 +54,11 @@ def test_worker_of_two_leaders_serves_the_other_when_one_is_killed_and_rejoins_i
         ]
         for each in (first, second):
             each.wait_until_complete(120)
-        with load_on(first, clients=4) as one, load_on(second, clients=4) as other:
+        with load_on(first) as one, load_on(second) as other:
             assert answers(first) == answers(second) == [200, 200, 200]
         assert not one.failed
         assert not other.failed
-        with load_on(second, clients=4) as load:
+        with load_on(second) as load:
             first.stop(signal.SIGKILL)
             again = stack.enter_context(leader(token_file, int(first.join_address.rpartition(":")[2])))
             again.wait_until_complete(120)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, name: str, cause: str) -> None:
     failures = service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause)
-    with load_on(service) as load:
+    with load_on(service, clients=16) as load:
         fault = make_fault(service, name, (stage, 0))
     assert fault.causes == (cause,)
     assert_nothing_lost(service, load)
@@ -27,7 +27,7 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, na
 
 
 def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
-    with load_on(service) as load:
+    with load_on(service, clients=16) as load:
         make_fault(service, "kill", (0, 1), (1, 1))
     assert_nothing_lost(service, load)
 
@@ -36,7 +36,7 @@ def test_no_request_fails_when_a_worker_is_told_to_leave(service: LocalService) 
     worker = service.worker_at(0, 0)
     assert worker is not None
     seen = len(service.lines)
-    with load_on(service) as load:
+    with load_on(service, clients=16) as load:
         os.kill(service.worker_pids()[worker], signal.SIGTERM)
         gone = service.wait_for(lambda x: x["world"] == "s0.r0" and "->broken" in x.message, 60, after=seen)
         service.wait_until_complete(120)

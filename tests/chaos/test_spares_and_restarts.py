@@ -32,7 +32,7 @@ def until_a_spare_is_ready(service: LocalService) -> None:
 
 
 def test_spare_serves_every_stage_in_turn_when_its_only_replica_is_killed(service: LocalService) -> None:
-    with load_on(service, clients=4) as load:
+    with load_on(service) as load:
         for stage in (0, 1, 1):
             until_a_spare_is_ready(service)
             seen, replica = len(service.lines), service.status()["stages"][stage]["replicas"][0]
@@ -49,7 +49,7 @@ def test_no_request_fails_when_every_worker_is_restarted_in_turn(
     until_a_spare_is_ready(service)
     before = {line["pid"] for line in service.lines if "started" in line.message and line["slot"] is not None}
     operations = service.metrics_url.removesuffix("/metrics")
-    with load_on(service, clients=4) as load:
+    with load_on(service) as load:
         assert main(["rolling-restart", "--operations-url", operations]) == 0
     said = capsys.readouterr().out
     assert "3 workers restarted" in said

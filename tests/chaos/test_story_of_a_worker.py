@@ -33,7 +33,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
         with seen.open("w") as output:
             watch = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             try:
-                with load_on(service, clients=4):
+                with load_on(service):
                     fault = make_fault(service, "freeze", (1, 0))
                     service.wait_until_complete(90)
                 wait_for_a_tick = threading.Event()

@@ -43,7 +43,7 @@ def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
         )
         old = stack.enter_context(external_worker(service.join_address, name="old", token="former"))
         service.wait_until_complete(WAIT_S)
-        with load_on(service, clients=1) as load:
+        with load_on(service) as load:
             rotate(service, file, "new", "former")
             stack.enter_context(external_worker(service.join_address, name="new", token="new"))
             service.wait_for(lambda line: line["worker"] == "new" and "->ready" in line.message, WAIT_S)
