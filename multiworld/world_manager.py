@@ -2,25 +2,23 @@
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from multiworld.doors import Answerer, Door, Doors, listening_host
 from multiworld.errors import WorldClosedError, WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.forming import builders
 from multiworld.process_group import parse_backend
-from multiworld.reception import Reception, bind
 from multiworld.rendezvous import Pulse
 from multiworld.watchdog import WatchDog
 from multiworld.world import World, WorldState
@@ -36,25 +34,13 @@ _WATCHDOG_S = 5.0
 _EXIT_S = 30.0
 """How long the end of the process may wait for a group that is still being built; Gloo gives up within 25 s."""
 
-Answerer = Callable[[str, str], Awaitable[bytes]]
-"""(question, host of who asks) → answer."""
-
-
-@dataclass(slots=True)
-class _Door:
-    """A listening port: kept open by `listen`, or for as long as a world is hosted behind it."""
-
-    reception: Reception
-    pinned: bool = False
-    worlds: set[World] = field(default_factory=set)
-
 
 @dataclass(frozen=True, slots=True)
 class _Leftovers:
     """What a manager that ends has parted with."""
 
     worlds: set[World]
-    doors: list[_Door]
+    doors: list[Door]
     watchdog: WatchDog | None
 
 
@@ -84,7 +70,6 @@ class WorldManager:
         bind_host: str = "",
     ) -> None:
         self._secret = secret.encode() if isinstance(secret, str) else secret
-        self._let_in: tuple[bytes, ...] = (self._secret,)
         self._pulse = Pulse(heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"))
         self._checked = checked
         self._bind_host = bind_host
@@ -93,7 +78,7 @@ class WorldManager:
         self._announced: set[str] = set()
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
         self._epochs: dict[str, int] = {}
-        self._doors: dict[tuple[str, int], _Door] = {}
+        self._doors = Doors(self._secret, self._pulse)
         self._events = EventStream()
         self._lock = threading.Lock()
         self._communicator = WorldCommunicator(self)
@@ -177,10 +162,10 @@ class WorldManager:
         if not 0 <= port <= 65535:
             raise ValueError(f"world {world_name!r}: {port} is no port: expected 1 to 65535, or -1 for {DEFAULT_PORT}")
         backends = parse_backend(backend)
-        host = _listening_host(addr) if rank == 0 else ""
+        host = listening_host(addr) if rank == 0 else ""
         with self._lock:
             self._refuse_second(world_name)
-            door = self._door(host, port) if rank == 0 else None
+            door = self._doors.open(host, port, self._running_watchdog) if rank == 0 else None
             if rank == 0:
                 epoch = epoch or self._epochs.get(world_name, 0) + 1
                 self._epochs[world_name] = max(epoch, self._epochs.get(world_name, 0))
@@ -239,41 +224,19 @@ class WorldManager:
         if not secrets:
             raise ValueError("let_in: at least one secret must be known to who comes")
         with self._lock:
-            self._let_in = secrets
-            for door in self._doors.values():
-                door.reception.secrets = secrets
+            self._doors.let_in(secrets)
 
     def listen(self, addr: str = "127.0.0.1", port: int = 0) -> int:
         """Open a port for worlds and questions, and keep it open. Gives the port, which 0 lets the kernel choose. Raises OSError."""
-        host = _listening_host(addr)
+        host = listening_host(addr)
         with self._lock:
-            door = self._door(host, port)
+            door = self._doors.open(host, port, self._running_watchdog)
             door.pinned = True
             return door.reception.port
 
     def answer(self, addr: str, port: int, answerer: Answerer) -> None:
         """Answer what `ask` asks on that open port, on the loop that runs now. Raises KeyError when `listen` did not open it."""
-        loop = asyncio.get_running_loop()
-        tasks: set[asyncio.Task[None]] = set()
-
-        async def answer(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
-            data = None
-            try:
-                data = await answerer(question, host)
-            except Exception:
-                logger.exception("a question from %s found no answer", host)
-            reply(data)
-
-        def start(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
-            task = loop.create_task(answer(question, host, reply))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        def on_question(question: str, host: str, reply: Callable[[bytes | None], None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody answers any more
-                loop.call_soon_threadsafe(start, question, host, reply)
-
-        self._doors[_listening_host(addr), port].reception.on_question = on_question
+        self._doors.at(addr, port).answer(answerer)
 
     def _running_watchdog(self) -> WatchDog:
         if self._watchdog is None:
@@ -281,16 +244,6 @@ class WorldManager:
             self._watchdog.start()
             _open_managers.add(self)
         return self._watchdog
-
-    def _door(self, host: str, port: int) -> _Door:
-        door = self._doors.get((host, port))
-        if door is None:
-            sock = bind(host, port)
-            watchdog = self._running_watchdog()
-            reception = Reception(watchdog, sock, self._let_in, self._pulse)
-            watchdog.call_soon(reception.open)
-            door = self._doors[host, reception.port] = _Door(reception)
-        return door
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
@@ -310,8 +263,7 @@ class WorldManager:
         """Let go of the port of an ended world when nothing else needs it."""
         with self._lock:
             self._ended.add(world)
-            for door in self._doors.values():
-                door.worlds.discard(world)
+            self._doors.leave(world)
             watchdog = self._watchdog
         if watchdog is not None:
             watchdog.call_soon(self._close_idle_doors, watchdog)
@@ -320,8 +272,7 @@ class WorldManager:
         """On the watchdog's thread and under the lock: whoever opens that port next finds it open, or free."""
         with self._lock:
             if self._watchdog is watchdog:
-                for key in [key for key, door in self._doors.items() if not door.worlds and not door.pinned]:
-                    self._doors.pop(key).reception.close()
+                self._doors.close_idle()
 
     def remove_world(self, world_name: str) -> None:
         """Say goodbye to a world and forget its name. Its memory is freed within a moment; `close_world` waits for that.
@@ -361,7 +312,7 @@ class WorldManager:
         with self._lock:
             worlds, self._worlds = list(self._worlds.values()), {}
             watchdog, self._watchdog = self._watchdog, None
-            doors, self._doors = list(self._doors.values()), {}
+            doors = self._doors.give_up()
         for world in worlds:
             world.close()
         with self._lock:
@@ -401,11 +352,6 @@ async def _until(done: Callable[[], bool], until_s: float) -> None:
     while not done() and time.monotonic() < until_s:
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
-
-
-def _listening_host(addr: str) -> str:
-    """The address to bind for `addr`: the loopback and wildcard ones as they are, a name as this machine resolves it."""
-    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 _open_managers: weakref.WeakSet[WorldManager] = weakref.WeakSet()

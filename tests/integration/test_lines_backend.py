@@ -95,7 +95,7 @@ async def test_connections_leave_from_the_address_that_was_bound(managers: tuple
 
 def peers_of(host: WorldManager) -> list[str]:
     """Who is connected to the host's only open port, from the kernel's table."""
-    (port,) = {port for _, port in host._doors}
+    (port,) = {port for _, port in host._doors._doors}
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     found = []
     for columns in map(str.split, lines):
