@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 22
 """How much is passed on at once. Smaller chunks overlap better and cost more: each is a message of its own."""
 _AHEAD = 32
 """How many chunks are waited for at once. They need no memory of their own, and who sends is never held up by a receiver that is busy."""
-RING_FROM_BYTES = {2: 0, 3: 1 << 24, 4: 1 << 24}
+RING_FROM_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 22}
 """From which size on the ring beats Gloo's own all-reduce, by number of members; with others it is Gloo's. How that was measured is in
 docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` measures again."""
 
