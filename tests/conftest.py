@@ -10,6 +10,7 @@ import safetensors.torch
 
 from deploy.service import LocalService
 from examples.digits.train import IMAGE_SIZE, LABELS, train
+from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
     for name in ("COLUMNS", "LINES"):
@@ -39,6 +40,7 @@ def service(digits: Path) -> Iterator[LocalService]:
         image_size=IMAGE_SIZE,
         stages=2,
         replicas=2,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
     ) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends the service with status 0"
