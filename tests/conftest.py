@@ -1,5 +1,6 @@
 """Fixtures of the whole services that several layers of tests share."""
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -22,12 +23,24 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and what was held out (`held_out.safetensors`)."""
-    folder = tmp_path_factory.mktemp("digits")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tmp_path_factory.mktemp("digits")
+        _train_digits(folder)
+        return folder
+    folder = tmp_path_factory.getbasetemp().parent / "digits"  # of all processes of this run: who comes first trains
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "labels.txt").exists():
+            _train_digits(folder)
+    return folder
+
+
+def _train_digits(folder: Path) -> None:
     state, images, labels = train(0, epochs=3)
     safetensors.torch.save_file(state, folder / "digits.safetensors")
     safetensors.torch.save_file({"images": images, "labels": labels}, folder / "held_out.safetensors")
     (folder / "labels.txt").write_text("\n".join(LABELS))
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.service import LocalService, LogLine
 from tests.chaos.clients import load_on
-from tests.chaos.injections import make_fault
+from tests.chaos.injections import HEARTBEAT_TIMEOUT_S, make_fault
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,7 +29,8 @@ def index(lines: list[LogLine], after: int, **fields: object) -> int:
 
 def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_path: Path) -> None:
     seen = tmp_path / "watch.txt"
-    with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32) as service:
+    settings: dict[str, Any] = {"image_size": 32, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S}
+    with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, **settings) as service:
         command = [sys.executable, "-m", "cli.main", "status", "--watch", "--url", service.url]
         with seen.open("w") as output:
             watch = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -55,7 +57,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
     broken = index(lines, ready, **world, epoch="1", worker=worker, cause="hang", level="warning")
     assert float(lines[broken]["after_s"]) > 0
     back = index(lines, broken, **world, epoch="2", message=".*joining.*")
-    index(lines, back, **world, epoch="2", message=".*checking->ready.*")
+    index(lines, back, **world, epoch="[2-9]", message=".*checking->ready.*")  # a busy machine may take two attempts
     for line in lines[broken:]:
         if "rerouted" in line.message and line["stage"] == "1":
             assert line["world"] == "s1.r1"
