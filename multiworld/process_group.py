@@ -130,10 +130,11 @@ def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dic
     Gloo's own abort() wakes nobody. What does is an operation that runs into its timeout: Gloo then closes every connection of the
     group. NCCL has a real abort, which can hang.
     """
-    if "gloo" in backends.values() and size > 1:
-        peer = (rank + 1) % size
-        with contextlib.suppress(RuntimeError):  # that it fails is the point
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _POISON_TAG).wait(_POISON_WAIT)
+    if "gloo" in backends.values():
+        for turn in range(1, size):
+            # Every peer: where one has closed its connection before, this fails of that, at once, and closes none of the others.
+            with contextlib.suppress(RuntimeError):  # that it fails is the point
+                group.recv([torch.empty(1, dtype=torch.uint8)], (rank + turn) % size, _POISON_TAG).wait(_POISON_WAIT)
     if "nccl" in backends.values():
         aborting = threading.Thread(target=_abort_nccl, args=(group,), name="multiworld-nccl-abort", daemon=True)
         aborting.start()
