@@ -11,7 +11,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 
-from benchmarks.servers import ours
+from benchmarks.servers import ours, stop_on_sigterm
 from benchmarks.throughput import cases, measure, report
 from chaos.images import photo
 
@@ -25,6 +25,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def main() -> int:
+    stop_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -17,7 +17,7 @@ import uvloop
 
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
-from benchmarks.servers import Running, cpu_s, ours
+from benchmarks.servers import Running, cpu_s, ours, stop_on_sigterm
 from benchmarks.throughput import machine
 from chaos.images import photo
 
@@ -63,6 +63,7 @@ def measure(running: Running, clients: int, options: argparse.Namespace) -> dict
 
 
 def main() -> int:
+    stop_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 
 from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.ranks import table
-from benchmarks.servers import ours
+from benchmarks.servers import ours, stop_on_sigterm
 from benchmarks.throughput import TENSORS, Case, ask, cases, machine
 
 
@@ -56,6 +56,7 @@ def measure(stages: int, replicas: int, loops: list[BareLoop], options: argparse
 
 
 def main() -> int:
+    stop_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3, 4])

@@ -86,6 +86,15 @@ def ours(jpeg: bytes, **settings: Any) -> Iterator[Running]:
         yield Running(service.url, AnyAnswer(jpeg), lambda: [p for p in pids().values() if lives(p)], service.pid)
 
 
+def stop_on_sigterm() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that the servers are stopped too."""
+
+    def stop(_signum: int, _frame: object) -> None:
+        raise SystemExit("stopped")
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 def family(root: int) -> list[int]:
     """That process and all that descend from it."""
     children: dict[int, list[int]] = {}

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ import uvloop
 from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import quantile, table
-from benchmarks.servers import Running, ours, peer
+from benchmarks.servers import Running, ours, peer, stop_on_sigterm
 from chaos.images import image_file, photo
 
 PEERS = ("FastAPI + torchvision", "LitServe", "LitServe, our model", "mosec", "mosec, our model")
@@ -227,12 +226,8 @@ def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) ->
     picture.savefig(options.plot, dpi=110)
 
 
-def _stop(_signum: int, _frame: object) -> None:
-    raise SystemExit("stopped")  # so that the servers are stopped too
-
-
 def main() -> int:
-    signal.signal(signal.SIGTERM, _stop)
+    stop_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
