@@ -16,10 +16,10 @@ from cli import (
     bench,
     chaos,
     config,
+    fork_server,
     key,
     plan,
     predict,
-    reserve,
     rolling_restart,
     serve,
     simulate,
@@ -74,7 +74,7 @@ _add(config.config, config.EPILOG)
 _add(key.key, key.EPILOG)
 _add(token.token, token.EPILOG)
 _add(version.version)
-app.command(hidden=True)(reserve.reserve)
+app.command(hidden=True)(fork_server.fork_server)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,5 +1,7 @@
 """`multiworld serve`: the leader, its HTTP API and, unless told otherwise, local workers."""
 
+import functools
+
 from cli.options import settings_command
 from server.settings import ServeSettings
 
@@ -24,7 +26,14 @@ def serve(settings: ServeSettings) -> int:
     also be set by the environment variable shown with it, or in a TOML file; the command line wins over the
     environment, and that over the file. Ctrl-C drains and stops everything.
     """
-    from deploy.local_workers import local_workers
-    from server.app import run
+    from deploy.worker_forks import worker_forks
 
-    return run(settings, None if settings.external_workers else local_workers)
+    if settings.external_workers:
+        from server.app import run
+
+        return run(settings, None)
+    with worker_forks(settings) as forks:  # it imports torch while this process does
+        from deploy.local_workers import local_workers
+        from server.app import run
+
+        return run(settings, functools.partial(local_workers, forks=forks))

@@ -1,4 +1,4 @@
-"""One process that we started, and the one that is held in reserve for the next start.
+"""One process that we started.
 
 A child's standard input is a pipe whose other end this process holds: when this process is gone, even by SIGKILL, the
 child reads end-of-file and exits (`--exit-with-parent`). Each leads a session of its own, so that Ctrl-C in a terminal
@@ -7,12 +7,13 @@ reaches the leader alone, which drains before it stops the workers.
 
 import asyncio
 import contextlib
-import json
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 KILL_TIMEOUT_S = 5.0
 """Longest wait for the end of a process after SIGKILL; one that takes longer hangs inside the kernel."""
@@ -21,27 +22,34 @@ KILL_TIMEOUT_S = 5.0
 class Child:
     """One process in a session of its own. Only `reap` collects its status: until then, no other can get its number."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it. Raises OSError if that fails."""
-        read_fd, self._write_fd = os.pipe()
+    def __init__(self, pid: int, hold_fd: int) -> None:
+        """One that was started already.
+
+        Args:
+            pid: our own child, and the leader of its session.
+            hold_fd: the other end of its standard input; closed by `reap`.
+        """
+        self.pid = pid
+        self.started_s = time.monotonic()
+        self._hold_fd = hold_fd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def spawn(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Start a program. Raises OSError if that fails."""
+        read_fd, hold_fd = os.pipe()
         try:
-            self._process = subprocess.Popen(  # noqa: S603  the command is the caller's own
+            process = subprocess.Popen(  # noqa: S603  the command is the caller's own
                 command, stdin=read_fd, env=environment, start_new_session=True
             )
         except OSError:
-            os.close(self._write_fd)
+            os.close(hold_fd)
             raise
         finally:
             os.close(read_fd)
-        self.pid = self._process.pid
-        self.started_s = time.monotonic()
-
-    def tell(self, line: str) -> bool:
-        """Write one line to its standard input; False when it has ended."""
-        try:
-            return os.write(self._write_fd, line.encode() + b"\n") > len(line.encode())
-        except OSError:
-            return False
+        child = cls(process.pid, hold_fd)
+        child._process = process
+        return child
 
     def send(self, signum: int) -> None:
         """Signal the process, not what it started. To be called before `reap` only."""
@@ -65,44 +73,18 @@ class Child:
         """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        os.close(self._write_fd)
-        return self._process.wait(KILL_TIMEOUT_S)
-
-
-class Reserve:
-    """One process that has imported everything and waits to be told, on its standard input, which command line to run.
-
-    Importing torch takes seconds; a worker that is started from the reserve has them behind it.
-    """
-
-    def __init__(self, command: Sequence[str] | None, environment: Mapping[str, str]) -> None:
-        """Start nothing yet. Without a `command` there never is a reserve."""
-        self._command = command
-        self._environment = environment
-        self._child: Child | None = None
-
-    def fill(self) -> None:
-        """Start one if there is none."""
-        if self._command is not None and self._child is None:
-            with contextlib.suppress(OSError):  # then the next worker takes longer to start, that is all
-                self._child = Child(self._command, self._environment)
-
-    def take(self, command: Sequence[str]) -> Child | None:
-        """The process, now running `command`; None if there is none that lives."""
-        child, self._child = self._child, None
-        if child is None:
-            return None
-        if child.tell(json.dumps(list(command))):
-            child.started_s = time.monotonic()
-            return child
-        child.reap()
-        return None
-
-    def close(self) -> None:
-        """End it."""
-        if self._child is not None:
-            self._child.reap()
-            self._child = None
+        os.close(self._hold_fd)
+        if self._process is not None:
+            return self._process.wait(KILL_TIMEOUT_S)
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if not poll.poll(KILL_TIMEOUT_S * 1e3):
+                raise subprocess.TimeoutExpired(str(self.pid), KILL_TIMEOUT_S)
+        finally:
+            os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def status_text(returncode: int) -> str:

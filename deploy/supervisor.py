@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from deploy.child import KILL_TIMEOUT_S, Child, Reserve, status_text
+from deploy.child import KILL_TIMEOUT_S, Child, status_text
+from deploy.fork_server import ForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,6 @@ class Slot:
     failures: int = 0
     """Ends in a row without a sound life between them."""
     restarts: int = 0
-    proven: bool = False
-    """Whether the process that runs now has shown that it serves."""
     absent_since_s: float | None = None
     """Since when it has not been seen with the leader; None while it is."""
 
@@ -66,7 +65,7 @@ class Supervisor:
         count: int,
         *,
         environment: Mapping[str, str] | None = None,
-        reserve: Sequence[str] | None = None,
+        forks: ForkServer | None = None,
         backoff: Backoff | None = None,
         stop_timeout_s: float = 10.0,
         absent_timeout_s: float = float("inf"),
@@ -77,15 +76,14 @@ class Supervisor:
         Args:
             command: gives the argument vector for a slot, 0 to `count` - 1; called at each start.
             environment: of the processes; this process's own if None.
-            reserve: command of a process that reads another command line, as a JSON list, from its standard input and
-                goes on as that; one is held ready for the next restart, from when all slots are proven.
+            forks: where processes are to be had in less time than it takes to start their program. Closed on leaving.
             stop_timeout_s: time from SIGTERM to SIGKILL.
             absent_timeout_s: a process that lives so long without being `present` is killed: it is of no use.
             on_restart: called with the slot each time that its process was started again.
         """
         self._command = command
         self._environment = os.environ if environment is None else environment
-        self._reserve = Reserve(reserve, self._environment)
+        self._forks = forks
         self._backoff = backoff or Backoff()
         self._stop_timeout_s = stop_timeout_s
         self._absent_timeout_s = absent_timeout_s
@@ -109,9 +107,7 @@ class Supervisor:
         """The process of this name serves: when it ends, it is started again at once. Names that are not ours are ignored."""
         for slot in self._slots:
             if name == worker_name(slot.index):
-                slot.failures, slot.proven = 0, True
-        if all(slot.proven for slot in self._slots) and not self._stopping.is_set():
-            self._reserve.fill()
+                slot.failures = 0
 
     def present(self, names: Collection[str]) -> None:
         """The processes of these names are with the leader, serving or on their way to it, and no others."""
@@ -131,7 +127,8 @@ class Supervisor:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stopping.set()
-        self._reserve.close()
+        if self._forks is not None:
+            self._forks.close()
         try:
             await self._stop(signal.SIGTERM, self._stop_timeout_s)
         finally:
@@ -164,7 +161,7 @@ class Supervisor:
     async def _keep(self, slot: Slot) -> None:
         if self._stopping.is_set():
             return
-        self._start(slot)
+        await self._start(slot)
         while True:
             lived_s, status = await self._end(slot)
             if self._stopping.is_set():
@@ -177,7 +174,7 @@ class Supervisor:
             )
             if await self._stopped_within(delay_s):
                 return
-            if self._start(slot):
+            if await self._start(slot):
                 slot.restarts += 1
                 self._on_restart(slot.index)
 
@@ -196,15 +193,22 @@ class Supervisor:
                     slot.child.send(signal.SIGKILL)
                     slot.absent_since_s = time.monotonic()
 
-    def _start(self, slot: Slot) -> bool:
+    async def _start(self, slot: Slot) -> bool:
+        command = self._command(slot.index)
         slot.absent_since_s = time.monotonic()
+        # Forked, it may have joined before we know of it.
+        child = await self._forks.fork(command) if self._forks else None
         try:
-            command = self._command(slot.index)
-            slot.child = self._reserve.take(command) or Child(command, self._environment)
+            if child is None and not self._stopping.is_set():
+                child = Child.spawn(command, self._environment)
         except OSError as error:
             logger.error("worker slot=%d cannot be started: %s", slot.index, error)  # noqa: TRY400  says it all
+        if child is None:
             return False
-        logger.info("worker slot=%d pid=%d started", slot.index, slot.child.pid)
+        slot.child = child
+        logger.info("worker slot=%d pid=%d started", slot.index, child.pid)
+        if self._stopping.is_set():  # the others were told when this one was not there yet
+            child.send(signal.SIGTERM)
         return True
 
     async def _end(self, slot: Slot) -> tuple[float, str]:
@@ -212,7 +216,7 @@ class Supervisor:
         if slot.child is None:
             return 0.0, "not-started"
         await slot.child.ended()
-        child, slot.child, slot.proven = slot.child, None, False
+        child, slot.child = slot.child, None
         return time.monotonic() - child.started_s, status_text(child.reap())
 
     async def _stopped_within(self, delay_s: float) -> bool:

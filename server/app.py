@@ -165,7 +165,6 @@ async def _serve(
             {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(servers["http_port"].stopped.wait())},
             return_when=asyncio.FIRST_COMPLETED,
         )
-        logger.info("stopping: %d requests to answer first", leader.snapshot().requests_in_flight)
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0

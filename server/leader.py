@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import TracebackType
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from server.rolling_restart import RestartStep, RollingRestart
 from server.scheduling.events import Drain
 from server.settings import ServeSettings
 from server.shell import Shell, Surroundings
+from server.under_way import UnderWay
 from server.version_change import VersionChange, VersionSource
 from server.versions import VersionPlan, Versions, link_id
 from wire import Message
@@ -76,6 +77,7 @@ class Leader:
         self._version_change = VersionChange(
             self, self._recruiter.slots, self._versions, source, settings.join_timeout_s, self._maintenance
         )
+        self._under_way = UnderWay()
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -103,7 +105,6 @@ class Leader:
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
         """See `Predictor.predict`."""
-        self._check_loaded()
         return await self._shell.predict(image, deadline_s=deadline_s, request_id=request_id)
 
     @property
@@ -136,13 +137,16 @@ class Leader:
 
     def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`."""
-        self._check_loaded()
         if refusal := self._shell.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead):
             raise RequestRefused.for_reason(refusal.reason, refusal.detail, retry_after_s=refusal.retry_after_s)
 
-    def _check_loaded(self) -> None:
-        if self._unloaded:
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """See `Predictor.request`."""
+        if self._unloaded or self._draining:
             raise why_not_ready(self.snapshot())
+        with self._under_way.one():
+            yield
 
     # -- what operators have done --------------------------------------------------------------------------------------------
 
@@ -179,18 +183,19 @@ class Leader:
             self._unloaded = True
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
-            await self._shell.idle()
+            await self._under_way.none()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
+        logger.info("stopping: %d requests to answer first", self._under_way.count)
         self._draining = True
         self._recruiter.stop()
-        self._shell.feed(Drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._shell.idle()
-        if self._shell.scheduler.open_requests:
-            logger.warning("stopping with %d requests unanswered", self._shell.scheduler.open_requests)
+                await self._under_way.none()  # some are being read or decoded, and the scheduler does not know them yet
+        self._shell.feed(Drain())
+        if self._under_way.count:
+            logger.warning("stopping with %d requests unanswered", self._under_way.count)
 
     # -- what links do (see `Employer`) ------------------------------------------------------------------------------------------
 

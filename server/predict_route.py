@@ -101,10 +101,11 @@ class PredictRoute:
     async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
         record = RequestRecord.of(request.scope)
         deadline_s = record.started_s + timeout_s
-        with shortened(timeout_s, limit_s=self.timeout_s):
-            image, decode_s = await self._image(request, deadline_s)
-        async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
-            answer = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
+        with self.predictor.request():
+            with shortened(timeout_s, limit_s=self.timeout_s):
+                image, decode_s = await self._image(request, deadline_s)
+            async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
+                answer = await self.predictor.predict(image, deadline_s=deadline_s, request_id=record.request_id)
         answered_s = time.monotonic()
         record.version = answer.version
         body = PredictResponse(

@@ -5,6 +5,7 @@ The leader implements `Predictor`; the frontend, and its tests, know nothing els
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -157,6 +158,14 @@ class Predictor(Protocol):
         Raises:
             RequestRefused: one of its leaves (server.errors); the pipeline goes on.
         Cancelling withdraws the request: it is not sent again, and an answer that still comes is dropped.
+        """
+        ...
+
+    def request(self) -> AbstractContextManager[None]:
+        """The time from the beginning of a request to its answer: a service that is told to stop meanwhile answers it first.
+
+        Raises:
+            RequestRefused: on entering: it stops already, or its model is unloaded.
         """
         ...
 

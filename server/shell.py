@@ -112,7 +112,6 @@ class Shell:
         self._arrived: Tensor | None = None
         """The output that has just come in, while the scheduler decides what becomes of it."""
         self._next_request = 0
-        self._idle = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -122,12 +121,6 @@ class Shell:
         for waiting in self._waiting.values():
             if not waiting.future.done():
                 waiting.future.set_exception(DrainingError("the server has stopped; send the request again"))
-
-    async def idle(self) -> None:
-        """Wait until no request is open. Bounded, where no new ones come: every request has a deadline."""
-        while self.scheduler.open_requests:
-            self._idle.clear()
-            await self._idle.wait()
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
         """See `server.predictor.Predictor.predict`."""
@@ -224,8 +217,6 @@ class Shell:
         self._metrics.queue_depth(self.scheduler.queue_depth)
         self._count_hedges()
         self._wake_at(self.scheduler.next_wakeup_s())
-        if not self.scheduler.open_requests:
-            self._idle.set()
         self._around.on_turn()
 
     def _count_hedges(self) -> None:

@@ -55,11 +55,12 @@ class InferRoute:
         """
         record = RequestRecord.of(request.scope)
         timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)
-        with shortened(timeout_s, limit_s=self.timeout_s):
-            wanted, images, deadline_s = await self._images(request, record.started_s + timeout_s)
-        prepared_s = time.monotonic()
-        async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
-            answers = await self._of_one_version(images, deadline_s, record.request_id)
+        with self.predictor.request():
+            with shortened(timeout_s, limit_s=self.timeout_s):
+                wanted, images, deadline_s = await self._images(request, record.started_s + timeout_s)
+            prepared_s = time.monotonic()
+            async with while_connected(request.receive, deadline_s=deadline_s + LATE_S):
+                answers = await self._of_one_version(images, deadline_s, record.request_id)
         if version is not None and version != answers[0].version_number:
             raise UnknownModelError(
                 f"version {version} was replaced by {answers[0].version_number} while the request was under way"

@@ -8,8 +8,9 @@ import pytest
 from pydantic import SecretStr
 
 from deploy.child import status_text
-from deploy.local_workers import fair_threads, local_workers, worker_environment
+from deploy.local_workers import local_workers
 from deploy.supervisor import Backoff
+from deploy.worker_forks import fair_threads, worker_environment
 from server.settings import ServeSettings
 
 SETTINGS = ServeSettings(token=SecretStr("of-the-leader"), stages=2, replicas=3, worker_threads=2, log_format="json")
@@ -47,7 +48,7 @@ def test_environment_has_the_token_and_none_of_the_leaders_settings(monkeypatch:
     monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "/of/the/leader")
     monkeypatch.setenv("multiworld_name", "leader")
     monkeypatch.setenv("COLOUR", "blue")
-    environment = worker_environment(SETTINGS, threads=2)
+    environment = worker_environment(SETTINGS)
     ours = {name: value for name, value in environment.items() if name.upper().startswith("MULTIWORLD_")}
     assert ours == {"MULTIWORLD_TOKEN": "of-the-leader"}
     assert environment["COLOUR"] == "blue"
@@ -59,7 +60,7 @@ def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> No
     assert sorted(supervisor.restarts) == list(range(6))
     command = supervisor._command(4)
     assert command[0] == sys.executable
-    assert command[-4:] == ["--name", "local-4", "--device", "cpu"]
+    assert command[command.index("worker") :][1:5] == ["--name", "local-4", "--device", "cpu"]
     assert "--exit-with-parent" in command
     assert not any("of-the-leader" in part for part in command)
     said = dict(itertools.pairwise(command))
@@ -79,6 +80,6 @@ def test_workers_share_the_cores_unless_they_were_given_threads() -> None:
 
 def test_threads_give_up_their_core_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert int(worker_environment(SETTINGS, threads=1)["GOMP_SPINCOUNT"]) > 0
+    assert int(worker_environment(SETTINGS)["GOMP_SPINCOUNT"]) > 0
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert worker_environment(SETTINGS, threads=1)["GOMP_SPINCOUNT"] == "7"
+    assert worker_environment(SETTINGS)["GOMP_SPINCOUNT"] == "7"

@@ -1,95 +1,41 @@
-"""The supervisor with real, small child processes, which report through a named pipe."""
+"""The supervisor with real, small child processes, which report through a named pipe: started as programs, and forked."""
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deploy.supervisor import Backoff, Supervisor
-
-PRELUDE = """
-import os, signal, sys, time
-slot, fifo = sys.argv[1:]
-def report(word):
-    out = os.open(fifo, os.O_WRONLY)
-    os.write(out, f"{slot} {os.getpid()} {word}\\n".encode())
-    os.close(out)
-"""
-FOREVER = "report('up'); signal.pause()"
-EXIT_WITH_PARENT = "report('up'); sys.stdin.read(); report('parent-gone')"
-SAY_GOODBYE = """
-def goodbye(signum, frame):
-    report('goodbye')
-    sys.exit(0)
-signal.signal(signal.SIGTERM, goodbye)
-report('up')
-signal.pause()
-"""
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); report('up'); time.sleep(1000)"
-WITH_GRANDCHILD = """
-if not (grandchild := os.fork()):
-    os.execvp('sleep', ['sleep', '1000'])
-report(f'up {grandchild}')
-signal.pause()
-"""
+from tests.integration.small_processes import (
+    DEAF,
+    EXIT_WITH_PARENT,
+    FOREVER,
+    FORK_SERVER,
+    ROOT,
+    SAY_GOODBYE,
+    WITH_GRANDCHILD,
+    Reports,
+    children,
+    end_of,
+    freeze,
+    until,
+)
 
 
-class Reports:
-    """What the children say, in order: [slot, pid, word, …] each."""
-
-    def __init__(self, fifo: Path) -> None:
-        os.mkfifo(fifo)
-        self.fifo = fifo
-        self._queue: asyncio.Queue[list[str]] = asyncio.Queue()
-        self._fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-
-    def listen(self) -> None:
-        asyncio.get_running_loop().add_reader(self._fd, self._read)
-
-    def _read(self) -> None:
-        for line in os.read(self._fd, 65536).decode().splitlines():
-            self._queue.put_nowait(line.split())
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._fd)
-        os.close(self._fd)
-
-    async def next(self) -> list[str]:
-        async with asyncio.timeout(30):
-            return await self._queue.get()
-
-    async def next_pid(self) -> int:
-        return int((await self.next())[1])
-
-    def command(self, script: str, slot: int) -> Sequence[str]:
-        return [sys.executable, "-I", "-S", "-c", PRELUDE + script, str(slot), str(self.fifo)]
-
-    def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
-        return Supervisor(lambda slot: self.command(script, slot), count, **options)
-
-
-@pytest.fixture
-async def reports(tmp_path: Path) -> AsyncIterator[Reports]:
-    reports = Reports(tmp_path / "reports")
+@pytest.fixture(params=["programs", "forks"])
+async def reports(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
+    reports = Reports(tmp_path / "reports", forking=request.param == "forks")
     reports.listen()
-    yield reports
+    with reports.servers:
+        yield reports
     reports.close()
-
-
-def children() -> set[int]:
-    """Process ids of this process's children, ended ones that nobody has reaped included."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that thread has ended meanwhile
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -99,32 +45,11 @@ def no_child_is_left() -> Iterator[None]:
     assert children() <= before
 
 
-def freeze(pid: int) -> None:
-    """SIGSTOP a child and wait until it stands still: were SIGTERM pending as well, that would act first."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-
-
-async def end_of(pid: int) -> None:
-    """Wait until a process, anybody's child, has ended."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pidfd, ended.set)
-    try:
-        async with asyncio.timeout(30):
-            await ended.wait()
-    finally:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-
-
 async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, 3) as supervisor:
         ups = [await reports.next() for _ in range(3)]
-        assert {int(slot): int(pid) for slot, pid, _ in ups} == supervisor.pids
+        pids = {int(slot): int(pid) for slot, pid, _ in ups}
+        await until(lambda: supervisor.pids == pids)
     assert supervisor.pids == {}
 
 
@@ -138,7 +63,7 @@ async def test_process_is_started_again_at_once_when_killed(reports: Reports) ->
         slot, pid, _ = await reports.next()
         assert int(slot) == 1
         assert int(pid) != first[1]
-        assert supervisor.pids == {0: first[0], 1: int(pid)}
+        await until(lambda: supervisor.pids == {0: first[0], 1: int(pid)})
     assert restarted == [1]
     assert supervisor.restarts == {0: 0, 1: 1}
 
@@ -190,8 +115,9 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
     reports: Reports, deafness: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    async with reports.supervisor(DEAF if deafness == "ignores" else FOREVER, stop_timeout_s=0.05):
+    async with reports.supervisor(DEAF if deafness == "ignores" else FOREVER, stop_timeout_s=0.05) as supervisor:
         pid = await reports.next_pid()
+        await until(lambda: supervisor.pids)
         if deafness == "frozen":
             freeze(pid)
     assert "stopping signal=SIGKILL" in caplog.text
@@ -274,16 +200,21 @@ async def test_environment_is_the_one_given(reports: Reports) -> None:
 async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: Reports, tmp_path: Path) -> None:
     leader_script = tmp_path / "leader.py"
     leader_script.write_text(
-        "import asyncio, sys\n"
+        "import asyncio, contextlib, json, os, sys\n"
+        "from deploy.fork_server import ForkServer\n"
         "from deploy.supervisor import Supervisor\n"
+        "child, server = json.loads(sys.argv[1])\n"
         "async def main():\n"
-        "    async with Supervisor(lambda slot: [*sys.argv[1:-2], str(slot), sys.argv[-1]], 2):\n"
-        "        await asyncio.Event().wait()\n"
+        "    with ForkServer(server, os.environ) if server else contextlib.nullcontext() as forks:\n"
+        "        async with Supervisor(lambda slot: [*child[:-2], str(slot), child[-1]], 2, forks=forks):\n"
+        "            await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, str(leader_script), *reports.command(EXIT_WITH_PARENT, 0)]
-    leader = await asyncio.create_subprocess_exec(*command, env={**os.environ, "PYTHONPATH": root})
+    server = reports.command(FORK_SERVER, 9) if reports.forking else None
+    commands = json.dumps([reports.command(EXIT_WITH_PARENT, 0), server])
+    leader = await asyncio.create_subprocess_exec(
+        sys.executable, str(leader_script), commands, env={**os.environ, "PYTHONPATH": ROOT}
+    )
     try:
         pids = {await reports.next_pid() for _ in range(2)}
     finally:
@@ -307,33 +238,6 @@ async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: R
             pid = await reports.next_pid()
         assert (open_fds(), threading.active_count()) == (fds, threads)
     assert supervisor.restarts == {0: 20}
-
-
-BECOME = "report('reserve'); import json; command = json.loads(sys.stdin.readline()); os.execvp(command[0], command)"
-
-
-async def test_reserve_becomes_the_next_worker_when_one_ends(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, reserve=reports.command(BECOME, 9)) as supervisor:
-        first = await reports.next_pid()
-        supervisor.proven("local-0")
-        slot, reserve, word = await reports.next()
-        assert (slot, word) == ("9", "reserve")
-        os.kill(first, signal.SIGKILL)
-        assert await reports.next() == ["0", reserve, "up"]
-        assert supervisor.pids == {0: int(reserve)}
-
-
-async def test_worker_is_started_anew_when_the_reserve_has_died(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, reserve=reports.command(BECOME, 9)) as supervisor:
-        first = await reports.next_pid()
-        supervisor.proven("local-0")
-        reserve = await reports.next_pid()
-        os.kill(reserve, signal.SIGKILL)
-        await end_of(reserve)
-        os.kill(first, signal.SIGKILL)
-        slot, pid, word = await reports.next()
-        assert (slot, word) == ("0", "up")
-        assert int(pid) not in (first, reserve)
 
 
 async def test_process_that_lives_and_never_comes_to_the_leader_is_killed_and_started_again(reports: Reports) -> None:

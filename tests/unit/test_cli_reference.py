@@ -27,7 +27,7 @@ def test_the_page_has_the_options_of_a_verb() -> None:
         "serving.md#settings-of-a-worker",
     ):
         assert part in page
-    assert "multiworld reserve" not in page
+    assert "multiworld fork-server" not in page
 
 
 @pytest.mark.parametrize(("words", "offered"), [("multiworld st", "status"), ("multiworld status --wa", "--watch")])

@@ -147,7 +147,8 @@ def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None
     settings, supervisor = program.arguments
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
     assert settings.token is not None
-    assert supervisor is local_workers
+    assert supervisor.func is local_workers
+    assert supervisor.keywords["forks"].pid is None, "what forks the workers is ended with the service"
 
 
 def test_serve_starts_no_workers_when_they_come_from_outside(

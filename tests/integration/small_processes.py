@@ -1,0 +1,134 @@
+"""Small child processes for the tests of the supervisor: they start in a moment, and report through a named pipe."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.fork_server import ForkServer
+from deploy.supervisor import Supervisor
+
+PRELUDE = """
+import os, signal, sys, time
+slot, fifo = sys.argv[1:]
+def report(word):
+    out = os.open(fifo, os.O_WRONLY)
+    os.write(out, f"{slot} {os.getpid()} {word}\\n".encode())
+    os.close(out)
+"""
+FOREVER = "report('up'); signal.pause()"
+EXIT_WITH_PARENT = "report('up'); sys.stdin.read(); report('parent-gone')"
+SAY_GOODBYE = """
+def goodbye(signum, frame):
+    report('goodbye')
+    sys.exit(0)
+signal.signal(signal.SIGTERM, goodbye)
+report('up')
+signal.pause()
+"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); report('up'); time.sleep(1000)"
+WITH_GRANDCHILD = """
+if not (grandchild := os.fork()):
+    os.execvp('sleep', ['sleep', '1000'])
+report(f'up {grandchild}')
+signal.pause()
+"""
+
+
+ROOT = str(Path(__file__).parents[2])
+BECOME = f"""
+sys.path.insert(0, {ROOT!r})
+from deploy.fork_server import serve_forks
+def become(command):
+    sys.argv = command[-3:]
+    exec(command[-3], {{}})
+    return 0
+"""
+FORK_SERVER = BECOME + "sys.exit(serve_forks(become))"
+
+
+class Reports:
+    """What the children say, in order: [slot, pid, word, …] each.
+
+    Args:
+        forking: whether supervisors made here fork their children from one that is there already.
+    """
+
+    def __init__(self, fifo: Path, *, forking: bool) -> None:
+        os.mkfifo(fifo)
+        self.fifo = fifo
+        self.forking = forking
+        self.servers = contextlib.ExitStack()
+        self._queue: asyncio.Queue[list[str]] = asyncio.Queue()
+        self._fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+
+    def listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._fd, self._read)
+
+    def _read(self) -> None:
+        for line in os.read(self._fd, 65536).decode().splitlines():
+            self._queue.put_nowait(line.split())
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+
+    async def next(self) -> list[str]:
+        async with asyncio.timeout(30):
+            return await self._queue.get()
+
+    async def next_pid(self) -> int:
+        return int((await self.next())[1])
+
+    def command(self, script: str, slot: int) -> Sequence[str]:
+        return [sys.executable, "-I", "-S", "-c", PRELUDE + script, str(slot), str(self.fifo)]
+
+    def forks(self, server: str = FORK_SERVER, environment: Mapping[str, str] = os.environ) -> ForkServer:
+        return self.servers.enter_context(ForkServer(self.command(server, 9), environment))
+
+    def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
+        if self.forking and "forks" not in options:
+            options["forks"] = self.forks(environment=options.get("environment", os.environ))
+        return Supervisor(lambda slot: self.command(script, slot), count, **options)
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, ended ones that nobody has reaped included."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that thread has ended meanwhile
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP a child and wait until it stands still: were SIGTERM pending as well, that would act first."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+async def end_of(pid: int) -> None:
+    """Wait until a process, anybody's child, has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(30):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait until that holds: a forked process may report before the supervisor is told its number."""
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(0.01)

@@ -1,0 +1,174 @@
+"""Workers that are forked from one process that has imported everything, and what becomes of them when that process does not serve."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from chaos.processes import parent
+from deploy import fork_server
+from deploy.supervisor import Backoff
+from tests.integration.small_processes import BECOME, FOREVER, Reports, children, end_of, freeze, until
+
+WHOSE = "report(f'up {os.getsid(0)}'); signal.pause()"
+
+
+@pytest.fixture
+async def reports(tmp_path: Path) -> AsyncIterator[Reports]:
+    reports = Reports(tmp_path / "reports", forking=True)
+    reports.listen()
+    with reports.servers:
+        yield reports
+    reports.close()
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() <= before
+
+
+async def test_workers_are_the_supervisors_children_and_lead_their_sessions(reports: Reports) -> None:
+    async with reports.supervisor(WHOSE, 3) as supervisor:
+        ups = [await reports.next() for _ in range(3)]
+        assert all(pid == session for _, pid, _, session in ups)
+        pids = {int(slot): int(pid) for slot, pid, *_ in ups}
+        await until(lambda: supervisor.pids == pids)
+        assert {parent(pid) for pid in pids.values()} == {os.getpid()}
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGSEGV)"])
+async def test_supervisor_knows_how_a_worker_ended_though_the_server_is_gone(
+    reports: Reports, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forks = reports.forks()
+    script = f"report('up'); sys.stdin.readline(); {end}"
+    async with reports.supervisor(script, forks=forks, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
+        await reports.next()
+        await until(lambda: supervisor.pids)
+        server, child = forks.pid, supervisor._slots[0].child
+        assert server is not None
+        assert child is not None
+        os.kill(server, signal.SIGKILL)
+        await end_of(server)
+        os.write(child._hold_fd, b"\n")
+        await reports.next()
+    assert ("status=3" if "exit" in end else "status=SIGSEGV") in caplog.text
+
+
+async def test_worker_is_started_without_the_server_when_that_has_died_and_the_next_one_is_forked_again(
+    reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    forks = reports.forks()
+    async with reports.supervisor(FOREVER, forks=forks, backoff=Backoff(initial_s=0)) as supervisor:
+        pid, first = await reports.next_pid(), forks.pid
+        await until(lambda: supervisor.pids)
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await end_of(first)
+        os.kill(pid, signal.SIGKILL)
+        pid = await reports.next_pid()
+        assert caplog.text.count("of no use") == 1
+        assert forks.pid not in (None, first)
+        os.kill(pid, signal.SIGKILL)
+        await reports.next()
+        assert caplog.text.count("of no use") == 1
+
+
+async def test_worker_is_started_without_the_server_when_that_is_frozen(
+    reports: Reports, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks = reports.forks()
+    async with reports.supervisor(FOREVER, forks=forks) as supervisor:
+        pid = await reports.next_pid()
+        await until(lambda: supervisor.pids)
+        assert forks.pid is not None
+        freeze(forks.pid)
+        monkeypatch.setattr(fork_server, "REPLY_LIMIT_S", 0.2)
+        os.kill(pid, signal.SIGKILL)
+        await reports.next()
+    assert "of no use (TimeoutError)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ("sys.exit(1)", "it has ended"),
+        ("os.write(0, b'what?'); time.sleep(1000)", "does not say that it is ready"),
+        ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'what?'); time.sleep(1000)", "Expecting value"),
+        ("time.sleep(1000)", "TimeoutError"),
+        (
+            BECOME + "import threading; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+            "serve_forks(become)",
+            "started a thread",
+        ),
+        (BECOME + "os.fork = lambda: os.open('/nowhere', 0)\nserve_forks(become)", "No such file"),
+    ],
+    ids=["ends", "babbles", "babbles later", "hangs", "has threads", "cannot fork"],
+)
+async def test_workers_are_started_without_a_server_that_does_not_serve(
+    reports: Reports, server: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "hangs" in os.environ["PYTEST_CURRENT_TEST"]:
+        monkeypatch.setattr(fork_server, "START_LIMIT_S", 0.2)
+    async with reports.supervisor(FOREVER, 2, forks=reports.forks(server)) as supervisor:
+        ups = [await reports.next() for _ in range(2)]
+        pids = {int(slot): int(pid) for slot, pid, _ in ups}
+        await until(lambda: supervisor.pids == pids)
+    assert said in caplog.text
+
+
+async def test_workers_are_started_without_a_server_that_cannot_be_started(
+    reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    forks = reports.servers.enter_context(fork_server.ForkServer(["/nowhere/to/be/found"], os.environ))
+    async with reports.supervisor(FOREVER, 2, forks=forks):
+        await reports.next()
+        await reports.next()
+    assert "fork server cannot be started" in caplog.text
+
+
+async def test_leaving_does_not_wait_for_a_server_that_still_imports(reports: Reports) -> None:
+    server = "report('importing'); time.sleep(1000)"
+    async with reports.supervisor(FOREVER, 2, forks=reports.forks(server), stop_timeout_s=1000):
+        await reports.next()
+        left_s = time.monotonic()
+    assert time.monotonic() - left_s < 100, "it waited for the server"
+
+
+async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: Reports) -> None:
+    # Slow forks, as on a machine that hardly moves: the supervisor goes before it is told the number.
+    script = "report('up'); report(f'read {sys.stdin.read()!r}')"
+    server = BECOME + (
+        "fork = os.fork\n"
+        "def slow_fork():\n"
+        "    pid = fork()\n"
+        "    if pid: report('forking'); time.sleep(1)\n"
+        "    return pid\n"
+        "os.fork = slow_fork\n"
+        "serve_forks(become)\n"
+    )
+    forks = reports.forks(server)
+    task = asyncio.create_task(forks.fork(reports.command(script, 0)))
+    assert (await reports.next())[2] == "forking"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    said = [await reports.next() for _ in range(2)]
+    assert {" ".join(words[2:]) for words in said} <= {"forking", "up", "read ''"}
+
+
+def test_process_is_shown_as_what_it_became() -> None:
+    code = "import sys; from deploy.fork_server import show_as; show_as(sys.argv[1]); print(open('/proc/self/cmdline').read())"
+    for title, room in (("multiworld worker", True), ("x" * 1000, False)):
+        said = subprocess.run([sys.executable, "-c", code, title], capture_output=True, text=True, check=True).stdout
+        shown = said.strip().strip("\0")
+        assert title.startswith(shown)
+        assert (shown == title) is room or len(shown) > 900
