@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,13 @@ from tests.chaos.clients import answers, assert_nothing_lost, load_on
 from tests.chaos.injections import make_fault
 
 pytestmark = pytest.mark.timeout(600)
+
+
+def test_local_workers_are_forked_and_shown_by_their_names(service: LocalService) -> None:
+    """Were torch to start a thread when it is imported, each would be a program of its own, and start in seconds instead."""
+    for name, pid in service.worker_pids().items():
+        assert Path(f"/proc/{pid}/cmdline").read_text().startswith(f"multiworld worker --name {name}")
+    assert not [line for line in service.lines if "fork server" in line.message]
 
 
 @pytest.mark.parametrize(("name", "cause"), [("kill", "exit"), ("freeze", "hang")], ids=["killed", "frozen"])
