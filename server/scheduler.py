@@ -10,10 +10,11 @@ It is pure: no I/O, no clock, no randomness, no task. The same code serves in pr
 The rules:
 
 - Every accepted request gets exactly one `Answer` row or `Refuse`, at its deadline at the latest, unless it is cancelled.
-- A batch is formed from the head of the queue when it is full, its oldest request has waited `batch_timeout_s`, or (with
-  `adaptive_batching`) a replica of stage 0 has nothing in flight: a lone request does not wait, and the busier the replicas,
-  the fuller the batches. But only when a replica of stage 0 has room and no later stage has enough waiting already. Until then
-  requests stay in the queue and batches get fuller. A batch keeps the version of the model that it began with.
+- A batch is formed from the head of the queue when it is full or its oldest request has waited `batch_timeout_s`. With
+  `adaptive_batching` it goes at once to a replica of stage 0 that has nothing in flight: a lone request does not wait. While all
+  are busy, it waits until one is nearly free, going by what such work took lately: the busier they are, the fuller the batches.
+  But only when a replica of stage 0 has room and no later stage has enough waiting already. Until then requests stay in the queue and
+  batches get fuller. A batch keeps the version of the model that it began with.
 - Fewest outstanding rows first, at most `window` batches in flight a link.
 - What was in flight on a broken link goes to the head of its stage's line, with the input that the shell kept. After
   `max_attempts - 1` broken worlds the requests of a batch are isolated: each starts again, alone in its batch and alone

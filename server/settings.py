@@ -169,11 +169,11 @@ class ServeSettings(Settings):
     batching: Literal["adaptive", "fixed"] = setting(
         "adaptive",
         "Batching",
-        "adaptive sends a batch at once to a replica that idles, and waits for others to share it only while all are busy; "
-        "fixed always waits.",
+        "adaptive sends a batch at once to a replica that idles, and while all are busy waits for others to share it until one is "
+        "nearly free; fixed always waits.",
     )
     batch_timeout_s: float = setting(
-        0.002, "Batching", "Longest time that an image waits for others to share its batch.", ge=0, le=60
+        0.002, "Batching", "How long an image waits for others to share its batch.", ge=0, le=60
     )
     window: int = setting(2, "Batching", "Most batches in flight on one link.", ge=1, le=64)
 

@@ -361,7 +361,7 @@ class Checker:
         ledger, wakeup_s = self._ledger, self._wakeup_s
         assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
         if ledger.waiting and not ledger.held_back and self._entry_has_room():
-            due_s = min(due_s, self._oldest_arrival_s() + self._config.batch_timeout_s)
+            due_s = min(due_s, self._batch_due_s())
         if due_s < float("inf"):
             assert wakeup_s is not None, "no wakeup, and something will fall due"
             assert wakeup_s <= due_s + 1e-9, "a wakeup after something has fallen due"
@@ -390,11 +390,17 @@ class Checker:
         full = len(ledger.waiting) >= config.max_batch_size or self._draining
         assert not full, "a full batch waits while the first stage has room"
         assert not (config.adaptive_batching and self._entry_idles()), "requests wait while a replica idles"
-        due_s = self._oldest_arrival_s() + config.batch_timeout_s
-        assert self._now_s < due_s, "requests wait while the first stage has room"
+        assert self._now_s < self._batch_due_s(), "requests wait while the first stage has room"
 
-    def _oldest_arrival_s(self) -> float:
-        return min(request.arrived_s for request in self._ledger.waiting.values())
+    def _batch_due_s(self) -> float:
+        """When the oldest request goes at the latest. Adaptive, it may wait while a replica may be busy, by what work took so far."""
+        config, ledger = self._config, self._ledger
+        due_s = min(request.arrived_s for request in ledger.waiting.values()) + config.batch_timeout_s
+        if config.adaptive_batching:
+            replicas = [link for version in ledger.complete_versions for link in ledger.replicas(0, version).values()]
+            busy_since_s = max((link.silent_since_s for link in replicas if link.in_flight), default=0.0)
+            due_s = max(due_s, busy_since_s + config.window * ledger.longest_work_s)
+        return due_s
 
     def _entry_has_room(self) -> bool:
         """Whatever the current version is, and nothing is reserved for suspects."""

@@ -85,6 +85,8 @@ class Ledger:
         self.unwanted: dict[int, BatchEntry] = {}
         """Batches that nobody waits for."""
         self.isolated_batches = 0
+        self.longest_work_s = 0.0
+        """The longest that a replica of the first stage took for a batch."""
         self.isolated_in_flight = 0
         self.newest_batch = 0
         self.arrivals = 0
@@ -218,6 +220,8 @@ class Ledger:
         link.rows -= len(batch.requests)
         link.suspects -= batch.isolated
         self.isolated_in_flight -= batch.isolated
+        if link.stage == 0:
+            self.longest_work_s = max(self.longest_work_s, now_s - link.silent_since_s)
         link.silent_since_s = now_s
         wanted = link_id in batch.copies
         self.drop_copy(batch, link_id)

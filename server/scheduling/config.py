@@ -19,7 +19,7 @@ class SchedulerConfig:
     batch_timeout_s: float = 0.002
     """How long the oldest request waits for a batch to fill."""
     adaptive_batching: bool = True
-    """It waits only while every replica is busy: what goes to one that idles goes at once, for waiting would win nothing."""
+    """It waits only while every replica is busy, for waiting would win nothing where one idles; and then until one is nearly free."""
     window: int = 2
     """Batches in flight a link at most."""
     queue_limit: int = 256

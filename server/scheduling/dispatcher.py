@@ -59,13 +59,17 @@ class Dispatcher:
         for copy in late:
             if len(copy.batch.copies) == 1 and not self._hedge(copy):
                 self._hedging.watch(copy, self._turn.now_s)
+        if (
+            self._fleet.entry is not None
+        ):  # where the replica is taken that a batch waited for, another one may be nearly free
+            self._form_batches(self._fleet.entry.pipeline)
 
     def next_batch_s(self) -> float | None:
         """When the queue's head has waited long enough; None if it waits for something else than time."""
         oldest, entry = self._backlog.oldest(), self._fleet.entry
-        if oldest is None or entry is None or not entry.available or entry.pipeline.choked:
+        if oldest is None or entry is None or entry.pipeline.choked or (link := entry.available.first()) is None:
             return None
-        return oldest.arrived_s + self._config.batch_timeout_s
+        return self._due_s(oldest, link)
 
     def _serve(self, pool: Pool) -> None:
         if pool.isolated_first:
@@ -101,10 +105,18 @@ class Dispatcher:
         oldest = self._backlog.oldest()
         if oldest is None:
             return False
-        if self._config.adaptive_batching and not link.copies:
-            return True
         full = len(self._backlog.waiting) >= self._config.max_batch_size
-        return full or self.hurry or self._turn.now_s >= oldest.arrived_s + self._config.batch_timeout_s
+        return full or self.hurry or self._turn.now_s >= self._due_s(oldest, link)
+
+    def _due_s(self, oldest: Request, link: Link) -> float:
+        """When a batch that is not full goes out. Until the replica is nearly free, waiting for more costs nothing."""
+        due_s = oldest.arrived_s + self._config.batch_timeout_s
+        if not self._config.adaptive_batching:
+            return due_s
+        if not link.copies:
+            return oldest.arrived_s
+        until_s = self._hedging.busy_until_s(link)
+        return due_s if until_s is None else max(due_s, until_s - self._config.batch_timeout_s)
 
     def _serve_isolated(self, pool: Pool) -> None:
         newcomers = pool is self._fleet.entry and self._backlog.isolated and not pool.pipeline.isolation_choked

@@ -1,4 +1,4 @@
-"""When a batch is late, and whether a second copy of it can be afforded."""
+"""How long work takes: when a replica will be free, when a batch is late, and whether a second copy of it can be afforded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 
 from server.scheduling.batches import Copy
 from server.scheduling.config import SchedulerConfig
+from server.scheduling.pools import Link
 from server.scheduling.priority_map import PriorityMap
 
 _QUANTILE = 0.95
@@ -16,7 +17,7 @@ _BURST_BATCHES = 4
 
 
 class RecentTimes:
-    """The last few times of one kind of work, and their upper quantile."""
+    """The last few times of one kind of work."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -33,6 +34,10 @@ class RecentTimes:
         """The 95th percentile; None while there are too few to tell."""
         count = len(self._sorted)
         return self._sorted[int(_QUANTILE * (count - 1))] if count >= _ENOUGH_SAMPLES else None
+
+    def least_s(self) -> float | None:
+        """The shortest; None while there are too few to tell."""
+        return self._sorted[0] if len(self._sorted) >= _ENOUGH_SAMPLES else None
 
 
 class Hedging:
@@ -56,8 +61,18 @@ class Hedging:
     def observe(self, copy: Copy, worked_s: float) -> None:
         """A copy came back."""
         self.forget(copy)
-        if self._factor is not None:
-            self._times.setdefault(_kind_of_work(copy), RecentTimes()).add(worked_s)
+        self._times.setdefault(_kind_of_work(copy), RecentTimes()).add(worked_s)
+
+    def busy_until_s(self, link: Link) -> float | None:
+        """Until when this link has work at the least, going by the shortest that such work took lately; None if that cannot be told."""
+        until_s = link.answered_s
+        for copy in link.copies.values():
+            times = self._times.get(_kind_of_work(copy))
+            least_s = times.least_s() if times else None
+            if least_s is None:
+                return None
+            until_s = max(until_s, copy.sent_s) + least_s
+        return until_s
 
     def watch(self, copy: Copy, now_s: float) -> None:
         """Tell when this copy is late, if that can be told."""

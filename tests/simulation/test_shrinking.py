@@ -29,7 +29,7 @@ class Bug:
 
 BUGS = (
     Bug(planted.LosesBatches, "everything", 5, 1),
-    Bug(planted.AnswersTwice, "kills-in-turn", 6, 1),
+    Bug(planted.AnswersTwice, "kills-in-turn", 8, 1),
     Bug(planted.ComputesForNobody, "everything", 3, 0),
     Bug(planted.MissesDeadlines, "overload-with-short-deadlines", 4, 0),
     Bug(planted.LosesBatchesOfDoubleFaults, "everything", 8, 2),

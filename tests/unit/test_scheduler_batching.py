@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from server.scheduler import Answer, BatchDone, ForgetBatch, KeepOutput, LinkReady, RequestCancelled, SendBatch
 from server.scheduling.batches import Batch, Copy, Request
 from tests.unit.scheduler_driver import Driver, answered, of, only, refused, sends
@@ -41,6 +43,32 @@ def test_requests_wait_for_others_while_all_replicas_are_busy_and_batching_is_ad
     busy = second if driver.in_flight.get((first.batch, first.link)) and len(driver.on(first.link)) == 1 else first
     idle = first if busy is second else second
     assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has nothing else to do
+
+
+def test_batch_waits_until_the_replica_is_nearly_free_when_batching_is_adaptive() -> None:
+    driver = Driver(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
+    for took_s in (0.12, *[0.1] * 7):  # what such work takes is known from here on
+        driver.done(only(driver.arrive(), SendBatch), after_s=took_s)
+    sent_s, first = driver.now_s, only(driver.arrive(), SendBatch)
+    driver.now_s += 0.01
+    assert driver.arrive() == []
+    driver.now_s += 0.04
+    assert driver.arrive() == []
+    assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
+    assert only(driver.wait(0.048), SendBatch).requests == (10, 11)
+    assert driver.arrive() == [], "it has room for no third"
+    assert sends(driver.done(first)) == []
+    assert only(driver.wait(0.002), SendBatch).requests == (12,), "what two take is not known yet"
+
+
+def test_batch_that_is_late_lets_nobody_wait_for_its_replica_to_be_free() -> None:
+    driver = Driver(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
+    for _ in range(8):
+        driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
+    driver.arrive()
+    driver.now_s += 0.3
+    assert driver.arrive() == []
+    assert only(driver.wait(0.002), SendBatch).requests == (10,)
 
 
 def test_batch_is_sent_before_the_timeout_when_it_is_full() -> None:
