@@ -1,23 +1,34 @@
 """`multiworld fork-server`: what the supervisor forks its workers from. Not for people."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 
 def fork_server() -> int:
     """Import what a worker needs; become a worker, in a fork, whenever the supervisor sends a worker's command line."""
-    # numpy's threads would start at its import, and do not survive a fork. Workers compute with torch's.
-    name = "OPENBLAS_NUM_THREADS"
-    wanted = os.environ.get(name)
-    os.environ[name] = "1"
-    import numpy as np  # noqa: F401
-
-    del os.environ[name]
-    if wanted is not None:
-        os.environ[name] = wanted
-    import workers.app  # noqa: F401
+    with _environment(OPENBLAS_NUM_THREADS="1"):  # its threads would start at the import; workers compute with torch's
+        import numpy as np  # noqa: F401
+    # Whoever asks during an import whether there is CUDA is not to initialise it, which no fork survives.
+    with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        import workers.app  # noqa: F401
     from deploy.fork_server import serve_forks
 
     return serve_forks(_become)
+
+
+@contextlib.contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _become(command: list[str]) -> int:

@@ -37,6 +37,10 @@ _MESSAGE_BYTES = 1 << 16
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+class ForkRefusedError(Exception):
+    """The server is well and cannot fork, for the reason that the message says."""
+
+
 class ForkServer:
     """The supervisor's end of it, as `with ForkServer(…) as forks`. To be used from one event loop."""
 
@@ -88,14 +92,20 @@ class ForkServer:
 
         Waits for the imports if they are going on. Cancelling is safe: a worker that nobody was given ends by itself.
         """
+        expected = self._process
         async with self._turn:
-            if self._socket is None:
-                self._start()  # for the next one
+            if self._socket is None or self._process is not expected:
+                # The one that this call has waited for was of no use. The next one is, perhaps, for those who come later.
+                if self._process is None:
+                    self._start()
                 return None
             try:
                 await self._until_ready()
                 return await self._ask(command)
-            except (OSError, ValueError) as error:  # a TimeoutError is an OSError
+            except ForkRefusedError as error:
+                logger.warning("the fork server refuses (%s): starting a worker without it", error)
+                return None
+            except (OSError, ValueError, TypeError, KeyError) as error:  # a TimeoutError is an OSError
                 if not self._closed:
                     reason = str(error) or type(error).__name__
                     logger.warning("the fork server is of no use (%s): starting a worker without it", reason)
@@ -117,7 +127,7 @@ class ForkServer:
             self._ready = True
 
     async def _ask(self, command: Sequence[str]) -> Child:
-        """Raises OSError or ValueError when there is no worker."""
+        """Raises ForkRefusedError when the server says no; OSError, ValueError, TypeError, KeyError when it does not say it well."""
         assert self._socket is not None
         read_fd, hold_fd = os.pipe()
         try:
@@ -127,7 +137,9 @@ class ForkServer:
                 async with asyncio.timeout(REPLY_LIMIT_S):
                     said = json.loads(await self._receive())
             if "pid" not in said:
-                raise ValueError(said["error"])
+                raise ForkRefusedError(said["error"])
+            # An OSError unless it is our child.
+            os.waitid(os.P_PID, said["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)  # noqa: ASYNC222  does not block
             return Child(said["pid"], hold_fd)
         except BaseException:
             os.close(hold_fd)  # should it run after all, it reads that nobody wants it
@@ -146,28 +158,29 @@ class ForkServer:
         self._killed = [process for process in self._killed if process.poll() is None]
         if self._closed:
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         try:
-            self._process = subprocess.Popen(  # noqa: S603  the command is the caller's own
-                self._command, stdin=theirs.fileno(), env=self._environment, start_new_session=True
-            )
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(  # noqa: S603  the command is the caller's own
+                        self._command, stdin=theirs.fileno(), env=self._environment, start_new_session=True
+                    )
+                except OSError:
+                    ours.close()
+                    raise
         except OSError as error:
             logger.warning("the fork server cannot be started: %s", error)
-            ours.close()
-            return
-        finally:
-            theirs.close()
-        self._socket, self._ready = ours, False
+        else:
+            self._socket, self._ready = ours, False
 
     def _end(self) -> None:
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
             self._process.kill()
-            self._killed.append(
-                self._process
-            )  # not waited for here: it takes the kernel longer than an event loop should stand
+            # Not waited for here: it takes the kernel longer than an event loop should stand still.
+            self._killed.append(self._process)
         self._socket = self._process = None
 
 
@@ -179,27 +192,14 @@ def serve_forks(become: Callable[[list[str]], int]) -> int:
     Args:
         become: what a worker does with its command line; gives its exit status.
     """
-    control = socket.socket(fileno=os.dup(0))
-    gc.collect()
-    gc.freeze()  # the collector writes to all that it looks at, and what is written to is not shared any more
-    control.send(_READY)
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 1)
-        if not message:
-            return 0
-        try:
-            pid = _fork()
-        except OSError as error:
-            answer: dict[str, object] = {"error": str(error)}
-        else:
-            if pid == 0:
-                control.close()
-                os.dup2(fds[0], 0)
-                os.close(fds[0])
-                return become(json.loads(message))
-            answer = {"pid": pid}
-        os.close(fds[0])
-        control.send(json.dumps(answer).encode())
+    command = None
+    # The supervisor may be gone at any moment.
+    with socket.socket(fileno=os.dup(0)) as control, contextlib.suppress(ConnectionError):
+        gc.collect()
+        gc.freeze()  # the collector writes to all that it looks at, and what is written to is not shared any more
+        control.send(_READY)
+        command = _serve(control)
+    return become(command) if command is not None else 0
 
 
 def show_as(title: str) -> None:
@@ -209,6 +209,27 @@ def show_as(title: str) -> None:
     start, end = int(columns[45]), int(columns[46])
     if room := max(0, end - start):
         ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
+
+
+def _serve(control: socket.socket) -> list[str] | None:
+    """In a worker, its command line; None in the server, when the supervisor has ended."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 1)
+        if not message:
+            return None
+        try:
+            pid = _fork()
+        except OSError as error:
+            answer: dict[str, object] = {"error": str(error)}
+        else:
+            answer = {"pid": pid}
+            if pid == 0:
+                os.dup2(fds[0], 0)
+                command: list[str] = json.loads(message)
+                return command
+        finally:
+            os.close(fds[0])
+        control.send(json.dumps(answer).encode())
 
 
 def _fork() -> int:

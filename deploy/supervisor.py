@@ -90,6 +90,7 @@ class Supervisor:
         self._on_restart = on_restart or (lambda _slot: None)
         self._slots = [Slot(index) for index in range(count)]
         self._stopping = asyncio.Event()
+        self._last_signal = signal.SIGTERM
         self._tasks = asyncio.TaskGroup()
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -143,6 +144,7 @@ class Supervisor:
 
     async def _stop(self, signum: signal.Signals, timeout_s: float) -> None:
         """Send a signal to all processes that run, and wait for their end."""
+        self._last_signal = signum
         for slot in self._slots:
             if slot.child:
                 logger.info("worker slot=%d pid=%d stopping signal=%s", slot.index, slot.child.pid, signum.name)
@@ -208,7 +210,7 @@ class Supervisor:
         slot.child = child
         logger.info("worker slot=%d pid=%d started", slot.index, child.pid)
         if self._stopping.is_set():  # the others were told when this one was not there yet
-            child.send(signal.SIGTERM)
+            child.send(self._last_signal)
         return True
 
     async def _end(self, slot: Slot) -> tuple[float, str]:

@@ -190,6 +190,7 @@ class Leader:
         logger.info("stopping: %d requests to answer first", self._under_way.count)
         self._draining = True
         self._recruiter.stop()
+        self._shell.feed(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._under_way.none()  # some are being read or decoded, and the scheduler does not know them yet

@@ -56,7 +56,6 @@ from server.scheduling.drain_rate import DrainRate
 from server.scheduling.events import (
     BatchDone,
     BatchFailed,
-    BatchId,
     Drain,
     Event,
     LinkBroken,
@@ -206,6 +205,9 @@ class Scheduler:
     def _pass_time(self, now_s: float) -> None:
         now_s = max(now_s, self._turn.now_s)
         busy, full = bool(self._backlog.requests), len(self._backlog.waiting) >= self.config.max_batch_size
+        full = (
+            full and self._fleet.current is not None
+        )  # a stage without replicas says nothing about how fast work would go
         self._drain_rate.elapse(now_s - self._turn.now_s, busy=busy, full=full)
         self._turn.now_s = now_s
 
@@ -226,7 +228,8 @@ class Scheduler:
             case LinkBroken():
                 self._link_broken(event)
             case Drain():
-                self._draining = self._dispatcher.hurry = True
+                self._dispatcher.hurry = True
+                self._draining = not event.admits
             case Tick():
                 pass
 
@@ -291,7 +294,7 @@ class Scheduler:
             self._losses.break_link(link, event.cause)
 
     def _done(self, event: BatchDone) -> None:
-        copy = self._land(event.batch, event.link, raised=False)
+        copy = self._land(event)
         if copy is None:
             return
         batch = copy.batch
@@ -308,7 +311,7 @@ class Scheduler:
             self._outcomes.wait(batch, "first", at_head=False)
 
     def _failed(self, event: BatchFailed) -> None:
-        copy = self._land(event.batch, event.link, raised=True)
+        copy = self._land(event)
         if copy is None:
             return
         batch = copy.batch
@@ -324,16 +327,16 @@ class Scheduler:
             batch.since_s = self._turn.now_s
             self._outcomes.wait(batch, "retry", at_head=False)
 
-    def _land(self, batch_id: BatchId, link_id: LinkId, *, raised: bool) -> Copy | None:
+    def _land(self, event: BatchDone | BatchFailed) -> Copy | None:
         """Free the copy's place on its link. Returns it if its batch still wants what it brings."""
-        link = self._fleet.links.get(link_id)
-        copy = link.copies.get(batch_id) if link else None
+        link = self._fleet.links.get(event.link)
+        copy = link.copies.get(event.batch) if link else None
         if link is None or copy is None:
             return None
         worked_s = self._fleet.landed(copy, self._turn.now_s)
         self._hedging.forget(copy)
-        if not raised:
-            self._hedging.observe(copy, worked_s)
+        if isinstance(event, BatchDone):
+            self._hedging.observe(copy, worked_s, event.computed_s, event.transfer_s)
         self._dispatcher.touch(link.pool)
         self._losses.close_if_drained(link)
         return copy if copy.detach() else None

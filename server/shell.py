@@ -179,7 +179,7 @@ class Shell:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self.feed(BatchDone(message.batch, flight.duty), message.payload)
+        self.feed(BatchDone(message.batch, flight.duty, compute_s, transfer_s), message.payload)
 
     def on_failed(self, link: Link, message: Message) -> None:
         """See `server.link.BatchListener`."""

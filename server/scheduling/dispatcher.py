@@ -115,8 +115,8 @@ class Dispatcher:
             return due_s
         if not link.copies:
             return oldest.arrived_s
-        until_s = self._hedging.busy_until_s(link)
-        return due_s if until_s is None else max(due_s, until_s - self._config.batch_timeout_s)
+        nearly_free_s = self._hedging.nearly_free_s(link)
+        return due_s if nearly_free_s is None else max(due_s, nearly_free_s - self._config.batch_timeout_s)
 
     def _serve_isolated(self, pool: Pool) -> None:
         newcomers = pool is self._fleet.entry and self._backlog.isolated and not pool.pipeline.isolation_choked

@@ -15,23 +15,24 @@ class _Rate:
     """Rows a second of the time that is counted, the last few seconds counting most."""
 
     def __init__(self) -> None:
-        self._since_s = 0.0
+        self.since_s = 0.0
+        """Time that was counted since the last answer."""
         self._rows = 0.0
         self.weight_s = 0.0
         """On how much time it rests, `_MEMORY_S` at the most."""
 
     def elapse(self, seconds: float) -> None:
-        self._since_s += seconds
+        self.since_s += seconds
 
     def answered(self, rows: int) -> None:
-        fade = exp(-self._since_s / _MEMORY_S)
+        fade = exp(-self.since_s / _MEMORY_S)
         self._rows = self._rows * fade + rows
         self.weight_s = self.weight_s * fade + _MEMORY_S * (1 - fade)
-        self._since_s = 0.0
+        self.since_s = 0.0
 
     def time_for_s(self, rows: int) -> float | None:
         """None when nothing was answered yet."""
-        fade = exp(-self._since_s / _MEMORY_S)
+        fade = exp(-self.since_s / _MEMORY_S)
         faded_rows = self._rows * fade
         return rows * (self.weight_s * fade + _MEMORY_S * (1 - fade)) / faded_rows if faded_rows else None
 
@@ -57,7 +58,7 @@ class DrainRate:
     def answered(self, rows: int, *, full: bool) -> None:
         """So many requests were answered just now."""
         self._busy.answered(rows)
-        if full:
+        if full and self._full.since_s > 0:  # without any full time, rows would only add up
             if self._full_ago_s > _STALE_S:
                 self._full = _Rate()
             self._full.answered(rows)

@@ -60,6 +60,10 @@ class BatchDone:
 
     batch: BatchId
     link: LinkId
+    computed_s: float | None = None
+    """How long the worker computed; None where that is not known."""
+    transfer_s: float | None = None
+    """How long batch and output were on their ways; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server is stopping: refuse newcomers, finish what is there."""
+    """The server is stopping: finish what is there, without waiting for batches to fill."""
+
+    admits: bool = False
+    """Whether newcomers are still accepted: those that had begun before. Otherwise they are refused."""
 
 
 Event: TypeAlias = (

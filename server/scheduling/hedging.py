@@ -39,6 +39,21 @@ class RecentTimes:
         """The shortest; None while there are too few to tell."""
         return self._sorted[0] if len(self._sorted) >= _ENOUGH_SAMPLES else None
 
+    def middle_s(self) -> float:
+        """The median; 0 while there is none."""
+        return self._sorted[len(self._sorted) // 2] if self._sorted else 0.0
+
+
+class _Work:
+    """What is known of batches of one size at one stage."""
+
+    def __init__(self) -> None:
+        self.took = RecentTimes()
+        """Until the answer, from when the link had nothing else to do."""
+        self.computed = RecentTimes()
+        self.transfer = RecentTimes()
+        """There and back."""
+
 
 class Hedging:
     """Watches the copies in flight. A copy is late when it takes `hedge_factor` times what its stage usually takes for
@@ -54,25 +69,31 @@ class Hedging:
         self._budget = config.hedge_budget
         self._purse_limit = float(_BURST_BATCHES * config.max_batch_size)
         self._purse = 0.0
-        self._times: dict[tuple[int, int], RecentTimes] = {}
+        self._works: dict[tuple[int, int], _Work] = {}
         self.late: PriorityMap[Copy, float] = PriorityMap()
         """Copies watched, by when they are late."""
 
-    def observe(self, copy: Copy, worked_s: float) -> None:
+    def observe(self, copy: Copy, worked_s: float, computed_s: float | None, transfer_s: float | None) -> None:
         """A copy came back."""
         self.forget(copy)
-        self._times.setdefault(_kind_of_work(copy), RecentTimes()).add(worked_s)
+        work = self._works.setdefault(_kind_of_work(copy), _Work())
+        work.took.add(worked_s)
+        work.computed.add(worked_s if computed_s is None else computed_s)
+        work.transfer.add(transfer_s or 0.0)
 
-    def busy_until_s(self, link: Link) -> float | None:
-        """Until when this link has work at the least, going by the shortest that such work took lately; None if that cannot be told."""
-        until_s = link.answered_s
+    def nearly_free_s(self, link: Link) -> float | None:
+        """When a batch must be sent to reach this link as the work there ends; None if that cannot be told.
+
+        Rather too early: it goes by the shortest time that such work took lately.
+        """
+        done_s, transfer_s = link.answered_s, 0.0
         for copy in link.copies.values():
-            times = self._times.get(_kind_of_work(copy))
-            least_s = times.least_s() if times else None
-            if least_s is None:
+            work = self._works.get(_kind_of_work(copy))
+            if work is None or (least_s := work.computed.least_s()) is None:
                 return None
-            until_s = max(until_s, copy.sent_s) + least_s
-        return until_s
+            transfer_s = work.transfer.middle_s()
+            done_s = max(done_s, copy.sent_s + transfer_s) + least_s
+        return done_s - transfer_s
 
     def watch(self, copy: Copy, now_s: float) -> None:
         """Tell when this copy is late, if that can be told."""
@@ -98,8 +119,8 @@ class Hedging:
     def _patience_s(self, copy: Copy) -> float | None:
         if self._factor is None or copy.batch.isolated:
             return None
-        times = self._times.get(_kind_of_work(copy))
-        usual_s = times.usual_s() if times else None
+        work = self._works.get(_kind_of_work(copy))
+        usual_s = work.took.usual_s() if work else None
         return None if usual_s is None else max(self._floor_s, usual_s * self._factor)
 
 

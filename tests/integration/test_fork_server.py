@@ -16,6 +16,7 @@ from deploy import fork_server
 from deploy.supervisor import Backoff
 from tests.integration.small_processes import BECOME, FOREVER, Reports, children, end_of, freeze, until
 
+HANGS = "time.sleep(1000)"
 WHOSE = "report(f'up {os.getsid(0)}'); signal.pause()"
 
 
@@ -103,7 +104,10 @@ async def test_worker_is_started_without_the_server_when_that_is_frozen(
         ("sys.exit(1)", "it has ended"),
         ("os.write(0, b'what?'); time.sleep(1000)", "does not say that it is ready"),
         ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'what?'); time.sleep(1000)", "Expecting value"),
-        ("time.sleep(1000)", "TimeoutError"),
+        ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'5'); time.sleep(1000)", "iterable"),
+        ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'{}'); time.sleep(1000)", "error"),
+        ('os.write(0, b"ready"); time.sleep(1); os.write(0, b\'{"pid": 1}\'); time.sleep(1000)', "No child process"),
+        (HANGS, "TimeoutError"),
         (
             BECOME + "import threading; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
             "serve_forks(become)",
@@ -111,12 +115,22 @@ async def test_worker_is_started_without_the_server_when_that_is_frozen(
         ),
         (BECOME + "os.fork = lambda: os.open('/nowhere', 0)\nserve_forks(become)", "No such file"),
     ],
-    ids=["ends", "babbles", "babbles later", "hangs", "has threads", "cannot fork"],
+    ids=[
+        "ends",
+        "babbles",
+        "babbles later",
+        "says a number",
+        "says nothing",
+        "gives away others",
+        "hangs",
+        "has threads",
+        "cannot fork",
+    ],
 )
 async def test_workers_are_started_without_a_server_that_does_not_serve(
     reports: Reports, server: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "hangs" in os.environ["PYTEST_CURRENT_TEST"]:
+    if server == HANGS:
         monkeypatch.setattr(fork_server, "START_LIMIT_S", 0.2)
     async with reports.supervisor(FOREVER, 2, forks=reports.forks(server)) as supervisor:
         ups = [await reports.next() for _ in range(2)]
@@ -145,7 +159,7 @@ async def test_leaving_does_not_wait_for_a_server_that_still_imports(reports: Re
 
 async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: Reports) -> None:
     # Slow forks, as on a machine that hardly moves: the supervisor goes before it is told the number.
-    script = "report('up'); report(f'read {sys.stdin.read()!r}')"
+    script = "report('up'); report(f'read={sys.stdin.read()!r}')"
     server = BECOME + (
         "fork = os.fork\n"
         "def slow_fork():\n"
@@ -153,16 +167,27 @@ async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: 
         "    if pid: report('forking'); time.sleep(1)\n"
         "    return pid\n"
         "os.fork = slow_fork\n"
-        "serve_forks(become)\n"
+        "sys.exit(serve_forks(become))\n"
     )
     forks = reports.forks(server)
     task = asyncio.create_task(forks.fork(reports.command(script, 0)))
-    assert (await reports.next())[2] == "forking"
+    said = [(await reports.next())[2]]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    said = [await reports.next() for _ in range(2)]
-    assert {" ".join(words[2:]) for words in said} <= {"forking", "up", "read ''"}
+    while said[-1] != "read=''":
+        said.append((await reports.next())[2])
+    assert set(said) == {"forking", "up", "read=''"}
+
+
+async def test_others_do_not_wait_for_a_server_that_was_of_no_use_to_one(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "START_LIMIT_S", 5.0)
+    forks = reports.forks("time.sleep(1000)")
+    began_s = time.monotonic()
+    assert await asyncio.gather(*(forks.fork(["anything"]) for _ in range(20))) == [None] * 20
+    assert time.monotonic() - began_s < 50, "each waited for a server of its own"
 
 
 def test_process_is_shown_as_what_it_became() -> None:

@@ -184,8 +184,9 @@ async def test_process_leads_its_own_session_so_that_ctrl_c_does_not_reach_it(re
 
 
 async def test_what_a_process_started_is_killed_when_it_ends(reports: Reports) -> None:
-    async with reports.supervisor(WITH_GRANDCHILD):
+    async with reports.supervisor(WITH_GRANDCHILD) as supervisor:
         _, pid, _, grandchild = await reports.next()
+        await until(lambda: supervisor.pids)
         os.kill(int(pid), signal.SIGKILL)
         await end_of(int(grandchild))
         await reports.next()
@@ -241,7 +242,7 @@ async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: R
 
 
 async def test_process_that_lives_and_never_comes_to_the_leader_is_killed_and_started_again(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, 2, absent_timeout_s=2.0, backoff=Backoff(initial_s=0)) as supervisor:
+    async with reports.supervisor(FOREVER, 2, absent_timeout_s=5.0, backoff=Backoff(initial_s=0)) as supervisor:
         pids = {slot: int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
         supervisor.present({"local-1"})
         slot, pid, _ = await reports.next()

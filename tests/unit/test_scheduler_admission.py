@@ -73,6 +73,15 @@ def test_newcomers_are_refused_and_the_rest_is_finished_when_draining() -> None:
     assert driver.scheduler.open_requests == 0
 
 
+def test_what_had_begun_before_is_accepted_and_does_not_wait_when_draining_begins() -> None:
+    driver = Driver(batch_timeout_s=1.0)
+    driver.arrive()
+    assert only(driver.handle(Drain(admits=True)), SendBatch).requests == (1,)
+    assert only(driver.arrive(), SendBatch).requests == (2,)
+    driver.handle(Drain())
+    assert refused(driver.arrive()) == {3: "draining"}
+
+
 def test_counters_tell_what_became_of_requests() -> None:
     driver = Driver(replicas=1, window=1, queue_limit=2)
     send = only(driver.arrive(4), SendBatch)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from server.scheduler import Answer, BatchDone, ForgetBatch, KeepOutput, LinkReady, RequestCancelled, SendBatch
+from server.scheduler import Action, Answer, BatchDone, ForgetBatch, KeepOutput, LinkReady, RequestCancelled, SendBatch
 from server.scheduling.batches import Batch, Copy, Request
 from tests.unit.scheduler_driver import Driver, answered, of, only, refused, sends
 
@@ -59,6 +59,26 @@ def test_batch_waits_until_the_replica_is_nearly_free_when_batching_is_adaptive(
     assert driver.arrive() == [], "it has room for no third"
     assert sends(driver.done(first)) == []
     assert only(driver.wait(0.002), SendBatch).requests == (12,), "what two take is not known yet"
+
+
+def test_batch_is_on_its_way_when_the_replica_is_nearly_free_and_batching_is_adaptive() -> None:
+    driver = Driver(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
+
+    def done(send: SendBatch) -> list[Action]:
+        """Computed for 0.1 s, and 0.03 s on its ways."""
+        return driver.handle(BatchDone(send.batch, send.link, computed_s=0.1, transfer_s=0.03), after_s=0.13)
+
+    for _ in range(8):
+        done(only(driver.arrive(), SendBatch))
+    sent_s, first = driver.now_s, only(driver.arrive(), SendBatch)
+    assert driver.arrive() == []
+    assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
+    second = only(driver.wait(0.098), SendBatch)  # which is there when the first has been computed
+    assert driver.arrive() == []
+    driver.handle(BatchDone(first.batch, first.link, computed_s=0.1, transfer_s=0.03), after_s=0.032)
+    assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.13 + 0.1 - 0.03 - 0.002)
+    assert only(driver.wait(0.068), SendBatch).requests == (11,)
+    assert second.requests == (10,)
 
 
 def test_batch_that_is_late_lets_nobody_wait_for_its_replica_to_be_free() -> None:
