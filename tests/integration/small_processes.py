@@ -5,9 +5,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from deploy.fork_server import ForkServer
 from deploy.supervisor import Supervisor
@@ -66,16 +67,20 @@ class Reports:
         self._queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
 
-    def listen(self) -> None:
+    async def __aenter__(self) -> Self:
         asyncio.get_running_loop().add_reader(self._fd, self._read)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.servers.close()
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
 
     def _read(self) -> None:
         for line in os.read(self._fd, 65536).decode().splitlines():
             self._queue.put_nowait(line.split())
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._fd)
-        os.close(self._fd)
 
     async def next(self) -> list[str]:
         async with asyncio.timeout(30):
@@ -125,6 +130,14 @@ async def end_of(pid: int) -> None:
     finally:
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
+
+
+@contextlib.contextmanager
+def no_child_left() -> Iterator[None]:
+    """When the block ends there is no child that there was not before: those of other tests may share a service or a crew."""
+    before = children()
+    yield
+    assert children() <= before
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from chaos.processes import parent
 from deploy import fork_server
 from deploy.supervisor import Backoff
-from tests.integration.small_processes import BECOME, FOREVER, Reports, children, end_of, freeze, until
+from tests.integration.small_processes import BECOME, FOREVER, Reports, end_of, freeze, no_child_left, until
 
 HANGS = "time.sleep(1000)"
 WHOSE = "report(f'up {os.getsid(0)}'); signal.pause()"
@@ -22,18 +22,14 @@ WHOSE = "report(f'up {os.getsid(0)}'); signal.pause()"
 
 @pytest.fixture
 async def reports(tmp_path: Path) -> AsyncIterator[Reports]:
-    reports = Reports(tmp_path / "reports", forking=True)
-    reports.listen()
-    with reports.servers:
+    async with Reports(tmp_path / "reports", forking=True) as reports:
         yield reports
-    reports.close()
 
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Iterator[None]:
-    before = children()
-    yield
-    assert children() <= before
+    with no_child_left():
+        yield
 
 
 async def test_workers_are_the_supervisors_children_and_lead_their_sessions(reports: Reports) -> None:

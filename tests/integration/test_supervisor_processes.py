@@ -22,27 +22,23 @@ from tests.integration.small_processes import (
     SAY_GOODBYE,
     WITH_GRANDCHILD,
     Reports,
-    children,
     end_of,
     freeze,
+    no_child_left,
     until,
 )
 
 
 @pytest.fixture(params=["programs", "forks"])
 async def reports(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
-    reports = Reports(tmp_path / "reports", forking=request.param == "forks")
-    reports.listen()
-    with reports.servers:
+    async with Reports(tmp_path / "reports", forking=request.param == "forks") as reports:
         yield reports
-    reports.close()
 
 
 @pytest.fixture(autouse=True)
 def no_child_is_left() -> Iterator[None]:
-    before = children()  # of other tests that share a service or a crew
-    yield
-    assert children() <= before
+    with no_child_left():
+        yield
 
 
 async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
