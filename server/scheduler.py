@@ -72,6 +72,7 @@ from server.scheduling.losses import Losses
 from server.scheduling.outcomes import Outcomes
 from server.scheduling.pools import Link
 from server.scheduling.turn import Turn
+from server.scheduling.work_times import WorkTimes
 
 _MOST_UNMATCHED_FAILURES = 3
 """So many batches in a row a link may raise on that succeed elsewhere, before it is broken."""
@@ -116,10 +117,13 @@ class Scheduler:
             hang_timeout_s=config.hang_timeout_s,
         )
         self._backlog = Backlog()
-        self._hedging = Hedging(config)
+        self._work_times = WorkTimes()
+        self._hedging = Hedging(config, self._work_times)
         self._turn = Turn()
         self._drain_rate = DrainRate()
-        self._dispatcher = Dispatcher(config, self._turn, self._backlog, self._fleet, self._hedging, self.counters)
+        self._dispatcher = Dispatcher(
+            config, self._turn, self._backlog, self._fleet, self._hedging, self._work_times, self.counters
+        )
         self._outcomes = Outcomes(
             self._dispatcher, self._turn, self._backlog, self._fleet, self._hedging, self._drain_rate, self.counters
         )
@@ -336,7 +340,7 @@ class Scheduler:
         worked_s = self._fleet.landed(copy, self._turn.now_s)
         self._hedging.forget(copy)
         if isinstance(event, BatchDone):
-            self._hedging.observe(copy, worked_s, event.computed_s, event.transfer_s)
+            self._work_times.observe(copy, worked_s, event.computed_s, event.transfer_s)
         self._dispatcher.touch(link.pool)
         self._losses.close_if_drained(link)
         return copy if copy.detach() else None

@@ -13,6 +13,7 @@ from server.scheduling.fleet import Fleet
 from server.scheduling.hedging import Hedging
 from server.scheduling.pools import Link, Pipeline, Pool
 from server.scheduling.turn import Turn
+from server.scheduling.work_times import WorkTimes
 
 
 class Dispatcher:
@@ -25,6 +26,7 @@ class Dispatcher:
         backlog: Backlog,
         fleet: Fleet,
         hedging: Hedging,
+        times: WorkTimes,
         counters: Counters,
     ) -> None:
         self._turn = turn
@@ -32,6 +34,7 @@ class Dispatcher:
         self._backlog = backlog
         self._fleet = fleet
         self._hedging = hedging
+        self._times = times
         self._counters = counters
         self._batch_ids = count(1)
         self._touched: dict[Pool, None] = {}
@@ -115,7 +118,7 @@ class Dispatcher:
             return due_s
         if not link.copies:
             return oldest.arrived_s
-        nearly_free_s = self._hedging.nearly_free_s(link)
+        nearly_free_s = self._times.nearly_free_s(link)
         return due_s if nearly_free_s is None else max(due_s, nearly_free_s - self._config.batch_timeout_s)
 
     def _serve_isolated(self, pool: Pool) -> None:
