@@ -53,7 +53,8 @@ def run(settings: WorkerSettings) -> int:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
-    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), Compiler(device))
+    compiler = Compiler() if device.type == "cpu" else None
+    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), compiler)
     traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
     metrics = WorkerMetrics(build_labels(torch.__version__))
     loop = asyncio.get_running_loop()

@@ -9,9 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from models import CompiledStage, CompiledStages, CompileError, CompileRequest
+from models import CompiledStages, CompileError, CompileRequest, FixedSizes
 from models.optimize import UNAVAILABLE
 
 logger = logging.getLogger(__name__)
@@ -20,22 +18,19 @@ _LONGEST_S = 1800.0
 
 
 class Compiler:
-    """One for all sessions of a worker. Packages are shared with the other workers of the machine.
+    """One for all sessions of a worker that computes on a CPU. Packages are shared with the other workers of the machine.
 
     Args:
         stages: where they are kept; the user's cache folder by default.
     """
 
-    def __init__(self, device: torch.device, stages: CompiledStages | None = None) -> None:
-        self._device = device
+    def __init__(self, stages: CompiledStages | None = None) -> None:
         self._stages = stages or CompiledStages()
-        self._unavailable = "" if device.type == "cpu" else f"stages are compiled for CPUs, not for {device.type}"
+        self._unavailable = ""
         self._warned = False
 
-    def found(self, request: CompileRequest) -> CompiledStage | None:
+    def found(self, request: CompileRequest) -> FixedSizes | None:
         """The stage, where it was compiled before and can be loaded. Blocks, for up to a second."""
-        if self._device.type != "cpu":
-            return None
         try:
             return self._stages.load(request)
         except CompileError as error:

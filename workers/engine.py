@@ -19,6 +19,7 @@ from models import AS_IT_IS, CompileRequest, Optimized, StageSpec, Tuning, build
 from workers.compiler import Compiler
 from workers.cores import SharedCores
 from workers.last_resort import NO_MEMORY_S, end_within
+from workers.transfers import transfers
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Engine:
         self, device: torch.device, cores: SharedCores | None = None, compiler: Compiler | None = None
     ) -> None:
         self.device = device
+        self.transfers = transfers(device)
         self.compiler = compiler
         self._cores = cores
         self._turns: deque[Place] = deque()
@@ -118,6 +120,8 @@ class Engine:
             return job
 
     def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread; graphs are recorded on the device that is current
         while (job := self._next()) is not None:
             if job.future.cancelled():
                 continue
@@ -178,7 +182,7 @@ class Place:
         dtype = torch.uint8 if spec.is_first else torch.float32
         for rows in sorted({1, max_batch_size}):
             batch = torch.zeros((rows, *row_shape), dtype=dtype)
-            await self._engine.run(self, partial(self._forward, made.module, batch))
+            await self._engine.run(self, partial(self._forward, made.module, self._engine.transfers.up(batch)))
         if version not in self._dropped:
             self._stages[version, spec.index] = made.module
         return time.monotonic() - started_s, made
@@ -198,11 +202,12 @@ class Place:
         Raises what the stage raises, and KeyError when that stage was never ordered in that version.
         """
         asked_ns = time.perf_counter_ns()
+        arrived = self._engine.transfers.up(batch)
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.computing():
-                output = self._forward(self._stages[version, stage], batch)
+                output = self._forward(self._stages[version, stage], arrived)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
@@ -238,10 +243,9 @@ class Place:
         precision = compiled_recipe(tuning, self._engine.device).precision
         return CompileRequest(spec, row_shape, max_batch_size, precision, weights)
 
-    def _forward(self, stage: nn.Module, batch: Tensor) -> Tensor:
+    def _forward(self, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
         with torch.inference_mode():
-            output: Tensor = stage(batch.to(self._engine.device))
-            return output.cpu().contiguous()
+            return self._engine.transfers.down(stage(arrived()))
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

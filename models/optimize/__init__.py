@@ -1,9 +1,10 @@
 """A stage made fast for one device: how it may be computed, how far its output may be off, and which way is the fastest here."""
 
 from models.optimize.closeness import TOLERANCE, deviation
-from models.optimize.compiling import UNAVAILABLE, CompiledStage, CompiledStages, CompileError, CompileRequest
+from models.optimize.compiling import UNAVAILABLE, CompiledStages, CompileError, CompileRequest
 from models.optimize.optimizing import Optimized, optimize
 from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning, compiled_recipe
+from models.optimize.sizes import FixedSizes
 
 __all__ = [
     "AS_IT_IS",
@@ -13,8 +14,8 @@ __all__ = [
     "UNAVAILABLE",
     "CompileError",
     "CompileRequest",
-    "CompiledStage",
     "CompiledStages",
+    "FixedSizes",
     "Optimize",
     "Optimized",
     "Precision",

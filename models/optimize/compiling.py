@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch._inductor
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.errors import ModelError, StageError
+from models.errors import ModelError
 from models.optimize.folding import FoldedStage
 from models.optimize.recipes import Recipe, StagePrecision, processor_says
+from models.optimize.sizes import FixedSizes, batch_sizes
 from models.stage_spec import StageSpec
 from models.stages import Stage, build_stage, stage_input_dtype
 
@@ -82,36 +83,6 @@ class CompileRequest:
         return cls(StageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
 
 
-def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """Of which code is made: the powers of two, and the largest."""
-    return tuple(sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}))
-
-
-class CompiledStage(nn.Module):
-    """Takes and returns what the stage does.
-
-    Args:
-        runners: by batch size, which their input must have.
-    """
-
-    def __init__(self, spec: StageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
-        super().__init__()
-        self.spec = spec
-        self._runners = dict(sorted(runners.items()))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        """See `Stage`. Raises StageError for a batch that is larger than was said, or of another type."""
-        rows = len(batch)
-        size = next((size for size in self._runners if size >= rows), None)
-        if size is None:
-            raise StageError(f"a batch of {rows}; this stage was compiled for {max(self._runners)} at the most")
-        if batch.dtype != stage_input_dtype(self.spec):
-            raise StageError(f"a batch of {batch.dtype}; expected {stage_input_dtype(self.spec)}")
-        if size > rows:
-            batch = torch.cat([batch, batch.new_zeros((size - rows, *batch.shape[1:]))])
-        return self._runners[size](batch.contiguous())[:rows]
-
-
 class CompiledStages:
     """The packages on this machine's disk, for all its processes.
 
@@ -124,7 +95,7 @@ class CompiledStages:
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir()) / ".cache"
         self.folder = folder or Path(cache) / "multiworld" / "compiled"
 
-    def load(self, request: CompileRequest) -> CompiledStage | None:
+    def load(self, request: CompileRequest) -> FixedSizes | None:
         """What was compiled of this; None when nothing was. Raises CompileError when it cannot be loaded."""
         found = self.folder / request.key
         if not found.is_dir():
@@ -134,7 +105,7 @@ class CompiledStages:
             packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
         except (OSError, RuntimeError) as error:
             raise CompileError(f"{found} cannot be loaded: {_first_line(error)}") from error
-        return CompiledStage(request.spec, packages)
+        return FixedSizes(request.spec, packages)
 
     def compile(self, request: CompileRequest) -> None:
         """Make the packages, unless they are there, or another process makes them now: then wait for it.

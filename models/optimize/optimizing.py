@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from models.optimize.closeness import TOLERANCE, deviation
-from models.optimize.compiling import CompiledStage
 from models.optimize.folding import FoldedStage
+from models.optimize.graphs import graphed
 from models.optimize.recipes import PLAIN, Recipe, Tuning, candidates, compiled_recipe
+from models.optimize.sizes import FixedSizes
 from models.stages import Stage
 
 _ROUNDS = 5
@@ -75,7 +76,7 @@ def optimize(
     max_batch_size: int,
     tuning: Tuning,
     device: torch.device,
-    compiled: CompiledStage | None = None,
+    compiled: FixedSizes | None = None,
 ) -> Optimized:
     """Make `stage` fast as `tuning` says, and move it to `device`. Blocks; "auto" for up to about `tuning.limit_s`.
 
@@ -87,7 +88,7 @@ def optimize(
     """
     recipes = candidates(tuning, device)
     makers: list[tuple[Recipe, Callable[[], nn.Module]]] = [
-        (recipe, partial(_make, recipe, stage, row_shape, device)) for recipe in recipes
+        (recipe, partial(_make, recipe, stage, row_shape, max_batch_size, device)) for recipe in recipes
     ]
     sample = _sample(stage, min(max_batch_size, _MEASURED_ROWS), row_shape)
     if compiled is not None and tuning.optimize == "compile":
@@ -111,7 +112,7 @@ def choose(
     limit_s: float,
     clock_s: Callable[[], float] = time.perf_counter,
 ) -> Optimized:
-    """The fastest of some ways whose output is close to the reference's.
+    """The fastest of some ways whose output is close to the reference's. A way that cannot be made is left out, but for the first.
 
     Args:
         makers: how to make each, the one to fall back to first: it is taken when all others are off or time is up.
@@ -121,19 +122,28 @@ def choose(
     """
     deadline_s = clock_s() + limit_s
     trials: list[Trial] = []
+    failed: list[str] = []
     with torch.inference_mode():
         expected = reference(sample)
         for recipe, make in makers:
             if trials and clock_s() >= deadline_s:
                 break
-            with torch.inference_mode(mode=False):
-                trials.append(Trial(recipe, make()))
-            if recipe != PLAIN:
-                trials[-1].deviation = _deviation(trials[-1], sample, expected, device)
+            try:
+                with torch.inference_mode(mode=False):
+                    trial = Trial(recipe, make())
+                if recipe != PLAIN:
+                    trial.deviation = _deviation(trial, sample, expected, device)
+            except RuntimeError as error:  # as torch's all are: no graph can be recorded, no memory is left, …
+                if not trials:
+                    raise
+                failed.append(f"{recipe} cannot be had ({str(error).strip().partition(chr(10))[0]})")
+                continue
+            trials.append(trial)
         close = [trial for trial in trials if trial.is_close] or trials[:1]
         _time(close, sample, device, deadline_s, clock_s)
     chosen = fastest(close)
-    said = [str(trial) for trial in trials] + [f"{recipe} no time to try" for recipe, _ in makers[len(trials) :]]
+    untried = makers[len(trials) + len(failed) :]
+    said = [*map(str, trials), *failed, *(f"{recipe} no time to try" for recipe, _ in untried)]
     return Optimized(
         chosen.module, chosen.recipe, "measured for batches of 1 and {}: {}".format(len(sample), "; ".join(said))
     )
@@ -148,10 +158,13 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(recipe: Recipe, stage: Stage, row_shape: tuple[int, ...], device: torch.device) -> nn.Module:
+def _make(
+    recipe: Recipe, stage: Stage, row_shape: tuple[int, ...], max_batch_size: int, device: torch.device
+) -> nn.Module:
     if recipe == PLAIN:
         return stage.to(device)
-    return FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None).to(device)
+    folded = FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None).to(device)
+    return graphed(folded, row_shape, max_batch_size, device) if recipe.form == "graphed" else folded
 
 
 def _sample(stage: Stage, rows: int, row_shape: tuple[int, ...]) -> Tensor:

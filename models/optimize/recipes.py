@@ -14,7 +14,7 @@ from models.optimize.fusing import fusable
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["none", "eager", "compile", "auto"]
 StagePrecision = Literal["float32", "bfloat16", "float16"]
-Form = Literal["none", "eager", "fused", "compiled"]
+Form = Literal["none", "eager", "fused", "graphed", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
 OPTIMIZE: tuple[str, ...] = get_args(Optimize)
@@ -61,7 +61,8 @@ class Recipe:
     Attributes:
         form: "none" is the stage as it is; "eager" has batch normalisation folded into the convolutions, and
             channels-last tensors; "fused" has the convolutions do what follows them too, and takes the place of "eager"
-            where the device can do it; "compiled" is code that inductor made of "eager" (see `compiling`).
+            where the device can do it; "graphed" is "eager" recorded as CUDA graphs (see `graphs`); "compiled" is code
+            that inductor made of "eager" (see `compiling`).
         precision: of the blocks. Images are centred, and probabilities computed, in float32 always.
     """
 
@@ -88,6 +89,8 @@ def candidates(tuning: Tuning, device: torch.device) -> tuple[Recipe, ...]:
     if tuning.optimize == "auto" and tuning.precision in ("float32", "auto"):
         recipes.append(PLAIN)
     recipes += [_made_fast(precision, device) for precision in _precisions(tuning, device)]
+    if device.type == "cuda" and tuning.optimize in ("compile", "auto"):
+        recipes += [Recipe("graphed", precision) for precision in _precisions(tuning, device)]
     return tuple(recipes)
 
 

@@ -27,7 +27,7 @@ from models import (
     stage_weights,
 )
 from models.optimize import compiling
-from models.optimize.compiling import batch_sizes
+from models.optimize.sizes import batch_sizes
 from tests.unit.models_loaded import IMAGE_SIZE, loaded
 from workers.compiler import Compiler
 from workers.engine import Engine
@@ -54,7 +54,7 @@ def request_of() -> CompileRequest:
 def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStages:
     """With one stage in it, that a process beside us compiled."""
     made = CompiledStages(tmp_path_factory.mktemp("compiled"))
-    assert asyncio.run(Compiler(CPU, made).compile(request_of()))
+    assert asyncio.run(Compiler(made).compile(request_of()))
     return made
 
 
@@ -92,7 +92,7 @@ def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStages
 
 
 async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(packages: CompiledStages) -> None:
-    request, engine = request_of(), Engine(CPU, compiler=Compiler(CPU, packages))
+    request, engine = request_of(), Engine(CPU, compiler=Compiler(packages))
     place = engine.place()
     try:
         tuning = Tuning(optimize="compile")
@@ -108,7 +108,7 @@ def test_nothing_is_compiled_twice(packages: CompiledStages) -> None:
     folder = packages.folder / request_of().key
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert sorted(before) == [f"{rows}.pt2" for rows in batch_sizes(LARGEST)]
-    assert asyncio.run(Compiler(CPU, packages).compile(request_of()))
+    assert asyncio.run(Compiler(packages).compile(request_of()))
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
@@ -123,7 +123,7 @@ def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
     with pytest.raises(CompileError, match="cannot be loaded"):
         damaged.load(request)
     with caplog.at_level(logging.WARNING):
-        assert Compiler(CPU, damaged).found(request) is None
+        assert Compiler(damaged).found(request) is None
     assert "without its compiled code" in caplog.text
 
 
@@ -132,7 +132,7 @@ def test_without_a_compiler_there_is_one_warning(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiler = Compiler(CPU, CompiledStages(tmp_path / "compiled"))
+    compiler = Compiler(CompiledStages(tmp_path / "compiled"))
     with caplog.at_level(logging.WARNING):
         assert not asyncio.run(compiler.compile(request_of()))
         assert not asyncio.run(compiler.compile(request_of()))
@@ -154,7 +154,7 @@ def processes_of(session: int) -> Iterator[int]:
 
 async def test_compiling_ends_with_who_wanted_it_and_leaves_nothing(tmp_path: Path) -> None:
     packages = CompiledStages(tmp_path / "compiled")
-    task = asyncio.create_task(Compiler(CPU, packages).compile(request_of()))
+    task = asyncio.create_task(Compiler(packages).compile(request_of()))
     await asyncio.to_thread(wait_until, lambda: bool(list(packages.folder.glob("making-*"))))
     ours = [pid for pid in _children() if list(processes_of(pid))]
     assert len(ours) == 1

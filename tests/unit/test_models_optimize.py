@@ -226,6 +226,29 @@ def test_auto_tries_bfloat16_only_where_the_device_has_it(
     assert candidates(Tuning("auto", "auto"), CPU) == expected
 
 
+def test_gpu_tries_graphs_too_where_compiling_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "multiplies_bfloat16", lambda device: True)
+    gpu, graphs = torch.device("cuda"), (Recipe("graphed"), Recipe("graphed", "bfloat16"))
+    assert candidates(Tuning("auto", "auto"), gpu) == (PLAIN, EAGER, BFLOAT16, *graphs)
+    assert candidates(Tuning("bfloat16", "compile"), gpu) == (BFLOAT16, graphs[1])
+    assert candidates(Tuning("bfloat16", "eager"), gpu) == (BFLOAT16,)
+
+
+def test_way_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
+    clock = Clock()
+
+    def refuse() -> nn.Module:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    sound = lambda: Timed(clock, 1.0)  # noqa: E731
+    sample = torch.ones(4, 3, 2, 2)
+    made = choose([(EAGER, sound), (BFLOAT16, refuse)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+    assert made.recipe == EAGER
+    assert "eager/bfloat16 cannot be had (operation not permitted when stream is capturing)" in made.why
+    with pytest.raises(RuntimeError, match="not permitted"):
+        choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+
+
 def test_convolutions_are_fused_where_the_device_and_the_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "multiplies_bfloat16", lambda device: True)
     monkeypatch.setattr(recipes, "fusable", lambda device, dtype: dtype == torch.float32)

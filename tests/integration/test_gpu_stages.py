@@ -1,0 +1,62 @@
+"""Stages on a real GPU: recorded as graphs, fed by copies that run beside computing, and equal to the reference."""
+
+import asyncio
+
+import pytest
+import safetensors.torch
+import torch
+
+from models import Tuning, cut, deviation, load_model, reference_stage, stage_input_shape, stage_weights
+from models.optimize import TOLERANCE
+from models.optimize.folding import FoldedStage
+from models.optimize.graphs import graphed
+from workers.engine import Engine
+from workers.transfers import transfers
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+LARGEST = 5
+
+
+def test_recorded_stages_equal_the_reference_for_every_batch_size() -> None:
+    device = torch.device("cuda", 0)
+    model = load_model("resnet18", "random:0", image_size=64)
+    for spec in cut(model, 2):
+        stage, shape = reference_stage(model, spec), stage_input_shape(spec, model.preprocessing.crop_size)
+        recorded = graphed(FoldedStage(stage).to(device), shape, LARGEST, device)
+        for rows in range(1, LARGEST + 1):
+            batch = torch.rand(rows, *shape) if spec.index else torch.randint(0, 256, (rows, *shape), dtype=torch.uint8)
+            with torch.inference_mode():
+                output, expected = recorded(batch.to(device)).cpu(), stage(batch)
+            assert deviation(output, expected) <= 100 * TOLERANCE["float32"], "TF32 in the convolutions"
+
+
+def test_batches_arrive_and_results_come_back_whole_while_others_are_computed() -> None:
+    device = torch.device("cuda", 0)
+    way = transfers(device)
+    batches = [torch.full((16, 3, 224, 224), float(value)) for value in range(32)]
+    arriving = [way.up(batch) for batch in batches]
+    for value, arrived in enumerate(arriving):
+        there = arrived()
+        assert there.device.type == "cuda"
+        back = way.down(there * 2)
+        assert torch.equal(back, batches[value] * 2)
+
+
+@pytest.mark.parametrize("optimize", ["eager", "compile", "auto"])
+async def test_engine_computes_what_the_reference_does(optimize: str) -> None:
+    engine = Engine(torch.device("cuda", 0))
+    model = load_model("resnet18", "random:0", image_size=64)
+    (spec,) = cut(model, 1)
+    place, shape = engine.place(), stage_input_shape(spec, model.preprocessing.crop_size)
+    weights = safetensors.torch.save(stage_weights(model, spec))
+    await place.load(1, spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
+    batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
+    answers = await asyncio.gather(*(place.compute(1, 0, batch) for batch in batches))
+    expected = reference_stage(model, spec)
+    for batch, (output, _, _) in zip(batches, answers, strict=True):
+        with torch.inference_mode():
+            assert deviation(output, expected(batch)) <= 100 * TOLERANCE["float32"]
+    engine.close()
