@@ -125,7 +125,8 @@ _HELD = f"until it is given up and {HOLD_S:g} s more"
 
 CONTAINER_FAULTS: tuple[Fault, ...] = (
     _fault("container-kill", "docker kill, and docker start", "one", _kill, GONE),
-    _fault("oom", "it wants more memory than its limit", "one", _out_of_memory, GONE),
+    # The kernel first looks for memory to take back, which may hold up the process for longer than a heartbeat.
+    _fault("oom", "it wants more memory than its limit", "one", _out_of_memory, GONE | SILENT),
     _fault("container-pause", f"docker pause {_HELD}, and docker unpause", "one", _pause, SILENT),
     _fault("unplug", f"off its networks {_HELD}, and back under other addresses", "one", _unplug, CUT),
     _fault(

@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import workers.engine
 from cli.main import main
-from models import Stage
 
-Forward = Callable[[workers.engine.Place, Stage, Tensor], Tensor]
+Forward = Callable[[workers.engine.Place, nn.Module, Callable[[], Tensor]], Tensor]
 BATCHES_BEFORE = 3
 """Calls that go well: two to warm up, one for the canary."""
 
@@ -57,14 +56,14 @@ BEFORE_COMPUTING = {
 def _faulty(fault: str, forward: Forward) -> Forward:
     calls = 0
 
-    def compute(place: workers.engine.Place, stage: Stage, batch: Tensor) -> Tensor:
+    def compute(place: workers.engine.Place, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
         nonlocal calls
         calls += 1
         if fault == "dies-warming":
             _die()
         if fault in BEFORE_COMPUTING and calls > BATCHES_BEFORE:
             BEFORE_COMPUTING[fault]()
-        output = forward(place, stage, batch)
+        output = forward(place, stage, arrived)
         return output + 1 if fault == "lies" else output
 
     return compute
