@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def fork_server() -> int:
-    """Import what a worker needs; become a worker, in a fork, whenever the supervisor sends a worker's command line."""
+    """Import what a worker needs; become one, or a frontend, in a fork, whenever a supervisor sends the command line of one."""
     with _environment(OPENBLAS_NUM_THREADS="1"):  # its threads would start at the import; workers compute with torch's
         import numpy as np  # noqa: F401
     # Whoever asks during an import whether there is CUDA is not to initialise it, which no fork survives.
@@ -34,7 +34,10 @@ def _environment(**changes: str) -> Iterator[None]:
 def _become(command: list[str]) -> int:
     from cli.main import main
     from deploy.fork_server import show_as
+    from deploy.worker_forks import PROGRAM
 
-    arguments = command[command.index("worker") :]
+    arguments = command[len(PROGRAM) :]
+    if arguments[0] == "frontend":  # which needs no token: it is the process that strangers' pictures are decoded in
+        os.environ.pop("MULTIWORLD_TOKEN", None)
     show_as(" ".join(["multiworld", *arguments]))
     return main(arguments)

@@ -17,6 +17,7 @@ from cli import (
     chaos,
     config,
     fork_server,
+    frontend,
     key,
     plan,
     predict,
@@ -74,7 +75,8 @@ _add(config.config, config.EPILOG)
 _add(key.key, key.EPILOG)
 _add(token.token, token.EPILOG)
 _add(version.version)
-app.command(hidden=True)(fork_server.fork_server)
+for _verb in (fork_server.fork_server, frontend.frontend):  # our own programs' alone
+    app.command(hidden=True)(_verb)
 
 
 @app.callback(invoke_without_command=True)

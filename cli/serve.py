@@ -1,6 +1,7 @@
 """`multiworld serve`: the leader, its HTTP API and, unless told otherwise, local workers."""
 
-import functools
+from contextlib import nullcontext
+from functools import partial
 
 from cli.options import settings_command
 from server.settings import ServeSettings
@@ -28,12 +29,13 @@ def serve(settings: ServeSettings) -> int:
     """
     from deploy.worker_forks import worker_forks
 
-    if settings.external_workers:
-        from server.app import run
-
-        return run(settings, None)
-    with worker_forks(settings) as forks:  # it imports torch while this process does
+    local = not settings.external_workers
+    # It imports torch while this process does.
+    with worker_forks(settings) if local or settings.frontends > 1 else nullcontext() as forks:
+        from deploy.frontends import frontends
         from deploy.local_workers import local_workers
         from server.app import run
+        from server.processes import Processes
 
-        return run(settings, functools.partial(local_workers, forks=forks))
+        workers = partial(local_workers, forks=forks) if local else None
+        return run(settings, Processes(workers, partial(frontends, forks=forks)))

@@ -2,7 +2,7 @@
 
 from config.access import NOTHING, Access
 from config.errors import SettingsError, UserError
-from config.limits import check_memory, raise_descriptor_limit
+from config.limits import check_memory, end_with_parent, raise_descriptor_limit
 from config.logs import configure_logging
 from config.settings import DEVICE_PATTERN, Row, Settings, describe, effective, setting
 from config.sources import load
@@ -19,6 +19,7 @@ __all__ = [
     "configure_logging",
     "describe",
     "effective",
+    "end_with_parent",
     "load",
     "raise_descriptor_limit",
     "setting",

@@ -1,11 +1,14 @@
 """Limits of the process: those that the programs set at their start, and the memory that is left to it."""
 
+import ctypes
 import resource
+import signal
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
+_PR_SET_PDEATHSIG = 1
 
 
 def raise_descriptor_limit() -> None:
@@ -16,6 +19,17 @@ def raise_descriptor_limit() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent has ended, even one that is stopped. Raises OSError where it cannot.
+
+    To be called at the start; whether the parent lives then is to be found out afterwards.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "this system does not end processes with their parents")
 
 
 def check_memory(needed_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The local supervisor: worker processes on this machine, each in its slot, started again whenever they end."""
+"""The local supervisor: processes of one kind on this machine, each in its slot, started again whenever they end."""
 
 import asyncio
 import contextlib
@@ -64,6 +64,8 @@ class Supervisor:
         command: Callable[[int], Sequence[str]],
         count: int,
         *,
+        kind: str = "worker",
+        name: Callable[[int], str] | None = None,
         environment: Mapping[str, str] | None = None,
         forks: ForkServer | None = None,
         backoff: Backoff | None = None,
@@ -75,6 +77,8 @@ class Supervisor:
 
         Args:
             command: gives the argument vector for a slot, 0 to `count` - 1; called at each start.
+            kind: of process, for the log.
+            name: by which a slot's process comes to the leader; that of a worker if None.
             environment: of the processes; this process's own if None.
             forks: where processes are to be had in less time than it takes to start their program. Closed on leaving.
             stop_timeout_s: time from SIGTERM to SIGKILL.
@@ -82,6 +86,8 @@ class Supervisor:
             on_restart: called with the slot each time that its process was started again.
         """
         self._command = command
+        self._kind = kind
+        self._name = name or worker_name
         self._environment = os.environ if environment is None else environment
         self._forks = forks
         self._backoff = backoff or Backoff()
@@ -107,13 +113,19 @@ class Supervisor:
     def proven(self, name: str) -> None:
         """The process of this name serves: when it ends, it is started again at once. Names that are not ours are ignored."""
         for slot in self._slots:
-            if name == worker_name(slot.index):
+            if name == self._name(slot.index):
                 slot.failures = 0
+
+    def end(self, name: str) -> None:
+        """SIGKILL the process of this name, if it runs: it is of no use."""
+        for slot in self._slots:
+            if name == self._name(slot.index) and slot.child:
+                slot.child.send(signal.SIGKILL)
 
     def present(self, names: Collection[str]) -> None:
         """The processes of these names are with the leader, serving or on their way to it, and no others."""
         for slot in self._slots:
-            if worker_name(slot.index) in names:
+            if self._name(slot.index) in names:
                 slot.absent_since_s = None
             elif slot.absent_since_s is None:
                 slot.absent_since_s = time.monotonic()
@@ -147,7 +159,7 @@ class Supervisor:
         self._last_signal = signum
         for slot in self._slots:
             if slot.child:
-                logger.info("worker slot=%d pid=%d stopping signal=%s", slot.index, slot.child.pid, signum.name)
+                logger.info("%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name)
                 slot.child.send(signum)
         if running := [keeper for keeper in self._keepers if not keeper.done()]:
             await asyncio.wait(running, timeout=timeout_s)
@@ -167,12 +179,13 @@ class Supervisor:
         while True:
             lived_s, status = await self._end(slot)
             if self._stopping.is_set():
-                logger.info("worker slot=%d stopped status=%s", slot.index, status)
+                logger.info("%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
             slot.failures = 1 if lived_s >= self._backoff.reset_after_s else slot.failures + 1
             delay_s = self._backoff.delay_s(slot.failures, random.random())
             logger.warning(
-                "worker slot=%d ended status=%s lived_s=%.2f restart_in_s=%.2f", slot.index, status, lived_s, delay_s
+                "%s slot=%d ended status=%s lived_s=%.2f restart_in_s=%.2f",
+                *(self._kind, slot.index, status, lived_s, delay_s),
             )
             if await self._stopped_within(delay_s):
                 return
@@ -189,8 +202,8 @@ class Supervisor:
                 absent_s = time.monotonic() - max(slot.absent_since_s, slot.child.started_s)
                 if absent_s > self._absent_timeout_s:
                     logger.error(
-                        "worker slot=%d pid=%d has not come to the leader for %.0f s: killing it",
-                        *(slot.index, slot.child.pid, absent_s),
+                        "%s slot=%d pid=%d has not come to the leader for %.0f s: killing it",
+                        *(self._kind, slot.index, slot.child.pid, absent_s),
                     )
                     slot.child.send(signal.SIGKILL)
                     slot.absent_since_s = time.monotonic()
@@ -204,11 +217,11 @@ class Supervisor:
             if child is None and not self._stopping.is_set():
                 child = Child.spawn(command, self._environment)
         except OSError as error:
-            logger.error("worker slot=%d cannot be started: %s", slot.index, error)  # noqa: TRY400  says it all
+            logger.error("%s slot=%d cannot be started: %s", self._kind, slot.index, error)  # noqa: TRY400  says it all
         if child is None:
             return False
         slot.child = child
-        logger.info("worker slot=%d pid=%d started", slot.index, child.pid)
+        logger.info("%s slot=%d pid=%d started", self._kind, slot.index, child.pid)
         if self._stopping.is_set():  # the others were told when this one was not there yet
             child.send(self._last_signal)
         return True

@@ -24,13 +24,21 @@ def worker_forks(settings: ServeSettings) -> ForkServer:
 def worker_environment(settings: ServeSettings) -> dict[str, str]:
     """This process's environment without the leader's own settings, but with the token, which no argument may show."""
     assert settings.token is not None, "the token is settled before workers start"
-    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return {
-        **inherited,
+        **_inherited(),
         **dict.fromkeys(THREAD_VARIABLES, str(compute_threads(settings))),
         SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
         ENV_PREFIX + "TOKEN": settings.token.get_secret_value(),
     }
+
+
+def frontend_environment() -> dict[str, str]:
+    """This process's environment without the leader's own settings. Frontends compute nothing."""
+    return {**_inherited(), **dict.fromkeys(THREAD_VARIABLES, "1")}
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
 
 
 def compute_threads(settings: ServeSettings) -> int:

@@ -8,35 +8,40 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import uvloop
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from config import UserError, raise_descriptor_limit
 from config.sources import option
 from metrics import build_labels
 from models import LoadedModel, Tuning, load_model
 from server.access import Gate
+from server.accounts import LocalAccounts
 from server.admin_routes import AdminRoutes
 from server.batch_traces import BatchTraces
-from server.connections import ConnectionLimits, Connections
+from server.connections import Connections
 from server.credentials import Credentials, Renewal, read_credentials, warn_of_openness
 from server.cut_plan import measured_cut
 from server.events_feed import EventsFeed
-from server.frontend import FrontendLimits, create_app, create_operations_app
+from server.frontend import create_app, create_operations_app
+from server.frontends.desk import FrontDesk
 from server.http_server import HttpServer, affordable, bind, serving
 from server.join_tokens import JoinTokens
 from server.leader import Leader
+from server.limits import connection_limits, frontend_limits
 from server.metrics import Metrics
 from server.plan import make_plan
 from server.predictor import PipelineSnapshot, ServedModel
+from server.processes import LocalWorkers, Processes
 from server.repository_routes import RepositoryRoutes
 from server.request_traces import RequestTraces
 from server.settings import ServeSettings
+from server.v2.statistics import Statistics
 from server.versions import VersionPlan
 from server.weights_source import WeightsSource
 from tracing import Tracing, start_tracing
@@ -45,29 +50,11 @@ from tracing.provider import closing
 logger = logging.getLogger(__name__)
 
 
-class LocalWorkers(Protocol):
-    """The processes of the local workers."""
-
-    def proven(self, worker: str) -> None:
-        """That worker serves: should it end, it is worth starting again at once."""
-
-    def present(self, names: Collection[str]) -> None:
-        """These workers are with the leader, and no others."""
-
-
-class WorkerStarter(Protocol):
-    """Starts the local workers, and stops them when its context ends."""
-
-    def __call__(
-        self, settings: ServeSettings, leader: str, *, on_restart: Callable[[int], None]
-    ) -> AbstractAsyncContextManager[LocalWorkers]: ...
-
-
-def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
+def run(settings: ServeSettings, processes: Processes) -> int:
     """Serve until SIGTERM or Ctrl-C, then answer what is there and stop. Gives the exit status.
 
     Args:
-        start_workers: starts the local workers; None when workers come from elsewhere.
+        processes: those that it starts.
     Raises:
         UserError, models.ModelError: a port is busy, the weights are missing, there are more stages than blocks, …
     """
@@ -84,7 +71,7 @@ def run(settings: ServeSettings, start_workers: WorkerStarter | None) -> int:
         stack.callback(gc.unfreeze)
         gc.freeze()  # what is here now stays: the collector need not walk over all of torch again and again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, model, plan, tracing, sockets, start_workers))
+            return runner.run(_serve(settings, credentials, model, plan, tracing, sockets, processes))
 
 
 def _prepare(settings: ServeSettings) -> tuple[LoadedModel, VersionPlan]:
@@ -110,17 +97,18 @@ async def _serve(
     plan: VersionPlan,
     tracing: Tracing | None,
     sockets: dict[str, socket.socket],
-    start_workers: WorkerStarter | None,
+    processes: Processes,
 ) -> int:
     stop = _stop_signal()
     metrics = Metrics(build_labels(torch.__version__))
     progress = _Progress(settings, sockets)
     warn_of_openness(settings, credentials)
     feed = EventsFeed(metrics)
+    watchers: list[Callable[[PipelineSnapshot], None]] = [progress.show, feed.observe]
 
     def changed(snapshot: PipelineSnapshot) -> None:
-        progress.show(snapshot)
-        feed.observe(snapshot)
+        for watcher in watchers:
+            watcher(snapshot)
 
     source = WeightsSource.beside(model, settings)
     traces = BatchTraces(tracing) if tracing else None
@@ -129,45 +117,72 @@ async def _serve(
     gate = Gate(credentials.rings, tokens.operators())
     admin = AdminRoutes(leader.restart_workers)
     repository = RepositoryRoutes(leader.snapshot, leader.load_version, leader.unload)
-    apps: dict[str, ASGIApp] = {
-        "http_port": create_app(
-            leader, _served(model), _limits(settings), metrics, feed, gate, RequestTraces(tracing) if tracing else None
-        ),
-        "metrics_port": create_operations_app(metrics, admin, gate, repository),
-    }
+    statistics = Statistics()
+    requests = RequestTraces(tracing) if tracing else None
+    app = create_app(leader, _served(model), frontend_limits(settings), metrics, feed, gate, requests, statistics)
     try:
         await leader.__aenter__()
     except OSError as error:
         raise UserError(f"{error}; choose another --join-port or --join-host, or stop what listens there") from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
-        limits = _connection_limits(settings)
-        connections = {
-            "http_port": Connections(limits, metrics.connection_closed, metrics.connections),
-            "metrics_port": Connections(limits, metrics.connection_closed),
-        }
-        servers = {}
-        for port, app in apps.items():
-            access_log = settings.access_log and port == "http_port"
-            context = credentials.contexts[port]
-            server = HttpServer(app, sockets[port], connections[port], context=context, access_log=access_log)
-            servers[port] = await stack.enter_async_context(serving(server))
-        Renewal(settings, gate, tokens, servers).on_hangup()
+        limits, contexts = affordable(connection_limits(settings)), credentials.contexts
+        operators = HttpServer(
+            create_operations_app(metrics, admin, gate, repository),
+            sockets["metrics_port"],
+            Connections(limits, metrics.connection_closed),
+            context=contexts["metrics_port"],
+        )
+        servers = {"metrics_port": await stack.enter_async_context(serving(operators))}
+        desk: FrontDesk | None = None
+        ends = [stop]
+        if settings.frontends == 1:
+            connections = Connections(limits, metrics.connection_closed, metrics.connections)
+            http = HttpServer(
+                app,
+                sockets["http_port"],
+                connections,
+                context=contexts["http_port"],
+                access_log=settings.access_log,
+            )
+            servers["http_port"] = await stack.enter_async_context(serving(http))
+        else:
+            desk = _desk(settings, _served(model), leader, app, statistics, metrics, sockets, processes)
+            watchers.append(lambda _: desk.state_changed())
+            ends.append((await stack.enter_async_context(desk)).ended)
+        Renewal(settings, gate, tokens, servers, desk).on_hangup()
         progress.listening(leader.join_port)
-        if start_workers is not None:
-            workers = start_workers(
+        if processes.workers is not None:
+            workers = processes.workers(
                 settings,
                 f"{_reachable(settings.join_host)}:{leader.join_port}",
                 on_restart=lambda slot: metrics.worker_restarted(str(slot)),
             )
             progress.workers = await stack.enter_async_context(workers)
         await asyncio.wait(
-            {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(servers["http_port"].stopped.wait())},
+            {asyncio.ensure_future(end.wait()) for end in (*ends, *(server.stopped for server in servers.values()))},
             return_when=asyncio.FIRST_COMPLETED,
         )
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+def _desk(
+    settings: ServeSettings,
+    model: ServedModel,
+    leader: Leader,
+    app: FastAPI,
+    statistics: Statistics,
+    metrics: Metrics,
+    sockets: dict[str, socket.socket],
+    processes: Processes,
+) -> FrontDesk:
+    """For several frontends."""
+    metrics.frontend_slots(settings.frontends)
+    start = partial(processes.frontends, settings, on_restart=lambda slot: metrics.frontend_restarted(str(slot)))
+    accounts = LocalAccounts(model.name, metrics, statistics)
+    return FrontDesk(settings, model, leader, app, accounts, metrics, sockets["http_port"], start)
 
 
 def _tracing(settings: ServeSettings) -> Tracing | None:
@@ -208,30 +223,6 @@ def _outside(host: str) -> str:
 def _served(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
     return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
-
-
-def _limits(settings: ServeSettings) -> FrontendLimits:
-    return FrontendLimits(
-        timeout_s=settings.timeout_s,
-        max_body_bytes=settings.max_body_bytes,
-        max_image_pixels=settings.max_image_pixels,
-        exact_images=settings.decoding == "exact",
-        max_images=min(FrontendLimits.max_images, settings.queue_limit),
-        top_k=min(settings.top_k, 1000),
-    )
-
-
-def _connection_limits(settings: ServeSettings) -> ConnectionLimits:
-    return affordable(
-        ConnectionLimits(
-            max_connections=settings.max_connections,
-            idle_timeout_s=settings.idle_timeout_s,
-            header_timeout_s=settings.header_timeout_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            max_header_bytes=settings.max_header_bytes,
-            max_headers=settings.max_headers,
-        )
-    )
 
 
 class _Progress:

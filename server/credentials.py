@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import SecretStr
 
@@ -76,20 +77,34 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Renewable(Protocol):
+    """What has keys and certificates of its own."""
+
+    async def renew(self) -> None:
+        """Read them anew, and use them. Raises UserError when they cannot be used: nothing has changed then."""
+
+
 class Renewal:
     """Reads keys, tokens and certificates anew. What cannot be used changes nothing, and is told in the log.
 
     Args:
-        servers: by the setting of their port.
+        servers: of this process, by the setting of their port.
+        frontends: which are to do the same, where there are any.
     """
 
     def __init__(
-        self, settings: ServeSettings, gate: Gate, tokens: JoinTokens, servers: Mapping[str, HttpServer]
+        self,
+        settings: ServeSettings,
+        gate: Gate,
+        tokens: JoinTokens,
+        servers: Mapping[str, HttpServer],
+        frontends: Renewable | None = None,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._tokens = tokens
         self._servers = servers
+        self._frontends = frontends
         self._task: asyncio.Task[None] | None = None
 
     def on_hangup(self) -> None:
@@ -106,12 +121,14 @@ class Renewal:
         """Read all, then use all."""
         try:
             credentials = read_credentials(self._settings)
+            if self._frontends is not None:
+                await self._frontends.renew()
             tokens = self._tokens.reload()
         except UserError as error:
             logger.error("keys, tokens and certificates stay as they were: %s", error)  # noqa: TRY400 - a person's to mend
             return
         for port, context in credentials.contexts.items():
-            if context is not None:
+            if context is not None and port in self._servers:
                 await self._servers[port].exchange(context)
         self._gate.rings = credentials.rings
         self._gate.tokens = self._tokens.operators()

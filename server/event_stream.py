@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.events_feed import EventsFeed, Subscription
-from server.predictor import Predictor
+from server.predictor import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class EventStream(Response):
         last_id: the last event that the reader has.
     """
 
-    def __init__(self, feed: EventsFeed, predictor: Predictor, last_id: int) -> None:
+    def __init__(self, feed: EventsFeed, predictor: Pipeline, last_id: int) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._feed = feed

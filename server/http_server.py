@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _CLOSE_S = 3
-"""How long connections may take to end once all requests have their answers."""
+"""Long enough where all requests have their answers already."""
 _TLS_SHUTDOWN_S = 2.0
 
 
@@ -49,6 +49,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         self.connections = connections
         super().__init__(_config(app, connections.limits, access_log=access_log))
+        self.listening = asyncio.Event()
         self.stopped = asyncio.Event()
         self._sock = sock
         self._context = context
@@ -63,9 +64,14 @@ class HttpServer(uvicorn.Server):
             raise RuntimeError("the application did not start; its log says why")
         self.servers = [await self._listen(self._context)]
         self.started = True
+        self.listening.set()
+
+    def answer_within(self, seconds: float) -> None:
+        """When it is told to stop, let requests that have begun take so long: it has not been drained."""
+        self.config.timeout_graceful_shutdown = math.ceil(seconds)
 
     async def exchange(self, context: ssl.SSLContext) -> None:
-        """Greet new connections with this context. Those that are there go on as they are."""
+        """Greet new connections with this context. Those that are there go on as they are. To be used while it listens."""
         old, self.servers = self.servers, [await self._listen(context)]
         for server in old:
             server.close()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """Implements `server.predictor.Predictor`. Use as `async with`: it listens on entry and frees everything on exit.
+    """Implements `server.predictor.Pipeline`. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
         model: its name.
@@ -42,6 +42,9 @@ class Leader:
         source: where further versions come from; None = there are none.
         traces: follows traced requests; None = nothing is traced.
         on_change: called when a replica changed its state, or the version changed.
+
+    Attributes:
+        under_way: requests that have begun; answered before the leader stops.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Leader:
         self._version_change = VersionChange(
             self, self._recruiter.slots, self._versions, source, settings.join_timeout_s, self._maintenance
         )
-        self._under_way = UnderWay()
+        self.under_way = UnderWay()
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -101,7 +104,7 @@ class Leader:
         await self._recruiter.close()
         await self._manager.aclose()
 
-    # -- Predictor -----------------------------------------------------------------------------------------------------------
+    # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
         """See `Predictor.predict`."""
@@ -114,11 +117,11 @@ class Leader:
 
     @property
     def ready(self) -> bool:
-        """See `Predictor.ready`: every stage has a replica now, and we are not stopping."""
+        """See `Pipeline.ready`: every stage has a replica now, and we are not stopping."""
         return self._shell.scheduler.ready and not self._draining and not self._unloaded
 
     def snapshot(self) -> PipelineSnapshot:
-        """See `Predictor.snapshot`."""
+        """See `Pipeline.snapshot`."""
         scheduler = self._shell.scheduler
         return PipelineSnapshot(
             model=self._model,
@@ -135,18 +138,29 @@ class Leader:
             unloaded=self._unloaded,
         )
 
-    def check(self, *, deadline_s: float, ahead: int) -> None:
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`."""
-        if refusal := self._shell.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead):
-            raise RequestRefused.for_reason(refusal.reason, refusal.detail, retry_after_s=refusal.retry_after_s)
+        if (refusal := self.refusal(deadline_s, ahead)) is not None:
+            raise refusal
+
+    def refusal(self, deadline_s: float, ahead: int) -> RequestRefused | None:
+        """What `check` would raise."""
+        found = self._shell.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
+        if found is None:
+            return None
+        return RequestRefused.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """See `Predictor.request`."""
-        if self._unloaded or self._draining:
-            raise why_not_ready(self.snapshot())
-        with self._under_way.one():
+        if (closed := self.closed()) is not None:
+            raise closed
+        with self.under_way.one():
             yield
+
+    def closed(self) -> RequestRefused | None:
+        """Why requests are refused before they have begun, whatever the replicas do; None when they are not."""
+        return why_not_ready(self.snapshot()) if self._unloaded or self._draining else None
 
     # -- what operators have done --------------------------------------------------------------------------------------------
 
@@ -171,6 +185,7 @@ class Leader:
             self._unloaded = False
             logger.info("the model is in service again")
             self._states_changed()
+        await self.under_way.informed()
         return version
 
     async def unload(self) -> None:
@@ -183,20 +198,20 @@ class Leader:
             self._unloaded = True
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
-            await self._under_way.none()
+            await self.under_way.none()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
-        logger.info("stopping: %d requests to answer first", self._under_way.count)
+        logger.info("stopping: %d requests to answer first", self.under_way.count)
         self._draining = True
         self._recruiter.stop()
         self._shell.feed(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._under_way.none()  # some are being read or decoded, and the scheduler does not know them yet
+                await self.under_way.none()  # some are being read or decoded, and the scheduler does not know them yet
         self._shell.feed(Drain())
-        if self._under_way.count:
-            logger.warning("stopping with %d requests unanswered", self._under_way.count)
+        if self.under_way.count:
+            logger.warning("stopping with %d requests unanswered", self.under_way.count)
 
     # -- what links do (see `Employer`) ------------------------------------------------------------------------------------------
 

@@ -83,6 +83,12 @@ class Metrics(ProgramMetrics):
         )
         for reason in CLOSING_REASONS:
             self._connections_closed.labels(reason)
+        self._frontends = self._gauge(
+            "frontends", "Processes that answer HTTP beside the leader, where there are."
+        ).labels()
+        self._frontend_restarts = self._counter(
+            "frontend_restarts", "Frontends started again by the supervisor.", ("slot",)
+        )
         self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests begun and not ended.").labels()
         self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
         self._queue_limit = self._gauge("queue_limit", "Images waiting at which requests are refused.").labels()
@@ -186,6 +192,19 @@ class Metrics(ProgramMetrics):
     def connection_closed(self, reason: str) -> None:
         """A connection was closed for what its client did: "head" came too late, "malformed", "evicted", …"""
         self._connections_closed.labels(reason).inc()
+
+    def frontends(self, count: int) -> None:
+        """So many processes answer HTTP beside the leader."""
+        self._frontends.set(count)
+
+    def frontend_slots(self, count: int) -> None:
+        """So many there are to be."""
+        for slot in range(count):
+            self._frontend_restarts.labels(str(slot))
+
+    def frontend_restarted(self, slot: str) -> None:
+        """The supervisor started a frontend again."""
+        self._frontend_restarts.labels(slot).inc()
 
     def request_started(self) -> None:
         """An inference request has come in."""

@@ -16,7 +16,7 @@ from server.event_stream import EventStream
 from server.events_feed import EventsFeed
 from server.http_errors import ErrorBody, error_documentation, refusal_response
 from server.metrics import Metrics
-from server.predictor import PipelineSnapshot, Predictor, ServedModel
+from server.predictor import Pipeline, PipelineSnapshot, ServedModel
 from server.request_record import RequestRecord
 from server.status_files import file_response, page_response
 
@@ -46,7 +46,7 @@ class NotReady(ErrorBody):
 class OperationsRoutes:
     """What answers everything but inference."""
 
-    predictor: Predictor
+    predictor: Pipeline
     model: ServedModel
     metrics: Metrics
     feed: EventsFeed

@@ -130,7 +130,7 @@ class PredictRoute:
         content_type = _served_type(request)
         async with self.bodies.read(request, deadline_s=deadline_s) as body:
             received_s = time.monotonic()
-            self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
+            await self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
             async with while_connected(request.receive, deadline_s=deadline_s):
                 image = await self.decoders.run(partial(self._decode, body, content_type))
         return image, time.monotonic() - received_s

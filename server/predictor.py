@@ -1,6 +1,6 @@
 """What the HTTP frontend knows of the pipeline behind it: ask for an answer, ask how it stands.
 
-The leader implements `Predictor`; the frontend, and its tests, know nothing else of it.
+The leader implements `Pipeline`; the frontend, and its tests, know nothing else of it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class PipelineSnapshot:
 
 
 class Predictor(Protocol):
-    """The pipeline, as the frontend sees it."""
+    """The pipeline, as inference sees it."""
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
         """Take one image through all stages.
@@ -169,7 +169,7 @@ class Predictor(Protocol):
         """
         ...
 
-    def check(self, *, deadline_s: float, ahead: int) -> None:
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
         """Find out before work is put into a request whether it would be refused now.
 
         Args:
@@ -183,6 +183,10 @@ class Predictor(Protocol):
     def version(self) -> ModelVersion:
         """The version that new requests go to."""
         ...
+
+
+class Pipeline(Predictor, Protocol):
+    """The pipeline, as operators see it."""
 
     @property
     def ready(self) -> bool:

@@ -17,6 +17,13 @@ current_span: ContextVar[Any | None] = ContextVar("current_span", default=None)
 """The recorded span of the request that this task works for."""
 
 
+def remote_span(trace_id: int, span_id: int) -> Any:
+    """A recorded span of another process, for `current_span`."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+    return NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED)))
+
+
 class RequestTraces:
     """Makes a span for each request that is traced: those of traced clients, and of the others the share that is set."""
 

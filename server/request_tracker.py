@@ -9,17 +9,16 @@ from contextlib import nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.accounts import Accounts, RequestOutcome
 from server.http_errors import CLIENT_GONE, internal_error_response
-from server.metrics import Metrics, Protocol
+from server.metrics import Protocol
 from server.predictor import Predictor
 from server.request_record import RequestRecord
 from server.request_traces import RequestTraces
-from server.v2.statistics import Statistics
 
 logger = logging.getLogger(__name__)
 
 _V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
-_NOT_FOR_THE_MODEL = (404, 405)
 
 
 class RecordStart:
@@ -38,20 +37,11 @@ class RequestTracker:
     """ASGI middleware; adds a few tens of microseconds."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        predictor: Predictor,
-        model: str,
-        metrics: Metrics,
-        statistics: Statistics,
-        traces: RequestTraces | None = None,
+        self, app: ASGIApp, *, predictor: Predictor, accounts: Accounts, traces: RequestTraces | None = None
     ) -> None:
         self._app = app
         self._predictor = predictor
-        self._model = model
-        self._metrics = metrics
-        self._statistics = statistics
+        self._accounts = accounts
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,17 +49,17 @@ class RequestTracker:
             await self._app(scope, receive, send)
             return
         record = RequestRecord.begin(scope, self._predictor.version.name)
-        protocol = _protocol(scope["path"])
+        protocol = inference_protocol(scope["path"])
         if protocol is None:
             await self._answer(scope, receive, send, record)
             return
-        self._metrics.request_started()
         with self._traces.request(scope, record) if self._traces else nullcontext():
             await self._measured(scope, receive, send, record, protocol)
 
     async def _measured(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, protocol: Protocol
     ) -> None:
+        number = self._accounts.request_began(protocol)
         code = CLIENT_GONE  # what stays when this task is cancelled
         try:
             code = await self._answer(scope, receive, send, record)
@@ -78,16 +68,11 @@ class RequestTracker:
             raise
         finally:
             record.status = code
+            reason = record.reason if code != CLIENT_GONE else "cancelled"
+            times = record.inference.times if record.inference else None
             duration_s = time.monotonic() - record.started_s
-            if code not in _NOT_FOR_THE_MODEL:
-                self._statistics.request_finished(record.inference if code == 200 else None, duration_s)
-            self._metrics.request_finished(
-                model=self._model,
-                version=record.version,
-                protocol=protocol,
-                code=code,
-                reason=record.reason if code != CLIENT_GONE else "cancelled",
-                duration_s=duration_s,
+            self._accounts.request_ended(
+                number, RequestOutcome(record.version, protocol, code, reason, duration_s, times)
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> int:
@@ -112,8 +97,8 @@ class RequestTracker:
         return status
 
 
-def _protocol(path: str) -> Protocol | None:
-    """Only inference is measured: scrapes and probes would drown what the service level is about."""
+def inference_protocol(path: str) -> Protocol | None:
+    """By which of them a path asks for inference; None when it does not. Only inference is measured: scrapes and probes would drown it."""
     if path == "/predict":
         return "predict"
     return "v2" if _V2_INFER.fullmatch(path) else None

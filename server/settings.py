@@ -102,6 +102,14 @@ class ServeSettings(Settings):
         "Address that the HTTP API listens on, and the operators' port unless --metrics-host says otherwise; 0.0.0.0 for all.",
     )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 takes any free one.", ge=0, le=65535)
+    frontends: int = setting(
+        1,
+        "Network",
+        "Number of processes that answer HTTP: read requests, decode images, write answers; 1 is the leader itself. More where one "
+        "core cannot do it.",
+        ge=1,
+        le=64,
+    )
     join_host: str = setting(
         "127.0.0.1", "Network", "Address that workers join at: an inner network, never a public one."
     )

@@ -76,10 +76,14 @@ def _slots() -> Dashboard:
                 "Restarts",
                 (
                     f"sum by (slot) (increase(multiworld_worker_restarts_total{{{LEADER}}}[$__rate_interval]))",
-                    "process {{slot}}",
+                    "worker {{slot}}",
+                ),
+                (
+                    f"sum by (slot) (increase(multiworld_frontend_restarts_total{{{LEADER}}}[$__rate_interval]))",
+                    "frontend {{slot}}",
                 ),
                 unit="none",
-                says="Processes that the leader's supervisor started again: local workers only.",
+                says="Processes that the leader's supervisor started again: local workers, and frontends where there are any.",
             )
         )
     )
@@ -223,7 +227,7 @@ def _leader(board: Dashboard) -> Dashboard:
                 "CPU",
                 (f'rate(process_cpu_seconds_total{{job="multiworld-leader", {LEADER}}}[$__rate_interval])', "cores"),
                 unit="none",
-                says="Near 1 the leader is what limits the service.",
+                says="Near 1 the leader is what limits the service; --frontends takes HTTP and images from it.",
                 width=8,
             )
         )

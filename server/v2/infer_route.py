@@ -79,13 +79,13 @@ class InferRoute:
         json_bytes = _json_bytes(request)
         async with self.bodies.read(request, deadline_s=deadline_s, may_be_empty=True) as body:
             record.received_s = time.monotonic()
-            self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
+            await self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting)
             async with while_connected(request.receive, deadline_s=deadline_s):
                 asked = await self.decoders.run(partial(self._parse, body, encoding, json_bytes))
                 record.take_id(asked.answer.id or "")
                 if asked.timeout_s is not None:
                     deadline_s = min(deadline_s, record.started_s + asked.timeout_s)
-                self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting + len(asked.images) - 1)
+                await self.predictor.check(deadline_s=deadline_s, ahead=self.decoders.waiting + len(asked.images) - 1)
                 with self.bodies.hold(self._image_bytes(asked.images), beside=len(body)):
                     images = [await self._decoded(image) for image in asked.images]
         return asked.answer, images, deadline_s

@@ -20,30 +20,55 @@ from server.http_errors import error_documentation
 from server.images import MIN_SIDE
 from server.operations_routes import why_not_ready
 from server.predict_route import Seconds, timeout_parameter
-from server.predictor import Predictor
+from server.predictor import Pipeline, Predictor
 from server.v2.infer_answer import HEADER_LENGTH
 from server.v2.infer_route import InferRoute
 from server.v2.repository_index import repository_index
 from server.v2.signature import INPUT, Signature
 from server.v2.statistics import Statistics
 
+_TAG = "open inference protocol"
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 
 Facts = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class V2Routes:
-    """What answers everything under /v2."""
+class _OfTheModel:
+    """What routes with a model's name and version in their path have in common."""
 
     predictor: Predictor
     signature: Signature
+
+    def _path_parameters(self) -> tuple[Any, Any]:
+        """Name and version, described with the only values that are not 404."""
+        name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
+        now = str(self.predictor.version.number)
+        says = "The number of the version that serves; this document names the one that served when it was made."
+        version = Path(description=says, json_schema_extra={"enum": [now]})
+        return name, version
+
+    def _check(self, model: str, version: str | None = None) -> None:
+        served, now = self.signature.model, self.predictor.version
+        if model != served.name:
+            raise UnknownModelError(f"there is no model {model[:64]!r}; the only one is {served.name!r}")
+        if version is not None and version != str(now.number):
+            raise UnknownModelError(
+                f"the model {served.name!r} has no version {version[:64]!r}; the only one is {str(now.number)!r}, "
+                f"with the weights {now.name}"
+            )
+
+
+@dataclass(frozen=True)
+class V2Routes(_OfTheModel):
+    """What answers everything under /v2 but inference."""
+
+    predictor: Pipeline
     statistics: Statistics
-    inference: InferRoute
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
-        router = APIRouter(tags=["open inference protocol"])
+        router = APIRouter(tags=[_TAG])
         not_ready = error_documentation((503,))
         router.add_api_route("/v2", self.server, response_model=dict[str, Any])
         router.add_api_route("/v2/health/live", self.live, response_model=dict[str, bool])
@@ -54,7 +79,6 @@ class V2Routes:
         self._add_facts(router, "/config", self._config, "The model's configuration, as Triton has it.")
         self._add_facts(router, "/stats", self._statistics, "What inference has taken since the start.")
         self._add_facts(router, "/ready", self._model_ready, "Whether requests are answered.", not_ready)
-        self._add_infer(router)
         return router
 
     async def server(self) -> dict[str, Any]:
@@ -110,7 +134,33 @@ class V2Routes:
                 responses=responses,
             )
 
-    def _add_infer(self, router: APIRouter) -> None:
+    def _check_ready(self) -> None:
+        if not self.predictor.ready:
+            raise why_not_ready(self.predictor.snapshot())
+
+    def _metadata(self) -> dict[str, Any]:
+        return self.signature.metadata(self.predictor.version)
+
+    def _config(self) -> dict[str, Any]:
+        return self.signature.config(self.predictor.version)
+
+    def _model_ready(self) -> dict[str, Any]:
+        self._check_ready()
+        return {"name": self.signature.model.name, "ready": True}
+
+    def _statistics(self) -> dict[str, Any]:
+        return {"model_stats": [self.statistics.as_json(self.signature.model.name, str(self.predictor.version.number))]}
+
+
+@dataclass(frozen=True)
+class V2InferRoutes(_OfTheModel):
+    """What answers inference under /v2."""
+
+    inference: InferRoute
+
+    def router(self) -> APIRouter:
+        """The routes, documented for OpenAPI."""
+        router = APIRouter(tags=[_TAG])
         timeout_header = timeout_parameter(self.inference.timeout_s)
         model_parameter, version_parameter = self._path_parameters()
 
@@ -141,41 +191,7 @@ class V2Routes:
                 responses={**_ANSWER_DOCUMENTATION, **error_documentation(_INFER_ERRORS)},
                 openapi_extra={"requestBody": _body_documentation(self.signature)},
             )
-
-    def _path_parameters(self) -> tuple[Any, Any]:
-        """Name and version, described with the only values that are not 404."""
-        name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
-        now = str(self.predictor.version.number)
-        says = "The number of the version that serves; this document names the one that served when it was made."
-        version = Path(description=says, json_schema_extra={"enum": [now]})
-        return name, version
-
-    def _check(self, model: str, version: str | None = None) -> None:
-        served, now = self.signature.model, self.predictor.version
-        if model != served.name:
-            raise UnknownModelError(f"there is no model {model[:64]!r}; the only one is {served.name!r}")
-        if version is not None and version != str(now.number):
-            raise UnknownModelError(
-                f"the model {served.name!r} has no version {version[:64]!r}; the only one is {str(now.number)!r}, "
-                f"with the weights {now.name}"
-            )
-
-    def _check_ready(self) -> None:
-        if not self.predictor.ready:
-            raise why_not_ready(self.predictor.snapshot())
-
-    def _metadata(self) -> dict[str, Any]:
-        return self.signature.metadata(self.predictor.version)
-
-    def _config(self) -> dict[str, Any]:
-        return self.signature.config(self.predictor.version)
-
-    def _model_ready(self) -> dict[str, Any]:
-        self._check_ready()
-        return {"name": self.signature.model.name, "ready": True}
-
-    def _statistics(self) -> dict[str, Any]:
-        return {"model_stats": [self.statistics.as_json(self.signature.model.name, str(self.predictor.version.number))]}
+        return router
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -6,11 +6,28 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.predictor import Answer
 
 _PHASES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+class ImageTimes(NamedTuple):
+    """What one image took, as in `Answer`."""
+
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    batch_size: int
+
+
+class InferenceTimes(NamedTuple):
+    """What one request took, as in `Inference`."""
+
+    images: tuple[ImageTimes, ...]
+    input_s: float
+    output_s: float
 
 
 @dataclass(frozen=True)
@@ -28,9 +45,10 @@ class Inference:
     output_s: float
 
     @property
-    def slowest(self) -> Answer:
-        """The images travel side by side: the request waited for this one."""
-        return max(self.answers, key=lambda answer: answer.queue_s + answer.compute_s + answer.transfer_s)
+    def times(self) -> InferenceTimes:
+        """Without the answers themselves."""
+        images = (ImageTimes(x.queue_s, x.compute_s, x.transfer_s, x.batch_size) for x in self.answers)
+        return InferenceTimes(tuple(images), self.input_s, self.output_s)
 
 
 @dataclass
@@ -67,28 +85,29 @@ class Statistics:
         self._phases = {phase: _Duration() for phase in _PHASES}
         self._batches: defaultdict[int, _BatchTimes] = defaultdict(_BatchTimes)
 
-    def request_finished(self, inference: Inference | None, duration_s: float) -> None:
+    def request_finished(self, times: InferenceTimes | None, duration_s: float) -> None:
         """A request has ended, so long after it came; None when it got no answer."""
         self._last_unix_s = time.time()
-        if inference is None:
+        if times is None:
             self._phases["fail"].add(duration_s)
             return
-        slowest = inference.slowest
+        # The images travel side by side: the request waited for this one.
+        slowest = max(times.images, key=lambda image: image.queue_s + image.compute_s + image.transfer_s)
         self._phases["success"].add(duration_s)
         self._phases["queue"].add(slowest.queue_s)
-        self._phases["compute_input"].add(inference.input_s + slowest.transfer_s)
+        self._phases["compute_input"].add(times.input_s + slowest.transfer_s)
         self._phases["compute_infer"].add(slowest.compute_s)
-        self._phases["compute_output"].add(inference.output_s)
-        for answer in inference.answers:
-            self._image_answered(answer, inference.output_s / len(inference.answers))
+        self._phases["compute_output"].add(times.output_s)
+        for image in times.images:
+            self._image_answered(image, times.output_s / len(times.images))
 
-    def _image_answered(self, answer: Answer, output_s: float) -> None:
-        share = 1 / answer.batch_size
+    def _image_answered(self, image: ImageTimes, output_s: float) -> None:
+        share = 1 / image.batch_size
         self._images += 1
         self._executions += share
-        batches = self._batches[answer.batch_size]
-        batches.transfer.add(answer.transfer_s * share, count=share)
-        batches.compute.add(answer.compute_s * share, count=share)
+        batches = self._batches[image.batch_size]
+        batches.transfer.add(image.transfer_s * share, count=share)
+        batches.compute.add(image.compute_s * share, count=share)
         batches.output.add(output_s, count=share)  # each image's answer is written by itself
 
     def as_json(self, model: str, version: str) -> dict[str, Any]:

@@ -60,8 +60,11 @@ def test_no_request_fails_when_every_worker_is_restarted_in_turn(
     assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "those of the test before alone"
 
 
-def test_what_was_accepted_is_answered_when_the_service_is_told_to_stop() -> None:
-    running = LocalService(model="resnet18", weights="random:0", image_size=64, stages=2, replicas=1)
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_what_was_accepted_is_answered_when_the_service_is_told_to_stop(frontends: int) -> None:
+    running = LocalService(
+        model="resnet18", weights="random:0", image_size=64, stages=2, replicas=1, frontends=frontends
+    )
     with running as service, load_on(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         assert service.stop() == 0

@@ -52,8 +52,8 @@ class Guarded:
         return line.message
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two frontends"])
+def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("access")
     authority = Authority(folder)
     authority.sign("server")
@@ -70,6 +70,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         image_size=32,
         stages=1,
         replicas=1,
+        frontends=request.param,
         api_keys_file=folder / "api.keys",
         admin_keys_file=folder / "admin.keys",
         tls_cert_file=folder / "server.pem",

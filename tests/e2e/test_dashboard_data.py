@@ -54,6 +54,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             stages=2,
             replicas=2,
             image_size=32,
+            frontends=2,
             heartbeat_timeout_s=3,  # on a busy machine nobody else is to be taken for frozen
         ) as service,
         metered_service(tmp_path_factory.mktemp("worker")) as (other, worker),

@@ -65,7 +65,7 @@ class ColourPredictor:
     def request(self) -> Iterator[None]:
         yield
 
-    def check(self, *, deadline_s: float, ahead: int) -> None:
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
         if self.refusal is not None:
             raise self.refusal
 

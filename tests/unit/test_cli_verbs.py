@@ -144,11 +144,11 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
     program.outcome = 7
     assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
-    settings, supervisor = program.arguments
+    settings, processes = program.arguments
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
     assert settings.token is not None
-    assert supervisor.func is local_workers
-    assert supervisor.keywords["forks"].pid is None, "what forks the workers is ended with the service"
+    assert processes.workers.func is local_workers
+    assert processes.workers.keywords["forks"].pid is None, "what forks the workers is ended with the service"
 
 
 def test_serve_starts_no_workers_when_they_come_from_outside(
@@ -156,7 +156,7 @@ def test_serve_starts_no_workers_when_they_come_from_outside(
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
     assert main(["serve", "--external-workers"]) == 0
-    assert program.arguments[1] is None
+    assert program.arguments[1].workers is None
 
 
 def test_flag_of_the_environment_is_taken_back_by_the_command_line(

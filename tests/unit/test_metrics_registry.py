@@ -36,6 +36,8 @@ NAMES = {
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
     "multiworld_worker_restarts_total": ("counter", {"slot"}),
+    "multiworld_frontends": ("gauge", set()),
+    "multiworld_frontend_restarts_total": ("counter", {"slot"}),
     "multiworld_model_version": ("gauge", set()),
     "multiworld_version_changes_total": ("counter", set()),
     "multiworld_build_info": ("gauge", {"version"}),
@@ -71,6 +73,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
     metrics.worker_restarted("stage0-1")
+    metrics.frontend_restarted("0")
 
 
 def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: Metrics) -> None:

@@ -171,8 +171,8 @@ def test_statistics_count_a_batch_once_however_many_requests_share_it() -> None:
 
     statistics = Statistics()
     for _ in range(3):
-        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.5), 1.0)
-    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.5), 1.0)
+        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.5).times, 1.0)
+    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.5).times, 1.0)
     found = statistics.as_json("m", "1")
     assert (found["inference_count"], found["execution_count"]) == (5, 2)
     assert [(batch["batch_size"], batch["compute_infer"]) for batch in found["batch_stats"]] == [

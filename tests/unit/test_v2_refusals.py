@@ -317,7 +317,7 @@ async def test_infer_is_refused_before_anything_is_parsed_when_the_pipeline_woul
 
 async def test_infer_asks_for_as_many_places_as_it_has_images() -> None:
     class Counting(ColourPredictor):
-        def check(self, *, deadline_s: float, ahead: int) -> None:
+        async def check(self, *, deadline_s: float, ahead: int) -> None:
             if ahead >= 2:
                 raise errors.OverloadedError("there are two places")
 

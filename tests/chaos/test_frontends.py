@@ -1,0 +1,247 @@
+"""HTTP in two processes: one answer whoever gives it, and a frontend that dies or freezes takes no more than its own connections."""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chaos.images import photo
+from cli.main import main
+from config import Access
+from config.keys import hashed
+from deploy.service import LocalService
+from tests.chaos.clients import answers, load_on
+
+pytestmark = pytest.mark.timeout(300)
+WAIT_S = 60.0
+PHOTO = photo()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LocalService]:
+    with LocalService(
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=2,
+        replicas=1,
+        frontends=2,
+        heartbeat_timeout_s=3,
+        hang_timeout_s=30,
+    ) as running:
+        for name in ("frontend-0", "frontend-1"):
+            comes_back(running, name, 0)
+        yield running
+        assert running.stop() == 0
+
+
+def pids(service: LocalService) -> dict[str, int]:
+    """Those of the frontends that were started last, by their names."""
+    return {
+        f"frontend-{line['slot']}": int(line["pid"])
+        for line in service.lines
+        if line.message.startswith("frontend slot=") and line.message.endswith("started")
+    }
+
+
+@contextlib.contextmanager
+def client_of(service: LocalService, name: str) -> Iterator[httpx.Client]:
+    """One whose connection that frontend has."""
+    others = [pid for each, pid in pids(service).items() if each != name]
+    with httpx.Client(base_url=service.url, timeout=60.0) as client:
+        with frozen(others):  # so that they take none
+            assert client.get("/healthz").status_code == 200
+        yield client
+
+
+def ask(client: httpx.Client, image: bytes = PHOTO) -> httpx.Response:
+    return client.post("/predict", content=image, headers={"content-type": "image/jpeg"})
+
+
+@contextlib.contextmanager
+def frozen(processes: Collection[int]) -> Iterator[None]:
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+
+
+def comes_back(service: LocalService, name: str, since: int) -> None:
+    service.wait_for(lambda line: f"frontend {name} serves" in line.message, WAIT_S, after=since)
+
+
+def becomes(read: Callable[[], object], expected: object) -> None:
+    """Wait for it: a frontend tells the leader of a request when its client has the answer already."""
+    deadline_s = time.monotonic() + WAIT_S
+    while (found := read()) != expected:
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.05)
+
+
+def test_what_is_no_inference_is_answered_by_the_leader(service: LocalService) -> None:
+    with httpx.Client(base_url=service.url, timeout=60.0) as client:
+        assert client.get("/readyz").json()["ready"] is True
+        assert client.get("/nothing").json()["reason"] == "not_found"
+        assert client.get("/predict").headers["allow"] == "POST"
+        page = client.get("/", headers={"accept": "text/html"})
+        assert page.headers["content-type"].startswith("text/html")
+        assert len(client.get("/openapi.json").json()["paths"]) > 10
+        assert client.post("/v2/repository/index").json()[0]["state"] == "READY"
+        assert client.post("/nothing", content=b"x" * 300_000).status_code == 404
+        given = client.get("/status", headers={"x-request-id": "mine"})
+        assert given.headers["x-request-id"] == "mine"
+        with client.stream("GET", "/events") as events:
+            assert next(line for line in events.iter_lines() if line.startswith("data:"))
+
+
+def test_requests_are_counted_once_wherever_they_came_in(service: LocalService) -> None:
+    def counted() -> tuple[float, float, int]:
+        statistics = httpx.get(f"{service.url}/v2/models/resnet18/stats", timeout=60.0).json()["model_stats"][0]
+        return (
+            service.metric("multiworld_requests_total", protocol="predict", code="200"),
+            service.metric("multiworld_requests_total", protocol="predict", reason="invalid_image"),
+            statistics["inference_count"],
+        )
+
+    before = counted()
+    for name in ("frontend-0", "frontend-1"):
+        with client_of(service, name) as client:
+            assert ask(client).status_code == 200
+            bad = ask(client, b"no image")
+            assert (bad.status_code, bad.json()["reason"]) == (422, "invalid_image")
+    becomes(counted, (before[0] + 2, before[1] + 2, before[2] + 2))
+    becomes(lambda: service.metric("multiworld_requests_in_flight"), 0)
+
+
+def test_client_that_goes_away_withdraws_its_request(service: LocalService) -> None:
+    before = service.metric("multiworld_requests_total", reason="cancelled")
+    with (
+        frozen(service.worker_pids().values()),
+        httpx.Client(base_url=service.url, timeout=0.5) as client,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        ask(client)
+    service.wait_until_complete(WAIT_S)
+    assert answers(service) == [200, 200, 200]
+    becomes(lambda: service.metric("multiworld_requests_total", reason="cancelled"), before + 1)
+    becomes(lambda: service.status()["requests_in_flight"], 0)
+
+
+def test_killed_frontend_costs_its_own_connections_and_is_back(service: LocalService) -> None:
+    with client_of(service, "frontend-0") as lost, client_of(service, "frontend-1") as kept:
+        since = len(service.lines)
+        os.kill(pids(service)["frontend-0"], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            ask(lost)
+        assert ask(kept).status_code == 200
+        comes_back(service, "frontend-0", since)
+        assert ask(lost).status_code == 200, "on a new connection"
+    assert service.metric("multiworld_frontend_restarts_total", slot="0") >= 1
+    assert service.metric("multiworld_frontends") == 2
+
+
+def test_requests_of_a_killed_frontend_are_withdrawn_and_counted_as_failed(service: LocalService) -> None:
+    since, before = len(service.lines), service.metric("multiworld_requests_total", reason="internal")
+    with (
+        client_of(service, "frontend-1") as lost,
+        client_of(service, "frontend-0") as kept,
+        ThreadPoolExecutor(1) as thread,
+        frozen(service.worker_pids().values()),
+    ):
+        asked = thread.submit(ask, lost)
+        while not kept.get("/status").json()["requests_in_flight"]:
+            assert not asked.done()
+        os.kill(pids(service)["frontend-1"], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            asked.result()
+    comes_back(service, "frontend-1", since)
+    service.wait_until_complete(WAIT_S)
+    becomes(lambda: service.status()["requests_in_flight"], 0)
+    becomes(lambda: service.metric("multiworld_requests_in_flight"), 0)
+    becomes(lambda: service.metric("multiworld_requests_total", reason="internal"), before + 1)
+
+
+def test_frozen_frontend_is_killed_while_the_other_one_answers(service: LocalService) -> None:
+    with client_of(service, "frontend-1") as kept:
+        since = len(service.lines)
+        os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
+        while not any("frontend-0 has said nothing" in line.message for line in service.lines[since:]):
+            assert ask(kept).status_code == 200
+    comes_back(service, "frontend-0", since)
+
+
+def test_frontend_told_to_stop_answers_what_it_has_begun(service: LocalService) -> None:
+    since = len(service.lines)
+    with load_on(service, clients=4) as load:
+        os.kill(pids(service)["frontend-1"], signal.SIGTERM)
+        service.wait_for(lambda line: "frontend slot=1 ended status=0" in line.message, WAIT_S, after=since)
+        comes_back(service, "frontend-1", since)
+    unanswered = [sample for sample in load.samples if sample.status != 200]
+    assert load.samples
+    # A connection may be closed just when its client sends something: once for each client.
+    assert {sample.status for sample in unanswered} <= {0}
+    assert len(unanswered) <= 4
+
+
+def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> None:
+    operators = service.metrics_url.removesuffix("/metrics")
+    with client_of(service, "frontend-0") as one, client_of(service, "frontend-1") as other:
+        assert main(["unload", "--operations-url", operators]) == 0
+        for client in (one, other):
+            refused = ask(client)
+            assert (refused.status_code, refused.json()["reason"]) == (503, "not_ready")
+        assert main(["load-version", "random:1", "--operations-url", operators]) == 0
+        for client in (one, other):
+            assert ask(client).headers["x-model-version"] == "random:1"
+
+
+def test_frontends_end_with_a_leader_that_is_killed_even_a_frozen_one() -> None:
+    with LocalService(
+        model="resnet18", weights="random:0", image_size=32, stages=1, replicas=1, frontends=2
+    ) as service:
+        for name in ("frontend-0", "frontend-1"):
+            comes_back(service, name, 0)
+        ends = select.poll()
+        processes = [os.pidfd_open(pid) for pid in pids(service).values()]
+        for process in processes:
+            ends.register(process, select.POLLIN)
+        os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
+        service.stop(signal.SIGKILL)
+        for _ in processes:
+            (ended, _), *_ = ends.poll(WAIT_S * 1e3)
+            ends.unregister(ended)
+            os.close(ended)
+
+
+def test_frontend_that_starts_later_has_the_keys_of_the_others_whatever_became_of_the_file(tmp_path: Path) -> None:
+    file, key = tmp_path / "keys", "key-of-alice"
+    file.write_text(f"alice:{hashed(key)}\n")
+    with LocalService(
+        way_in=Access(key),
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=1,
+        replicas=1,
+        frontends=2,
+        api_keys_file=file,
+    ) as service:
+        for name in ("frontend-0", "frontend-1"):
+            comes_back(service, name, 0)
+        file.write_text("not a key\n")
+        for name in ("frontend-0", "frontend-1"):
+            since = len(service.lines)
+            os.kill(pids(service)[name], signal.SIGKILL)
+            comes_back(service, name, since)
+        assert service.status()["ready"]
+        assert httpx.get(f"{service.url}/status", timeout=60.0).status_code == 401
