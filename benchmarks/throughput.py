@@ -6,7 +6,8 @@
 All servers run all the time, and are asked in turn, round after round, so that what else the machine does hits all alike; figures are
 medians of the rounds. CPU ms: of all processes of the server, an image; it counts where something else keeps the machine busy
 too. A client asks again when it was answered. The peers serve torchvision's model with torchvision's transforms, as their
-documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores.
+documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores: a single
+worker as torch shares its work among them, two workers a half each.
 
 Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
 process, batches of 8, on the same cores.
@@ -32,7 +33,15 @@ from benchmarks.ranks import quantile, table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
 from chaos.images import image_file, photo
 
-PEERS = ("FastAPI + torchvision", "LitServe", "LitServe, our model", "mosec", "mosec, our model")
+PEERS = (
+    "FastAPI + torchvision",
+    "LitServe",
+    "LitServe, our model",
+    "LitServe, our model, 2 workers",
+    "mosec",
+    "mosec, our model",
+    "mosec, our model, 2 workers",
+)
 BARE = "bare loop"
 TENSORS = ", tensors in"
 _TENSOR_BYTES = 3 * 224 * 224
@@ -84,17 +93,21 @@ class Figure:
 def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
     """All that can be compared, by name."""
 
-    def theirs(module: str, *arguments: str, as_json: bool = False) -> AbstractContextManager[Running]:
-        common = ("--model", options.model, "--workers", "1", "--threads", "0", "--precision", options.precision)
-        return peer(options.python, module, jpeg, *common, *arguments, as_json=as_json, workers=1)
+    def theirs(
+        module: str, *arguments: str, as_json: bool = False, workers: int = 1
+    ) -> AbstractContextManager[Running]:
+        threads = 0 if workers == 1 else max(1, len(os.sched_getaffinity(0)) // workers)
+        common = ("--model", options.model, "--precision", options.precision)
+        shares = ("--workers", str(workers), "--threads", str(threads))
+        return peer(options.python, module, jpeg, *common, *shares, *arguments, as_json=as_json, workers=workers)
 
-    def this(stages: int) -> AbstractContextManager[Running]:
+    def this(stages: int, replicas: int = 1) -> AbstractContextManager[Running]:
         return ours(
             jpeg,
             model=options.model,
             weights="random:0",
             stages=stages,
-            replicas=1,
+            replicas=replicas,
             optimize=options.optimize,
             precision=options.precision,
         )
@@ -102,12 +115,15 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
     mosec = ("--address", "127.0.0.1", "--timeout", "60000")
     return {
         "this, 1 stage": lambda: this(1),
+        "this, 1 stage, 2 replicas": lambda: this(1, replicas=2),
         "this, 2 stages": lambda: this(2),
         PEERS[0]: lambda: theirs("fastapi_server"),
         PEERS[1]: lambda: theirs("litserve_server", as_json=True),
         PEERS[2]: lambda: theirs("litserve_server", "--optimised", as_json=True),
-        PEERS[3]: lambda: theirs("mosec_server", *mosec),
-        PEERS[4]: lambda: theirs("mosec_server", *mosec, "--optimised"),
+        PEERS[3]: lambda: theirs("litserve_server", "--optimised", as_json=True, workers=2),
+        PEERS[4]: lambda: theirs("mosec_server", *mosec),
+        PEERS[5]: lambda: theirs("mosec_server", *mosec, "--optimised"),
+        PEERS[6]: lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
     }
 
 

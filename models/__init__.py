@@ -16,6 +16,7 @@ from models.optimize import (
     Recipe,
     Tuning,
     compiled_recipe,
+    computing_on,
     deviation,
     optimize,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "boundary_bytes",
     "build_stage",
     "compiled_recipe",
+    "computing_on",
     "counted_costs",
     "cut",
     "deviation",

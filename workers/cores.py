@@ -50,6 +50,11 @@ class SharedCores:
         # Never opened twice: closing one descriptor of a file frees all locks that a process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many threads `computing` may give, ascending."""
+        return tuple(sorted({max(1, self._total // count) for count in range(1, len(self._others) + 2)}))
+
     @contextmanager
     def computing(self) -> Iterator[int]:
         """While the block lasts, we count as one who computes. Gives how many threads to take: an equal share, 1 at the least."""

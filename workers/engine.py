@@ -15,7 +15,17 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from models import AS_IT_IS, CompileRequest, Optimized, StageSpec, Tuning, build_stage, compiled_recipe, optimize
+from models import (
+    AS_IT_IS,
+    CompileRequest,
+    Optimized,
+    StageSpec,
+    Tuning,
+    build_stage,
+    compiled_recipe,
+    computing_on,
+    optimize,
+)
 from workers.compiler import Compiler
 from workers.cores import SharedCores
 from workers.last_resort import NO_MEMORY_S, end_within
@@ -75,6 +85,16 @@ class Engine:
         """How long a job of this place has been running; 0 when none is."""
         with self._news:
             return time.monotonic() - self._current_since_s if self._current is place else 0.0
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """How many may compute a batch, ascending: it depends on who else computes."""
+        return (torch.get_num_threads(),) if self._cores is None else self._cores.shares
+
+    def kinds_of_work(self, max_batch_size: int) -> list[tuple[int, int]]:
+        """Rows and threads: the largest batch as when everybody computes, and a lone row on whatever is free."""
+        kinds = {(max_batch_size, self.threads[0]), *((1, threads) for threads in self.threads)}
+        return sorted(kinds, reverse=True)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -165,7 +185,7 @@ class Place:
         max_batch_size: int,
         tuning: Tuning = AS_IT_IS,
     ) -> tuple[float, Optimized]:
-        """Build a stage, load its weights, make it fast and run it once for each of the smallest and largest batch.
+        """Build a stage, load its weights, make it fast and run it once for each kind of work: what is new takes longer.
 
         Gives the seconds taken, and what the stage became.
 
@@ -180,9 +200,9 @@ class Place:
             self, lambda: self._build(spec, weights, row_shape, max_batch_size, tuning)
         )
         dtype = torch.uint8 if spec.is_first else torch.float32
-        for rows in sorted({1, max_batch_size}):
+        for rows, threads in self._engine.kinds_of_work(max_batch_size):
             batch = torch.zeros((rows, *row_shape), dtype=dtype)
-            await self._engine.run(self, partial(self._forward, made.module, self._engine.transfers.up(batch)))
+            await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
         if version not in self._dropped:
             self._stages[version, spec.index] = made.module
         return time.monotonic() - started_s, made
@@ -226,7 +246,7 @@ class Place:
         stage.load_state_dict(safetensors.torch.load(weights), strict=True)
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
             compiled = engine.compiler.found(self._request(spec, weights, row_shape, max_batch_size, tuning))
-        return optimize(stage, row_shape, max_batch_size, tuning, engine.device, compiled)
+        return optimize(stage, row_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
     async def compile(
         self, spec: StageSpec, weights: bytes, row_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
@@ -242,6 +262,10 @@ class Place:
     ) -> CompileRequest:
         precision = compiled_recipe(tuning, self._engine.device).precision
         return CompileRequest(spec, row_shape, max_batch_size, precision, weights)
+
+    def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
+        with computing_on(threads):
+            self._forward(stage, self._engine.transfers.up(batch))
 
     def _forward(self, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
         with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from models.optimize.closeness import TOLERANCE, deviation
 from models.optimize.compiling import UNAVAILABLE, CompiledStages, CompileError, CompileRequest
+from models.optimize.fusing import computing_on
 from models.optimize.optimizing import Optimized, optimize
 from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning, compiled_recipe
 from models.optimize.sizes import FixedSizes
@@ -22,6 +23,7 @@ __all__ = [
     "Recipe",
     "Tuning",
     "compiled_recipe",
+    "computing_on",
     "deviation",
     "optimize",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models.errors import PreprocessingError
-from models.optimize.fusing import fuse
+from models.optimize.fusing import Uses, fuse
 from models.preprocessing import Normalize
 from models.stages import Stage
 
@@ -47,13 +47,11 @@ class FoldedStage(nn.Module):
     Args:
         stage: left as it is; the weights are copied.
         dtype: of weights and activations inside.
-        fuse_for: shape of a batch of its input, for which its convolutions are to be fused with what follows them
-            (see `fusing`; the caller has asked `fusable`). None leaves them as they are.
+        fuse_for: for what its convolutions are to be fused with what follows them (see `fusing`; the caller has asked `fusable`).
+            None leaves them as they are.
     """
 
-    def __init__(
-        self, stage: Stage, dtype: torch.dtype = torch.float32, *, fuse_for: tuple[int, ...] | None = None
-    ) -> None:
+    def __init__(self, stage: Stage, dtype: torch.dtype = torch.float32, *, fuse_for: Uses | None = None) -> None:
         super().__init__()
         self.spec = stage.spec
         self._dtype = dtype
@@ -68,10 +66,8 @@ class FoldedStage(nn.Module):
         self.blocks = nn.Sequential(*blocks).to(dtype).to(memory_format=torch.channels_last)
         self.eval().requires_grad_(False)
         if fuse_for is not None:
-            sample = torch.zeros(fuse_for, dtype=dtype)
             with torch.inference_mode():
-                layout = torch.channels_last if sample.ndim == 4 else torch.contiguous_format
-                self.blocks = fuse(self.blocks, sample.contiguous(memory_format=layout))
+                self.blocks = fuse(self.blocks, fuse_for, dtype)
 
     def forward(self, batch: Tensor) -> Tensor:
         """See `Stage`.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.optimize.closeness import TOLERANCE, deviation
 from models.optimize.folding import FoldedStage
+from models.optimize.fusing import Uses
 from models.optimize.graphs import graphed
 from models.optimize.recipes import PLAIN, Recipe, Tuning, candidates, compiled_recipe
 from models.optimize.sizes import FixedSizes
@@ -77,6 +78,7 @@ def optimize(
     tuning: Tuning,
     device: torch.device,
     compiled: FixedSizes | None = None,
+    threads: tuple[int, ...] = (),
 ) -> Optimized:
     """Make `stage` fast as `tuning` says, and move it to `device`. Blocks; "auto" for up to about `tuning.limit_s`.
 
@@ -85,10 +87,12 @@ def optimize(
         row_shape: of one row of its input.
         compiled: the same stage as it was compiled, in the precision of `compiled_recipe`. "compile" takes it when it is close, "auto"
             when it is the fastest too.
+        threads: how many may compute a batch on a CPU, which layouts of weights depend on; as many as torch takes now if empty.
     """
     recipes = candidates(tuning, device)
+    uses = Uses(row_shape, max_batch_size, threads or (torch.get_num_threads(),))
     makers: list[tuple[Recipe, Callable[[], nn.Module]]] = [
-        (recipe, partial(_make, recipe, stage, row_shape, max_batch_size, device)) for recipe in recipes
+        (recipe, partial(_make, recipe, stage, uses, device)) for recipe in recipes
     ]
     sample = _sample(stage, min(max_batch_size, _MEASURED_ROWS), row_shape)
     if compiled is not None and tuning.optimize == "compile":
@@ -158,13 +162,11 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(
-    recipe: Recipe, stage: Stage, row_shape: tuple[int, ...], max_batch_size: int, device: torch.device
-) -> nn.Module:
+def _make(recipe: Recipe, stage: Stage, uses: Uses, device: torch.device) -> nn.Module:
     if recipe == PLAIN:
         return stage.to(device)
-    folded = FoldedStage(stage, recipe.dtype, fuse_for=(1, *row_shape) if recipe.form == "fused" else None).to(device)
-    return graphed(folded, row_shape, max_batch_size, device) if recipe.form == "graphed" else folded
+    folded = FoldedStage(stage, recipe.dtype, fuse_for=uses if recipe.form == "fused" else None).to(device)
+    return graphed(folded, uses.row_shape, uses.max_batch_size, device) if recipe.form == "graphed" else folded
 
 
 def _sample(stage: Stage, rows: int, row_shape: tuple[int, ...]) -> Tensor:

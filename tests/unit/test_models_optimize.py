@@ -1,6 +1,7 @@
 """Ways to compute a stage: close to the reference, chosen by measurement, and never a fast wrong one."""
 
 import copy
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from models import (
 )
 from models.optimize import recipes
 from models.optimize.folding import FoldedStage, fold_batch_norm
-from models.optimize.fusing import fusable
+from models.optimize.fusing import FusedConv, Uses, computing_on, fusable
 from models.optimize.optimizing import Trial, choose, fastest
 from models.optimize.recipes import candidates
 from tests.unit.models_loaded import IMAGE_SIZE, images, loaded
@@ -69,7 +70,7 @@ def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
     """Also where the first block adds to its own input, and where that needs no copy to be channels-last."""
 
     def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
-        fused = FoldedStage(stage, fuse_for=(1, *stage_input_shape(stage.spec, IMAGE_SIZE)))
+        fused = FoldedStage(stage, fuse_for=Uses(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2)))
 
         def run(batch: Tensor) -> Tensor:
             given = batch.contiguous(memory_format=layout if batch.ndim == 4 else torch.contiguous_format)
@@ -81,6 +82,39 @@ def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
 
     for output, expected in pairs(through(name, num_stages, through_fused, images(3))):
         assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_fused_convolution_has_the_layout_that_is_wanted_for_so_many_rows_and_threads() -> None:
+    """Weights in another one are laid out anew in every call. Where the wishes are the same, so are the weights."""
+    conv = nn.Conv2d(256, 512, 1).to(memory_format=torch.channels_last)
+    fused = FusedConv(conv, (256, 14, 14), Uses((256, 14, 14), 8, (1, 2, 3)), relu=False)
+    for threads in (1, 2, 3):
+        for rows in (1, 8):
+            batch = torch.randn(rows, 256, 14, 14).contiguous(memory_format=torch.channels_last)
+            with computing_on(threads):
+                window = (conv.padding, conv.stride, conv.dilation, conv.groups)
+                wanted = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *window, batch.shape)
+                assert raw(fused.weight.wanted_for(batch)) == raw(wanted)
+                assert torch.allclose(fused(batch), conv(batch), atol=1e-4)
+    assert 1 <= fused.weight.num_layouts <= 6
+    alike = FusedConv(conv, (256, 14, 14), Uses((256, 14, 14), 1, (1,)), relu=False)
+    assert alike.weight.num_layouts == 1
+
+
+def raw(packed: Tensor) -> bytes:
+    """A tensor in oneDNN's own layout, as it lies in memory."""
+    return ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+
+
+def test_number_of_threads_is_as_before_behind_a_block_that_computes_on_others() -> None:
+    before = torch.get_num_threads()
+    with computing_on(before + 1):
+        assert torch.get_num_threads() == before + 1
+    with pytest.raises(ModelError), computing_on(before + 1):
+        raise ModelError
+    assert torch.get_num_threads() == before
 
 
 def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

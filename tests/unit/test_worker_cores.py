@@ -51,6 +51,13 @@ def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
     assert threads(cores) == 4
 
 
+@pytest.mark.parametrize(
+    ("seats", "total", "shares"), [(1, 2, (2,)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))]
+)
+def test_shares_are_all_that_one_may_be_given(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
+    assert SharedCores(file, 0, seats, total).shares == shares
+
+
 def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
     cores = SharedCores(file, 0, 4, 4, lambda: False)
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
