@@ -51,6 +51,12 @@ class Running:
         """CPU time that all its processes have used, those that live."""
         return sum(cpu_s(pid) for pid in family(self.root))
 
+    def signal(self, signum: signal.Signals) -> None:
+        """Send it to all its processes."""
+        for pid in family(self.root):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
 
 @contextmanager
 def peer(

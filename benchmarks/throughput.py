@@ -3,11 +3,13 @@
     make throughput ARGS="--json throughput.json --plot docs/img/throughput.png"
     python -m benchmarks.throughput --only this --clients 1 16 --rounds 2
 
-All servers run all the time, and are asked in turn, round after round, so that what else the machine does hits all alike; figures are
-medians of the rounds. CPU ms: of all processes of the server, an image; it counts where something else keeps the machine busy
-too. A client asks again when it was answered. The peers serve torchvision's model with torchvision's transforms, as their
-documentation does it, and once more (`our model`) what a worker of this service computes. Each may use all cores: a single
-worker as torch shares its work among them, two workers a half each.
+All servers are there all the time, and are asked in turn, round after round, so that what else the machine does hits all
+alike; figures are medians of the rounds. Peers are frozen (SIGSTOP) while it is not their turn, because LitServe takes a
+quarter of a core when idle; this service takes a hundredth, and would find its workers hanging. CPU ms: of all processes of
+the server, an image; it counts where something else keeps the machine busy too. A client asks again when it was answered.
+The peers serve torchvision's model with torchvision's transforms, as their documentation does it, and once more (`our
+model`) what a worker of this service computes. Each may use all cores: a single worker as torch shares its work among them,
+two workers a half each.
 
 Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
 process, batches of 8, on the same cores.
@@ -17,11 +19,12 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,6 +48,8 @@ PEERS = (
 BARE = "bare loop"
 TENSORS = ", tensors in"
 _TENSOR_BYTES = 3 * 224 * 224
+_AWAKE_S = 0.2
+"""Time for a server that was frozen to notice what it has missed."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,19 @@ class Case:
     name: str
     running: Running
     request: bytes
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While the block lasts, it can be asked."""
+        if not self.name.startswith(PEERS):
+            yield
+            return
+        self.running.signal(signal.SIGCONT)
+        time.sleep(_AWAKE_S)
+        try:
+            yield
+        finally:
+            self.running.signal(signal.SIGSTOP)
 
 
 @dataclass
@@ -157,15 +175,17 @@ def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Names
     """Round after round, all in turn."""
     figures: dict[tuple[str, int], Figure] = {}
     for case in compared:
-        ask(case, 4, 1.0)  # connections, caches, kernels for the batch sizes
+        with case.turn():
+            ask(case, 4, 1.0)  # connections, caches, kernels for the batch sizes
     for number in range(options.rounds):
         for clients in options.clients:
             for case in compared:
                 if TENSORS in case.name and clients != max(options.clients):
                     continue
-                used_s = case.running.cpu_s()
-                outcome = ask(case, clients, options.seconds + clients / 24)
-                used_s = case.running.cpu_s() - used_s
+                with case.turn():
+                    used_s = case.running.cpu_s()
+                    outcome = ask(case, clients, options.seconds + clients / 24)
+                    used_s = case.running.cpu_s() - used_s
                 figures.setdefault((case.name, clients), Figure(case.name, clients)).add(outcome, used_s)
         if bare is not None:
             figure = figures.setdefault((BARE, 0), Figure(BARE, 0))
@@ -270,6 +290,9 @@ def main() -> int:
         if not options.no_efficiency:
             tuning = ("--optimize", options.optimize, "--precision", options.precision)
             bare = stack.enter_context(bare_loop("--model", options.model, *tuning))
+        # Entered last, left first: what is frozen does not end when it is asked to.
+        for case in compared:
+            stack.callback(case.running.signal, signal.SIGCONT)
         figures = measure(compared, bare, options)
     report(figures, options)
     if options.json:
