@@ -233,6 +233,12 @@ def test_nothing_more_is_tried_when_time_is_up() -> None:
     assert "eager/bfloat16 no time to try" in why
 
 
+def test_what_promises_most_is_tried_first_when_time_is_short() -> None:
+    recipe, why = chosen((PLAIN, 3.0, 0.0), (EAGER, 2.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
+    assert recipe == BFLOAT16
+    assert "eager/float32 no time to try" in why
+
+
 def test_way_that_was_not_timed_never_beats_one_before_it() -> None:
     ways = [Trial(PLAIN, nn.Identity()), Trial(EAGER, nn.Identity())]
     assert fastest(ways) is ways[0]
