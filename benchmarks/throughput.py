@@ -5,11 +5,11 @@
 
 All servers are there all the time, and are asked in turn, round after round, so that what else the machine does hits all
 alike; figures are medians of the rounds. Peers are frozen (SIGSTOP) while it is not their turn, because LitServe takes a
-quarter of a core when idle; this service takes a hundredth, and would find its workers hanging. CPU ms: of all processes of
-the server, an image; it counts where something else keeps the machine busy too. A client asks again when it was answered.
-The peers serve torchvision's model with torchvision's transforms, as their documentation does it, and once more (`our
-model`) what a worker of this service computes. Each may use all cores: a single worker as torch shares its work among them,
-two workers a half each.
+quarter of a core when idle, and Ray an eighth; this service takes a hundredth, and would find its workers hanging. CPU ms:
+of all processes of the server, an image; it counts where something else keeps the machine busy too. A client asks again when
+it was answered. The peers serve torchvision's model with torchvision's transforms, as their documentation does it, and once
+more (`our model`) what a worker of this service computes. Each may use all cores: a single worker as torch shares its work
+among them, two workers a half each.
 
 Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
 process, batches of 8, on the same cores.
@@ -44,11 +44,13 @@ PEERS = (
     "mosec",
     "mosec, our model",
     "mosec, our model, 2 workers",
+    "Ray Serve",
+    "Ray Serve, our model",
 )
 BARE = "bare loop"
 TENSORS = ", tensors in"
 _TENSOR_BYTES = 3 * 224 * 224
-_AWAKE_S = 0.2
+_AWAKE_S = 1.0
 """Time for a server that was frozen to notice what it has missed."""
 
 
@@ -142,6 +144,8 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         PEERS[4]: lambda: theirs("mosec_server", *mosec),
         PEERS[5]: lambda: theirs("mosec_server", *mosec, "--optimised"),
         PEERS[6]: lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
+        PEERS[7]: lambda: theirs("ray_server"),
+        PEERS[8]: lambda: theirs("ray_server", "--optimised"),
     }
 
 
