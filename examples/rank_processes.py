@@ -75,11 +75,9 @@ class Terminal:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A started rank, our end of the pipe that it writes to, and what has come of its current line."""
+class Stream:
+    """Our end of a pipe that a rank writes lines to, and what has come of the current one."""
 
-    rank: Rank
-    process: BaseProcess
     pipe: int
     partial: bytes = b""
     ended: bool = False
@@ -93,6 +91,16 @@ class Running:
             os.close(self.pipe)
             lines += [self.partial] if self.partial else []
         return [line.decode(errors="replace") for line in lines]
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A started rank, and what it writes to and has not closed: its output, and its errors in a stream of their own, because what torch
+    writes there comes in pieces, between which there may be lines of output."""
+
+    rank: Rank
+    process: BaseProcess
+    streams: list[Stream]
 
 
 class Cast:
@@ -119,28 +127,35 @@ class Cast:
                 self._start(rank, last_words=self._fault.last_words if doomed and self._fault else "")
             while self._running or self._restart_at_s is not None:
                 for key, _ in self._selector.select(self._restart_when_due()):
-                    self._hear(key.data)
+                    self._hear(*key.data)
         finally:
             self._end()
 
     def _start(self, rank: Rank, last_words: str = "") -> None:
-        read_end, write_end = os.pipe()
+        pipes = os.pipe(), os.pipe()
+        theirs = tuple(write_end for _, write_end in pipes)
+        streams = [Stream(read_end) for read_end, _ in pipes]
         arguments = (*rank.arguments, *self._arguments)
-        ours = [read_end, *(running.pipe for running in self._running)]
-        process = _fork.Process(target=_be, args=(rank.module, arguments, write_end, ours, last_words), daemon=True)
+        ours = [
+            stream.pipe for stream in (*streams, *(stream for running in self._running for stream in running.streams))
+        ]
+        process = _fork.Process(target=_be, args=(rank.module, arguments, theirs, ours, last_words), daemon=True)
         process.start()
-        os.close(write_end)
-        running = Running(rank, process, read_end)
+        running = Running(rank, process, streams)
         self._running.append(running)
-        self._selector.register(read_end, selectors.EVENT_READ, running)
+        for stream, write_end in zip(streams, theirs, strict=True):
+            os.close(write_end)
+            self._selector.register(stream.pipe, selectors.EVENT_READ, (running, stream))
         command = " ".join(("python -m", rank.module, *arguments))
         self._terminal.print(rank.label, f"started as process {process.pid}: {command}")
 
-    def _hear(self, running: Running) -> None:
-        for line in running.read():
+    def _hear(self, running: Running, stream: Stream) -> None:
+        for line in stream.read():
             self._terminal.print(running.rank.label, line)
-        if running.ended:
-            self._selector.unregister(running.pipe)
+        if stream.ended:
+            self._selector.unregister(stream.pipe)
+            running.streams.remove(stream)
+        if not running.streams:
             self._running.remove(running)
             running.process.join()
             self._on_ended(running.rank, running.process.exitcode or 0)
@@ -174,7 +189,8 @@ class Cast:
             running.process.kill()
         for running in self._running:
             running.process.join()
-            os.close(running.pipe)
+            for stream in running.streams:
+                os.close(stream.pipe)
         self._selector.close()
 
 
@@ -199,15 +215,15 @@ class LastWords(io.TextIOBase):
         self._stream.flush()
 
 
-def _be(module: str, arguments: Sequence[str], write_end: int, inherited: Sequence[int], last_words: str) -> None:
-    """Do what `python -m module arguments` does, with the output into the pipe."""
+def _be(module: str, arguments: Sequence[str], ends: Sequence[int], inherited: Sequence[int], last_words: str) -> None:
+    """Do what `python -m module arguments` does, with output and errors into two pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for fd in inherited:  # else we would not notice that nobody reads any more
         os.close(fd)
-    for fd in (1, 2):
-        os.dup2(write_end, fd)
-    os.close(write_end)
+    for fd, end in zip((1, 2), ends, strict=True):
+        os.dup2(end, fd)
+        os.close(end)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     if last_words:
