@@ -247,7 +247,7 @@ def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) ->
     """Draw images a second and median latency over the number of clients."""
     from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - an extra
 
-    picture = Picture(figsize=(11, 4.5), layout="constrained")
+    picture = Picture(figsize=(11, 5.2), layout="constrained")
     rates, latencies = picture.subplots(1, 2)
     for name in dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name):
         style = {"marker": "o", "linewidth": 2.2 if name.startswith("this") else 1.2, "label": name}
@@ -261,8 +261,8 @@ def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) ->
         axes.set_xticks(options.clients, [str(count) for count in options.clients])
         axes.minorticks_off()
         axes.grid(visible=True, alpha=0.3)
-    rates.legend(fontsize=8)
-    picture.suptitle(f"{options.model}, JPEG in, top 5 out; {machine()}", fontsize=10)
+    picture.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    picture.suptitle(f"{options.model}, {options.precision}, JPEG in, top 5 out; {machine()}", fontsize=10)
     picture.savefig(options.plot, dpi=110)
 
 

@@ -40,7 +40,7 @@ class Model:
 if __name__ == "__main__":
     chosen, cores = options(), len(os.sched_getaffinity(0))
     # Ray has a replica compute on as many threads as it has cores. Its own helpers want some too, and never use them.
-    ray.init(num_cpus=cores + 2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init("local", num_cpus=cores + 2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": chosen.port})
     replicas = {
         "num_replicas": chosen.workers,
