@@ -178,7 +178,7 @@ class Cluster:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._worlds: dict[int, World] = {}
-        self._rifts: set[frozenset[str]] = set()
+        self._rifts: list[frozenset[str]] = []
         self._arrivals: dict[tuple[str, bool], float] = {}
         self._coordinator: Coordinator | None = Coordinator(first_size=scenario.members, patience_s=PATIENCE_S)
         self._tick_s: float | None = None
@@ -326,7 +326,7 @@ class Cluster:
             return
         pair = self._chance.sample(alive, 2)
         self.say(f"{pair[0].name} and {pair[1].name} cannot reach each other")
-        self._rifts.add(frozenset(member.name for member in pair))
+        self._rifts.append(frozenset(member.name for member in pair))
         for world in self._worlds.values():
             if not world.down and self._torn(world):
                 self._tear(world)
@@ -588,7 +588,7 @@ class Cluster:
             return
         world.down = True
         accused = member.name if cause != "left" else ""
-        for name in world.came - {member.name}:
+        for name in sorted(world.came - {member.name}):
             other = self.members[name]
             self.at(other, self._moment(), lambda other=other: self._failed(other, world.view.epoch, accused))  # type: ignore[misc]
 
@@ -600,7 +600,7 @@ class Cluster:
         world.down = True
         pair = next(pair for pair in self._rifts if pair <= set(world.view.ids()))
         first = world.view.ids()[0]
-        for name in world.came:
+        for name in sorted(world.came):
             accused = next(iter(pair - {name})) if first in pair and name in pair else ""
             other = self.members[name]
             self.at(other, SILENCE_S + self._moment(), lambda o=other, a=accused: self._failed(o, world.view.epoch, a))  # type: ignore[misc]

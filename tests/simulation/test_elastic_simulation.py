@@ -1,12 +1,16 @@
 """Elastic worlds under kills, freezes, partitions, newcomers and restarts of the rendezvous, at any point, by a seed."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from multiworld.elastic.rounds import RoundMismatch
 from tests.simulation.elastic_cluster import CALLS, SCENARIOS, Cluster, Scenario, replay
 
+ROOT = Path(__file__).parents[2]
 SCHEDULES = int(os.environ.get("MULTIWORLD_ELASTIC_SCHEDULES", "60"))
 """Of each scenario."""
 
@@ -38,10 +42,21 @@ def test_schedules_have_what_they_are_to_test() -> None:
     )
 
 
-def test_same_seed_gives_the_same_run() -> None:
-    first, second = replay("everything", 5), replay("everything", 5)
-    assert first.log == second.log
-    assert first.log
+def test_same_seed_gives_the_same_run_in_every_process() -> None:
+    """Whatever order the sets of that process have: a seed that failed elsewhere fails here too."""
+    logs = {
+        subprocess.run(
+            [sys.executable, "-m", "tests.simulation.elastic_cluster", "everything", "5"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "1", "2")
+    }
+    assert len(logs) == 1
+    assert "epoch 3" in logs.pop()
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
