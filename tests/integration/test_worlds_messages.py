@@ -284,7 +284,7 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
     first, second = (WorldManager(secret="right", heartbeat_timeout_s=PATIENT_S) for _ in range(2))
     async with first, second:
         port = first.listen()
-        victim.start("join", world="w", rank=2, size=3, port=port)
+        joining = victim.start("join", world="w", rank=2, size=3, port=port)
         forming = [
             asyncio.create_task(manager.initialize_world("w", rank, 3, port=port))
             for rank, manager in enumerate((first, second))
@@ -316,6 +316,7 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
         victim.signal(signal.SIGCONT)
         worlds = await asyncio.gather(*forming)
         assert all(world.state is WorldState.READY for world in worlds)
+        await joining  # it may be ready later than the others, and takes no message before
         coming = victim.start("recv", world="w", src=1)
         await second.communicator.send(torch.ones(4), 2, "w")
         assert await coming == [1.0]
