@@ -40,12 +40,14 @@ class Running:
         question: how it wants to be asked at /predict.
         pids: gives the processes of its workers that serve now.
         root: the process that was started.
+        peer: whether it is somebody else's, and bears to be frozen.
     """
 
     url: str
     question: Question
     pids: Callable[[], list[int]]
     root: int
+    peer: bool = False
 
     def cpu_s(self) -> float:
         """CPU time that all its processes have used, those that live."""
@@ -76,11 +78,12 @@ def peer(
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)), process.pid)
+        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)), process.pid, peer=True)
         try:
             wait_until_it_answers(running, process, log, workers)
             yield running
         finally:
+            running.signal(signal.SIGCONT)  # what is frozen does not end when it is asked to
             stop(process)
 
 

@@ -36,17 +36,8 @@ from benchmarks.ranks import quantile, table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
 from chaos.images import image_file, photo
 
-PEERS = (
-    "FastAPI + torchvision",
-    "LitServe",
-    "LitServe, our model",
-    "LitServe, our model, 2 workers",
-    "mosec",
-    "mosec, our model",
-    "mosec, our model, 2 workers",
-    "Ray Serve",
-    "Ray Serve, our model",
-)
+THIS = "this"
+"""How the names of our own servers begin."""
 BARE = "bare loop"
 TENSORS = ", tensors in"
 _TENSOR_BYTES = 3 * 224 * 224
@@ -65,7 +56,7 @@ class Case:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """While the block lasts, it can be asked."""
-        if not self.name.startswith(PEERS):
+        if not self.running.peer:
             yield
             return
         self.running.signal(signal.SIGCONT)
@@ -134,18 +125,18 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
 
     mosec = ("--address", "127.0.0.1", "--timeout", "60000")
     return {
-        "this, 1 stage": lambda: this(1),
-        "this, 1 stage, 2 replicas": lambda: this(1, replicas=2),
-        "this, 2 stages": lambda: this(2),
-        PEERS[0]: lambda: theirs("fastapi_server"),
-        PEERS[1]: lambda: theirs("litserve_server", as_json=True),
-        PEERS[2]: lambda: theirs("litserve_server", "--optimised", as_json=True),
-        PEERS[3]: lambda: theirs("litserve_server", "--optimised", as_json=True, workers=2),
-        PEERS[4]: lambda: theirs("mosec_server", *mosec),
-        PEERS[5]: lambda: theirs("mosec_server", *mosec, "--optimised"),
-        PEERS[6]: lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
-        PEERS[7]: lambda: theirs("ray_server"),
-        PEERS[8]: lambda: theirs("ray_server", "--optimised"),
+        f"{THIS}, 1 stage": lambda: this(1),
+        f"{THIS}, 1 stage, 2 replicas": lambda: this(1, replicas=2),
+        f"{THIS}, 2 stages": lambda: this(2),
+        "FastAPI + torchvision": lambda: theirs("fastapi_server"),
+        "LitServe": lambda: theirs("litserve_server", as_json=True),
+        "LitServe, our model": lambda: theirs("litserve_server", "--optimised", as_json=True),
+        "LitServe, our model, 2 workers": lambda: theirs("litserve_server", "--optimised", as_json=True, workers=2),
+        "mosec": lambda: theirs("mosec_server", *mosec),
+        "mosec, our model": lambda: theirs("mosec_server", *mosec, "--optimised"),
+        "mosec, our model, 2 workers": lambda: theirs("mosec_server", *mosec, "--optimised", workers=2),
+        "Ray Serve": lambda: theirs("ray_server"),
+        "Ray Serve, our model": lambda: theirs("ray_server", "--optimised"),
     }
 
 
@@ -153,7 +144,7 @@ def cases(name: str, running: Running, model: str, with_tensors: bool) -> list[C
     """In what ways a server is asked."""
     question = running.question
     found = [Case(name, running, request_bytes("/predict", question.content_type, question.body))]
-    if with_tensors and name.startswith("this"):
+    if with_tensors and not running.peer:
         tensor = request_bytes(
             f"/v2/models/{model}/infer",
             "application/octet-stream",
@@ -219,8 +210,8 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
 def compare(figures: dict[tuple[str, int], Figure], names: list[str], clients: list[int]) -> None:
     """The claims, one line each, as far as what they need was measured."""
     most = max(clients)
-    peers = [name for name in names if name in PEERS]
-    for name in (name for name in names if name not in PEERS):
+    peers = [name for name in names if not name.startswith(THIS)]
+    for name in (name for name in names if name.startswith(THIS)):
         for peer_name in peers:
             ratios = [figures[name, count].rate / figures[peer_name, count].rate for count in clients]
             said = ", ".join(f"{ratio:.2f} at {count}" for ratio, count in zip(ratios, clients, strict=True))
@@ -250,7 +241,7 @@ def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) ->
     picture = Picture(figsize=(11, 5.2), layout="constrained")
     rates, latencies = picture.subplots(1, 2)
     for name in dict.fromkeys(name for name, _ in figures if name != BARE and TENSORS not in name):
-        style = {"marker": "o", "linewidth": 2.2 if name.startswith("this") else 1.2, "label": name}
+        style = {"marker": "o", "linewidth": 2.2 if name.startswith(THIS) else 1.2, "label": name}
         rates.plot(options.clients, [figures[name, count].rate for count in options.clients], **style)
         latencies.plot(options.clients, [figures[name, count].p50 for count in options.clients], **style)
     if (BARE, 0) in figures:
@@ -294,9 +285,6 @@ def main() -> int:
         if not options.no_efficiency:
             tuning = ("--optimize", options.optimize, "--precision", options.precision)
             bare = stack.enter_context(bare_loop("--model", options.model, *tuning))
-        # Entered last, left first: what is frozen does not end when it is asked to.
-        for case in compared:
-            stack.callback(case.running.signal, signal.SIGCONT)
         figures = measure(compared, bare, options)
     report(figures, options)
     if options.json:
