@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import ProcessGroup, Store
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.handshake import Hello
 from multiworld.meeting import Meeting
+from multiworld.membership import Address, Membership
 from multiworld.process_group import LINES, make_process_group
 from multiworld.reception import Reception
-from multiworld.rendezvous import Address, Membership, Roster, Watch, WatchedWorld
+from multiworld.rendezvous import Roster, Watch, WatchedWorld
 from multiworld.store import LifelineStore
 from multiworld.watchdog import WatchDog
 from multiworld.world_config import WorldConfig
