@@ -67,20 +67,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--replicas", type=int, default=1, help="of each stage")
+    parser.add_argument("--precision", default="float32")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     options = parser.parse_args()
     rows: list[list[str]] = []
     columns: list[str] = []
+    settings = {"model": options.model, "replicas": options.replicas, "precision": options.precision}
     for stages in options.stages:
-        with ours(photo(), model=options.model, weights="random:0", stages=stages, replicas=1) as running:
+        with ours(photo(), weights="random:0", stages=stages, **settings) as running:
             ask(running, 8, 2.0)
             for clients in options.clients:
                 found = measure(running, clients, options)
                 columns = ["stages", "clients", *found]
                 rows.append([str(stages), str(clients), *(f"{value:.1f}" for value in found.values())])
-    table(f"{options.model}, milliseconds: {machine()}", columns, rows)
+    table(f"{options.model}, {options.precision}, milliseconds: {machine()}", columns, rows)
     return 0
 
 
