@@ -16,8 +16,10 @@ from typing import Final, Protocol
 class Phase(Enum):
     """What a connection is waited for, or waits for."""
 
+    FRESH = "fresh"
+    """The first byte of its first request."""
     IDLE = "idle"
-    """The first byte of a request."""
+    """The first byte of another request."""
     HEAD = "head"
     """The end of a request's head."""
     BODY = "body"
@@ -46,6 +48,7 @@ class ConnectionLimits:
     def longest_s(self, phase: Phase) -> float | None:
         """How long a connection may be in this phase; None for as long as it takes."""
         return {
+            Phase.FRESH: self.idle_timeout_s,
             Phase.IDLE: self.idle_timeout_s,
             Phase.HEAD: self.header_timeout_s,
             Phase.ANSWERING: None,
@@ -59,15 +62,17 @@ class ConnectionLimits:
 
 
 _CLOSE_S: Final = 5.0
-_EVICTABLE: Final = (Phase.CLOSING, Phase.DRAINING, Phase.IDLE, Phase.STUCK, Phase.HEAD, Phase.BODY)
+_EVICTABLE: Final = (Phase.CLOSING, Phase.DRAINING, Phase.FRESH, Phase.IDLE, Phase.STUCK, Phase.HEAD, Phase.BODY)
 """In the order in which they have to make room; who waits for us never has to."""
+_IN_CONVERSATION_S: Final = 1.0
+"""Who was answered so lately may have sent the next request already, which nobody has read yet."""
 EVICTED: Final = "evicted"
 FULL: Final = "full"
 MALFORMED: Final = "malformed"
 HEAD_TOO_LARGE: Final = "head_too_large"
 PIPELINED: Final = "pipelined"
 CLOSING_REASONS: Final = (
-    *(phase.value for phase in Phase if phase not in (Phase.ANSWERING, Phase.CLOSING)),
+    *(phase.value for phase in Phase if phase not in (Phase.FRESH, Phase.ANSWERING, Phase.CLOSING)),
     *(EVICTED, FULL, MALFORMED, HEAD_TOO_LARGE, PIPELINED),
 )
 """Why a connection is closed for what its client did: the phase in which it was for too long, or another reason."""
@@ -107,9 +112,9 @@ class Connections:
 
     def enter(self, connection: Connection, now_s: float) -> bool:
         """A connection was made. When there are too many, the least deserving one makes room; False when nobody can."""
-        while (fits := len(self) < self.limits.max_connections) is False and self._evict():
+        while (fits := len(self) < self.limits.max_connections) is False and self._evict(now_s):
             pass
-        connection.phase, connection.since_s = Phase.IDLE if fits else Phase.CLOSING, now_s
+        connection.phase, connection.since_s = Phase.FRESH if fits else Phase.CLOSING, now_s
         self._phases[connection.phase][connection] = None
         return fits
 
@@ -137,12 +142,20 @@ class Connections:
                 oldest = next(iter(connections))
                 if now_s - oldest.since_s < longest_s:
                     break
-                oldest.expire(phase.value)
+                oldest.expire(Phase.IDLE.value if phase is Phase.FRESH else phase.value)
         self._counted(len(self))
 
-    def _evict(self) -> bool:
+    def _evict(self, now_s: float) -> bool:
         for phase in _EVICTABLE:
             if connections := self._phases[phase]:
-                next(iter(connections)).expire(EVICTED)
+                victim = next(iter(connections))
+                if phase is Phase.FRESH and self._idles_longer(victim, now_s):
+                    continue
+                victim.expire(EVICTED)
                 return True
         return False
+
+    def _idles_longer(self, fresh: Connection, now_s: float) -> bool:
+        """Whether somebody who was answered once has asked nothing for longer than this one, and is in no conversation."""
+        idle = next(iter(self._phases[Phase.IDLE]), None)
+        return idle is not None and idle.since_s < min(fresh.since_s, now_s - _IN_CONVERSATION_S)

@@ -237,7 +237,7 @@ def test_who_has_waited_longest_goes_first_and_never_who_waits_for_us() -> None:
     connections.move(head, Phase.HEAD, 4)
     connections.move(busy, Phase.ANSWERING, 5)
     connections.move(first, Phase.ANSWERING, 6)
-    connections.move(first, Phase.IDLE, 7)  # it has just been useful: the second one is idle for longer
+    connections.move(first, Phase.IDLE, 6.5)  # it has been useful: the second one is idle for longer
     for victim in (second, first, late, head):
         newcomer = late if victim is second else Told(connections)
         assert connections.enter(newcomer, 8)
@@ -246,6 +246,21 @@ def test_who_has_waited_longest_goes_first_and_never_who_waits_for_us() -> None:
             connections.move(newcomer, Phase.ANSWERING, 8)
     assert not connections.enter(Told(connections), 9)
     assert not busy.reasons
+
+
+@pytest.mark.parametrize(
+    ("answered_s", "silent_s", "goes"),
+    [(7.9, 7.5, "silent"), (7.1, 7.5, "silent"), (6.9, 7.5, "answered"), (6.9, 6.0, "silent")],
+)
+def test_who_was_answered_just_now_stays_when_others_flood_in(answered_s: float, silent_s: float, goes: str) -> None:
+    """Its next request may be there already, and nobody has read it yet."""
+    connections = Connections(ConnectionLimits(max_connections=2))
+    answered, silent = Told(connections), Told(connections)
+    connections.enter(answered, 5)
+    connections.move(answered, Phase.IDLE, answered_s)
+    connections.enter(silent, silent_s)
+    assert connections.enter(Told(connections), 8)
+    assert (answered.reasons, silent.reasons) == ((["evicted"], []) if goes == "answered" else ([], ["evicted"]))
 
 
 def test_sweep_closes_the_overdue_alone() -> None:
