@@ -13,7 +13,8 @@ RUN python -c "\
 import re, tomllib; \
 file = tomllib.load(open('pyproject.toml', 'rb')); \
 project = file['project']; \
-needed = [*project['dependencies'], *project['optional-dependencies']['gpu']]; \
+extras = project['optional-dependencies']; \
+needed = [*project['dependencies'], *extras['gpu'], *extras['otel']]; \
 torch = [one for one in needed if re.match('torch(vision)?\\W', one)]; \
 lists = {'torch': torch, 'other': [one for one in needed if one not in torch], 'build': file['build-system']['requires']}; \
 [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]" \
@@ -39,7 +40,8 @@ RUN apt-get update -qq \
     && useradd --system --uid 10001 --gid multiworld --no-create-home --home-dir /tmp multiworld \
     && install -d -o multiworld -g multiworld /var/cache/multiworld /run/multiworld
 # All in one layer, and in the image's own: to copy gigabytes from stage to stage takes longer than to install them.
-# uv fetches and unpacks side by side. Triton is left out: it serves torch.compile alone, which is not used here, and is a fifth of all.
+# uv fetches and unpacks side by side. Triton is left out: it and a compiler, which is not there either, serve torch.compile alone, and it
+# is a fifth of all.
 COPY --from=requirements /requirements /requirements
 ARG TORCH_INDEX=
 RUN python -m venv --without-pip /opt/multiworld \

@@ -137,10 +137,23 @@ def ports(template: Resource) -> list[Resource]:
 
 def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_goes_below() -> None:
     serve, _ = settings()
-    assert find(of_base(), "Deployment", "multiworld-worker")["spec"]["replicas"] == serve.num_workers
+    workers = find(of_base(), "Deployment", "multiworld-worker")["spec"]
+    assert "replicas" not in workers, "each `kubectl apply` would take back what the autoscaler has added"
     scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
     assert scaler["minReplicas"] == serve.num_workers < scaler["maxReplicas"]
     assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(serve.max_batch_size)
+
+
+@pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
+def test_pods_of_a_lost_node_are_made_anew_soon(overlay: list[Resource], name: str) -> None:
+    tolerated = {each["key"]: each.get("tolerationSeconds") for each in pod(overlay, name)["spec"]["tolerations"]}
+    assert {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}.items() <= tolerated.items()
+
+
+def test_worker_computes_on_as_many_cores_as_it_requests(overlay: list[Resource]) -> None:
+    _, worker = settings()
+    (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"] == str(worker.threads)
 
 
 def test_pods_are_given_the_time_that_draining_takes() -> None:
