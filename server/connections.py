@@ -62,8 +62,8 @@ class ConnectionLimits:
 
 
 _CLOSE_S: Final = 5.0
-_EVICTABLE: Final = (Phase.CLOSING, Phase.DRAINING, Phase.FRESH, Phase.IDLE, Phase.STUCK, Phase.HEAD, Phase.BODY)
-"""In the order in which they have to make room; who waits for us never has to."""
+_EVICTABLE: Final = (Phase.FRESH, Phase.HEAD, Phase.IDLE, Phase.STUCK, Phase.BODY)
+"""In the order in which they have to make room when nobody more deserves it; who waits for us never has to."""
 _IN_CONVERSATION_S: Final = 1.0
 """Who was answered so lately may have sent the next request already, which nobody has read yet."""
 EVICTED: Final = "evicted"
@@ -85,7 +85,10 @@ class Connection(Protocol):
     since_s: float
 
     def expire(self, reason: str) -> None:
-        """Be closed: it was in its phase for too long, or has to make room. It has left, or is CLOSING, when this returns."""
+        """Be closed: it was in its phase for too long, or has to make room.
+
+        It has left, is CLOSING or, when it was not to make room and goes on taking its answer, has its time renewed when this returns.
+        """
 
 
 class Connections:
@@ -146,16 +149,18 @@ class Connections:
         self._counted(len(self))
 
     def _evict(self, now_s: float) -> bool:
+        victim = self._longest(Phase.CLOSING, Phase.DRAINING)
+        if victim is None:
+            idlest = self._longest(Phase.FRESH, Phase.IDLE)
+            if idlest is not None and now_s - idlest.since_s >= _IN_CONVERSATION_S:
+                victim = idlest
         for phase in _EVICTABLE:
-            if connections := self._phases[phase]:
-                victim = next(iter(connections))
-                if phase is Phase.FRESH and self._idles_longer(victim, now_s):
-                    continue
-                victim.expire(EVICTED)
-                return True
-        return False
+            victim = victim or self._longest(phase)
+        if victim is not None:
+            victim.expire(EVICTED)
+        return victim is not None
 
-    def _idles_longer(self, fresh: Connection, now_s: float) -> bool:
-        """Whether somebody who was answered once has asked nothing for longer than this one, and is in no conversation."""
-        idle = next(iter(self._phases[Phase.IDLE]), None)
-        return idle is not None and idle.since_s < min(fresh.since_s, now_s - _IN_CONVERSATION_S)
+    def _longest(self, *phases: Phase) -> Connection | None:
+        """Who has been in one of these phases for longest."""
+        oldest = [next(iter(self._phases[phase])) for phase in phases if self._phases[phase]]
+        return min(oldest, key=lambda connection: connection.since_s, default=None)

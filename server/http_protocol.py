@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from server.connections import FULL, HEAD_TOO_LARGE, MALFORMED, PIPELINED, Connections, Phase
@@ -59,7 +59,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._all = connections
         self._limits = connections.limits
         self._in_head = self._in_body = False
-        self._head_bytes = 0
+        self._heads = 0
+        """How many have begun."""
+        self._head_bytes = self._unparsed_bytes = 0
+        """Of the last head: what the parser has told of it, and what came in reads that began and ended within it."""
+        self._unfinished: list[RequestResponseCycle] = []
+        """Requests without their whole answer, the one that is answered first. `cycle` is the last one of them."""
+        self._unsent_bytes = 0
+        """Of an answer, when it was looked at last."""
         self._refusal = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,23 +75,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()  # else it keeps a connection that was reset until it is due
         super().connection_lost(exc)
+        self._abandon()
         self._all.leave(self)
 
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        if self._in_head:
-            self._head_bytes += len(data)
+        head = self._heads if self._in_head else 0
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # it is answered, and what follows is no HTTP
+            if self.cycle is not None:
+                self.cycle.keep_alive = False  # it is answered, and what follows is no HTTP
         except httptools.HttpParserError:
             self._refusal = self._refusal or MALFORMED
-        if self._in_head and self._head_bytes > self._limits.max_header_bytes:
-            self._refusal = HEAD_TOO_LARGE
+        if self._in_head and self._heads == head:
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > self._limits.max_header_bytes:
+                self._refusal = HEAD_TOO_LARGE
         if self._refusal:
             self._refuse(self._refusal)
         else:
@@ -94,7 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._unparsed_bytes = True, 0, 0
+        self._heads += 1
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -114,6 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._refusal:
             self._in_body = True
             super().on_headers_complete()
+            self._unfinished.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self._refusal:
@@ -132,6 +145,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- what the connection waits for ---------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
+        self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         self._advance(received=False)
 
@@ -147,6 +161,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         phase = self._phase_now(received=received)
         renewed = phase is Phase.BODY and received
         if phase is not self.phase or renewed:
+            self._unsent_bytes = self.transport.get_write_buffer_size()
             self._all.move(self, phase, self.loop.time())
 
     def _phase_now(self, *, received: bool) -> Phase:
@@ -169,6 +184,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if reason in _REFUSALS:
             self._refuse(reason)
             return
+        if reason in (Phase.STUCK.value, Phase.CLOSING.value) and self._takes():
+            self._all.move(self, self.phase, self.loop.time())
+            return
         if self.phase is not Phase.CLOSING:
             self._all.closed(reason)
         self._all.leave(self)
@@ -177,17 +195,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(MALFORMED)
 
+    def _takes(self) -> bool:
+        """Whether the client, slowly, has taken more of its answer since this was asked last."""
+        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+        return 0 < self._unsent_bytes < before
+
+    def _abandon(self) -> None:
+        """Tell all that is being answered that nobody waits for it: Uvicorn tells the last one alone."""
+        for cycle in self._unfinished:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def _refuse(self, reason: str) -> None:
         """Answer and close; close alone where an answer is being written, into which another one must not fall."""
         self._refusal = reason
         self._all.closed(reason)
         self._all.move(self, Phase.CLOSING, self.loop.time())
-        under_way = self.cycle is not None and not self.cycle.response_complete
-        if not (under_way and self.cycle.response_started):
+        if not (self._unfinished and self._unfinished[0].response_started):
             self.transport.write(_answer(reason, _REFUSALS[reason][1].format(self._limits)))
-        if under_way:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._abandon()
         self.transport.close()
 
 

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _CLOSE_S = 3
 """Long enough where all requests have their answers already."""
-_TLS_SHUTDOWN_S = 2.0
 
 
 class HttpServer(uvicorn.Server):
@@ -80,7 +79,7 @@ class HttpServer(uvicorn.Server):
         timeouts: dict[str, Any] = {}
         if context is not None:
             timeouts["ssl_handshake_timeout"] = self.connections.limits.header_timeout_s
-            timeouts["ssl_shutdown_timeout"] = _TLS_SHUTDOWN_S
+            timeouts["ssl_shutdown_timeout"] = self.connections.limits.stall_timeout_s  # what is unsent then is lost
         state = (self.config, self.server_state, self.lifespan.state)
         factory = partial(BoundedHttpProtocol, *state, connections=self.connections)
         loop = asyncio.get_running_loop()

@@ -43,7 +43,8 @@ class LinkListener(Protocol):
 class BatchListener(Protocol):
     """Who is told what comes of the batches, on the event loop."""
 
-    def on_result(self, link: "Link", message: Message) -> None: ...
+    def on_result(self, link: "Link", message: Message) -> None:
+        """Raises WireError when it cannot be the answer to what was sent: the link ends, and it is sent elsewhere."""
 
     def on_failed(self, link: "Link", message: Message) -> None: ...
 
@@ -278,6 +279,8 @@ class Link:
                     self._batches.on_result(self, message)
                 case Kind.FAILED if message.batch:
                     self._batches.on_failed(self, message)
+                case Kind.READY | Kind.RESULT | Kind.FAILED if not message.batch and self.state == "draining":
+                    logger.debug("world=%s %s of a version that is not waited for", self.id, message.kind.name)
                 case Kind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)

@@ -41,7 +41,7 @@ from server.scheduling.events import (
 )
 from server.settings import ServeSettings
 from server.versions import link_id
-from wire import Message
+from wire import Message, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class _Flight:
     """One copy of a batch on one link."""
 
     sent_s: float
+    rows: int
     stage: int
     duty: str
 
@@ -158,12 +159,16 @@ class Shell:
     def on_result(self, link: Link, message: Message) -> None:
         """See `server.link.BatchListener`."""
         now_s = time.monotonic()
-        flight = self._flights.pop((message.batch, link.id), None)
+        flight = self._flights.get((message.batch, link.id))
         if flight is None:
             logger.warning(
                 "world=%s epoch=%d batch=%d answered what it was not sent", link.world_name, link.epoch, message.batch
             )
             return
+        rows = len(message.payload) if message.payload is not None and message.payload.dim() else 0
+        if rows != flight.rows:  # it stays in flight: what its link's end loses is sent elsewhere
+            raise WireError(f"batch {message.batch} of {flight.rows} rows came back with {rows}")
+        del self._flights[message.batch, link.id]
         compute_s = message.compute_ns / 1e9
         transfer_s = max(0.0, now_s - flight.sent_s - compute_s - message.waited_ns / 1e9)
         self._metrics.batch_answered(
@@ -280,7 +285,7 @@ class Shell:
             )
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)
-        self._flights[action.batch, way] = _Flight(time.monotonic(), action.stage, action.link)
+        self._flights[action.batch, way] = _Flight(time.monotonic(), len(payload), action.stage, action.link)
         # Else it has just ended, and the scheduler is about to learn of it.
         if (link := self._around.link(way)) and link.state != "broken":
             self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)

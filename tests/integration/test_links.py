@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -321,6 +322,31 @@ async def test_load_ends_when_the_worker_leaves(
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(LinkEndedError):
             await loading
+    assert link.state == "draining"
+
+
+async def test_worker_that_leaves_while_it_loads_a_version_is_no_faulty_one(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    proceed, load = asyncio.Event(), session.place.load
+
+    async def load_later(*args: Any) -> object:
+        await proceed.wait()
+        return await load(*args)
+
+    monkeypatch.setattr(session.place, "load", load_later)
+    loading = asyncio.create_task(link.load(second[:1]))
+    await session.leave()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError):
+            await loading
+        proceed.set()
+        while not session.place.holds(2, 0):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+    await answered(pair, link, 7, 1)  # behind what it says of the version
     assert link.state == "draining"
 
 

@@ -1,9 +1,14 @@
 """What a connection may cost before it has become a request: each hostile one ends, and its neighbours are answered."""
 
 import asyncio
+import gc
+import socket
+import struct
+import weakref
 
 import pytest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from server.connections import CLOSING_REASONS, ConnectionLimits, Connections, Phase
 from tests.unit.frontend_app import ColourPredictor, image_bytes
@@ -215,6 +220,82 @@ async def test_an_upgrade_is_answered_without_one_and_closed() -> None:
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("cut", [10, 40, 600])
+async def test_a_head_that_comes_in_two_reads_is_not_taken_for_a_large_one(cut: int) -> None:
+    """What comes behind its end in the second read is body; what was parsed of it is not counted again."""
+    async with http_port(app=Response(b"{}"), max_header_bytes=1000) as port:
+        client = await port.open()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 700 + b"\r\nContent-Length: 2000\r\n\r\n"
+        await client.say(head[:cut])
+        await asyncio.sleep(
+            0.05
+        )  # for a read of its own; were it not one, the test would only not see what it is about
+        await client.say(head[cut:] + bytes(2000))
+        assert (await client.answer())[0] == 200
+
+
+async def test_too_many_headers_of_an_upgrade_get_431() -> None:
+    async with http_port(max_headers=3) as port:
+        client = await port.open()
+        await client.say(b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: x\r\nA: a\r\nB: b\r\nC: c\r\n\r\n")
+        status, answer = await client.answer()
+        assert (status, answer["reason"]) == (431, "head_too_large")
+
+
+async def test_every_request_of_a_connection_that_is_lost_is_told_so() -> None:
+    """Not only the one that came last."""
+    told: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.append(scope["path"])
+
+    async with http_port(app=app) as port:
+        client = await port.open()
+        await client.say(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: len(port.server.server_state.tasks) == 1)
+        await client.close()
+        await until(lambda: told == ["/first"])
+
+
+async def test_a_connection_that_was_reset_is_forgotten_at_once() -> None:
+    async with http_port() as port:
+        client = await port.open()
+        assert await client.healthy()
+        (protocol,) = port.server.server_state.connections
+        lost = weakref.ref(protocol)
+        del protocol
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await client.close()
+        await port.until_open(0)
+
+        def forgotten() -> bool:
+            gc.collect()
+            return lost() is None
+
+        await until(forgotten)
+
+
+@pytest.mark.parametrize("after", ["close", "keep-alive"])
+async def test_an_answer_that_is_taken_slowly_is_taken_whole(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.connections._CLOSE_S", 0.5)
+    size = 40_000_000
+    async with http_port(app=Response(bytes(size)), stall_timeout_s=0.5) as port:
+        client = await port.open()
+        await client.say(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % after.encode())
+        async with asyncio.timeout(60):
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            taken = 0
+            while taken < size and (data := await client.reader.read(400_000)):
+                taken += len(data)
+                await asyncio.sleep(0.02)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert taken == size
+
+
 class Told:
     """A connection that only writes down why it was closed."""
 
@@ -249,16 +330,26 @@ def test_who_has_waited_longest_goes_first_and_never_who_waits_for_us() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answered_s", "silent_s", "goes"),
-    [(7.9, 7.5, "silent"), (7.1, 7.5, "silent"), (6.9, 7.5, "answered"), (6.9, 6.0, "silent")],
+    ("answered_s", "phase", "silent_s", "goes"),
+    [
+        (7.9, Phase.FRESH, 7.5, "silent"),
+        (7.1, Phase.FRESH, 7.5, "silent"),
+        (6.9, Phase.FRESH, 7.5, "answered"),
+        (6.9, Phase.FRESH, 6.0, "silent"),
+        (7.1, Phase.HEAD, 7.5, "silent"),
+        (6.9, Phase.HEAD, 6.0, "answered"),
+    ],
 )
-def test_who_was_answered_just_now_stays_when_others_flood_in(answered_s: float, silent_s: float, goes: str) -> None:
-    """Its next request may be there already, and nobody has read it yet."""
+def test_who_was_answered_just_now_stays_when_others_flood_in(
+    answered_s: float, phase: Phase, silent_s: float, goes: str
+) -> None:
+    """Its next request may be there already, and nobody has read it yet. Who says one byte is no better than who says nothing."""
     connections = Connections(ConnectionLimits(max_connections=2))
     answered, silent = Told(connections), Told(connections)
     connections.enter(answered, 5)
     connections.move(answered, Phase.IDLE, answered_s)
     connections.enter(silent, silent_s)
+    connections.move(silent, phase, silent_s)
     assert connections.enter(Told(connections), 8)
     assert (answered.reasons, silent.reasons) == ((["evicted"], []) if goes == "answered" else ([], ["evicted"]))
 
