@@ -234,9 +234,10 @@ class Forming:
             if not self.wake(error=error):
                 self._world.break_(Cause.ABORTED, self._config.rank, "the event loop ended while joining")
 
-        self._builder = threading.Thread(target=build, name=f"multiworld-{self._config.name}-join", daemon=True)
-        builders.add(self._builder)
-        self._builder.start()
+        builder = threading.Thread(target=build, name=f"multiworld-{self._config.name}-join", daemon=True)
+        builder.start()
+        self._builder = builder  # one that could not start cannot be joined either
+        builders.add(builder)
         await built
 
     def _make_group(self, host: str) -> ProcessGroup:

@@ -73,22 +73,37 @@ class FrameReader:
     def __init__(self, limit_bytes: int = MAX_HANDSHAKE_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
+        self._at = 0  # of this much the frames have been given
 
     @property
     def holds_part(self) -> bool:
         """Whether a frame has come in part."""
-        return bool(self._buffer)
+        return len(self._buffer) > self._at
+
+    @property
+    def missing_bytes(self) -> int:
+        """How many, at the least, have to come before the next frame is whole."""
+        held = len(self._buffer) - self._at
+        return 4 - held if held < 4 else 4 + int(_LENGTH.unpack_from(self._buffer, self._at)[0]) - held
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Take what arrived and give the frames that are whole by now. Raises FrameError on garbage."""
+        self._forget_given()
         self._buffer += data
-        while len(self._buffer) >= 4:
-            (length,) = _LENGTH.unpack_from(self._buffer)
+        while len(self._buffer) >= self._at + 4:
+            (length,) = _LENGTH.unpack_from(self._buffer, self._at)
             if length > self.limit_bytes:
                 raise FrameError(f"a frame of {length} bytes, at most {self.limit_bytes} are allowed")
-            if len(self._buffer) < 4 + length:
-                return
+            end = self._at + 4 + length
+            if len(self._buffer) < end:
+                break
             with memoryview(self._buffer) as view:
-                frame = _decode(view[4 : 4 + length])
-            del self._buffer[: 4 + length]
+                frame = _decode(view[self._at + 4 : end])
+            self._at = end
             yield frame
+        self._forget_given()
+
+    def _forget_given(self) -> None:
+        """All at once: one by one, a read of many short frames would take a hundred times as long."""
+        del self._buffer[: self._at]
+        self._at = 0

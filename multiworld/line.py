@@ -60,18 +60,15 @@ class Letter:
     """A message at one of its ends.
 
     Attributes:
-        memory: bytes, of the sent or the receiving tensor; None while they are still being brought from a device.
-        data: whose memory it is.
+        memory: bytes, of the sent or the receiving tensor, which they keep; None while they are still being brought from a device.
     """
 
     freight: Operation | Part
     head: bytes
     memory: memoryview | None = None
-    data: Tensor | None = None
 
     def put(self, data: Tensor) -> None:
         """Give it the memory of `data`, which is contiguous and on the host."""
-        self.data = data
         self.memory = _memory(data)
 
 
@@ -112,7 +109,10 @@ class Line:
         self._raise_if_lost()
         self._receives.setdefault(tag, deque()).append(letter)
         # In front of messages that have not begun: these may be long, and how many wait is all that it says.
-        self._outbox.insert(int(self._begun), (_posted(tag), None, False))
+        at = int(self._begun)
+        if at and self._outbox[0][2]:  # a head that has gone in part, and its message behind it
+            at += 1
+        self._outbox.insert(at, (_posted(tag), None, False))
         self._flush()
 
     def send(self, letter: Letter, tag: int) -> None:
@@ -346,11 +346,13 @@ def _words(signature: bytes) -> str:
 
 
 def _memory(data: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, which must outlive them."""
+    """The bytes of a contiguous tensor of the host. Whoever has them, or some of them, has the tensor."""
     size = data.nbytes
     if not size:
         return memoryview(b"")
-    return memoryview(_array(size).from_address(data.data_ptr())).cast("B")
+    array = _array(size).from_address(data.data_ptr())
+    array.tensor = data  # type: ignore[attr-defined] # a memoryview keeps the array, and no more
+    return memoryview(array).cast("B")
 
 
 @functools.lru_cache(256)

@@ -163,9 +163,8 @@ class Meeting:
                 if self._bind_host:
                     sock.bind((self._bind_host, 0))
                 sock.connect(address)
-                frames = FrameReader(MAX_HANDSHAKE_BYTES)
-                sock.sendall(handshake.hello(_next_frame(sock, frames)).encode())
-                answer = _next_frame(sock, frames)
+                sock.sendall(handshake.hello(_next_frame(sock)).encode())
+                answer = _next_frame(sock)
             if answer.kind is Kind.REFUSE and answer.fields:
                 raise PermissionError(f"it refused us: {answer.fields[0].decode(errors='replace')}")
             handshake.check_welcome(answer)
@@ -201,14 +200,13 @@ def _address(value: bytes) -> tuple[str, int]:
     return host, int(port)
 
 
-def _next_frame(sock: socket.socket, frames: FrameReader) -> Frame:
-    """The next frame that says something, and nothing behind it. Raises FrameError."""
+def _next_frame(sock: socket.socket) -> Frame:
+    """The next frame that says something. Nothing behind it is read: it may be a message already. Raises FrameError."""
+    frames = FrameReader(MAX_HANDSHAKE_BYTES)
     while True:
-        data = sock.recv(1 << 12)
+        data = sock.recv(frames.missing_bytes)
         if not data:
             raise FrameError("the connection ended")
-        come = [frame for frame in frames.feed(data) if frame.kind is not Kind.HEARTBEAT]
-        if come:
-            if len(come) > 1 or frames.holds_part:
-                raise FrameError("more than a handshake")
-            return come[0]
+        for frame in frames.feed(data):
+            if frame.kind is not Kind.HEARTBEAT:
+                return frame

@@ -26,6 +26,8 @@ _ACCEPTS_A_ROUND = 64
 """Connections taken before the other sockets of the watchdog have their turn."""
 _HANDSHAKE_S = 10.0
 """A guest that has not proven itself by then is shown out."""
+_MAX_HEARTBEATS = 1000
+"""Of a guest that has not proven itself: far more than one sends that we keep waiting, and too few to keep the watchdog busy."""
 _ANSWER_S = 60.0
 """A guest whose question has found no answer by then is shown out."""
 
@@ -69,6 +71,7 @@ class Guest:
         self, reception: "Reception", watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes]
     ) -> None:
         self.hello: Hello | None = None
+        self._heartbeats = 0  # before its proof
         self.lifeline = Lifeline(watchdog, sock, self)
         self._handshake = HostHandshake(*secrets)
         self._reception = reception
@@ -78,6 +81,9 @@ class Guest:
 
     def on_frame(self, lifeline: Lifeline, frame: Frame) -> None:
         if frame.kind is Kind.HEARTBEAT:
+            self._heartbeats += self.hello is None
+            if self._heartbeats > _MAX_HEARTBEATS:
+                raise FrameError("heartbeats and no proof")
             return
         if self.hello is not None:
             raise FrameError(f"unexpected {frame.kind.name} from a guest that waits")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
 from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
@@ -205,6 +206,27 @@ async def test_a_program_ends_cleanly_when_its_world_is(spawn: Spawn, state: str
         await member.do("no_new_threads")
     assert await member.end() == 0
     assert not [line for line in member.complaints.splitlines() if "ready->broken" not in line]
+
+
+async def test_a_world_is_freed_when_the_thread_that_builds_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-join"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with WorldManager() as manager:
+        port = manager.listen()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(JoinError, match="can't start new thread"):
+                await manager.initialize_world("w", 0, 1, port=port)
+        ended = list(manager._ended)
+        for world in ended:
+            assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
+        del ended
+        await manager.initialize_world("w", 0, 1, port=port)
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
+from multiworld.frames import HEARTBEAT_BYTES, MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
 
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.lists(st.binary(max_size=300), max_size=5).map(tuple))
 
@@ -62,3 +62,28 @@ def test_longer_frames_are_allowed_from_the_frame_on_after_which_the_limit_was_l
     assert seen == [Frame(Kind.WELCOME), long]
     with pytest.raises(FrameError):
         list(FrameReader().feed(long.encode()))
+
+
+def test_what_is_missing_is_known_so_that_no_more_needs_to_be_read() -> None:
+    frame = Frame(Kind.PUT, (b"key", b"value"))
+    stream, reader = frame.encode() + HEARTBEAT_BYTES + b"what is no frame any more", FrameReader()
+    come: list[Frame] = []
+    while len(come) < 2:
+        at = reader.missing_bytes
+        come += reader.feed(stream[:at])
+        stream = stream[at:]
+    assert come == [frame, Frame(Kind.HEARTBEAT)]
+    assert stream == b"what is no frame any more"
+    assert not reader.holds_part
+
+
+def test_what_is_held_is_right_while_frames_are_given() -> None:
+    """A connection is handed over in the middle of it."""
+    reader = FrameReader()
+    held = [reader.holds_part for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
+    assert held == [True, True]
+    assert list(reader.feed(HEARTBEAT_BYTES[2:])) == [Frame(Kind.HEARTBEAT)]
+    assert not reader.holds_part
+    frames = reader.feed(HEARTBEAT_BYTES)
+    next(frames)
+    assert not reader.holds_part

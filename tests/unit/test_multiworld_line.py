@@ -1,10 +1,12 @@
 """A line carries messages in the order of their tag, to who waits for them, and believes nothing that it is told."""
 
 import asyncio
+import gc
 import os
 import random
 import socket
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 
 from multiworld.arguments import Ranks
 from multiworld.board import board_of
+from multiworld.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
 from multiworld.line import HEAD, MAX_POSTED, MESSAGE, POSTED, Letter, Line, message_head, sealed
+from multiworld.meeting import _next_frame
 from multiworld.messages import recv, send
 from multiworld.operation import Operation, Part
 
@@ -259,6 +263,60 @@ async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[E
     assert turns > 32
 
 
+async def test_a_message_that_nobody_else_keeps_stays_what_it_is_until_it_has_gone(pair: tuple[End, End]) -> None:
+    """The copy of a tensor with strides, or of one on a device, is the line's alone."""
+    one, other = pair
+    come = torch.zeros(BIG, dtype=torch.uint8)
+    arrives = other.receive(come)
+    await settled()
+    tensor = torch.full((BIG,), 7, dtype=torch.uint8)
+    kept = weakref.ref(tensor)
+    whole = Operation(send(RANKS, torch.zeros(1), 1, 0), None, asyncio.get_running_loop().create_future(), one.owner)
+    letter = Letter(Part(whole, lambda: None), message_head(f"uint8[{BIG}]", 0, BIG))
+    letter.put(tensor)
+    with one.lock:
+        one.line.send(letter, 0)
+    del letter, tensor
+    gc.collect()
+    assert kept() is not None, "part of it has gone, and the rest is sent from its memory"
+    await other.until_carried(arrives)
+    assert bool((come == 7).all())
+    await until(lambda: kept() is None)
+
+
+@pytest.mark.parametrize("gone", [1, HEAD.size - 1, HEAD.size])
+async def test_nothing_comes_into_a_head_that_has_gone_in_part(
+    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    made, peer = end
+    peer.send(posted())
+    await settled()
+
+    class Narrow:
+        """The kernel takes `gone` bytes, and then no more for now."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock, self.room = sock, gone
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._sock, name)
+
+        def sendmsg(self, buffers: list[bytes]) -> int:
+            if not self.room:
+                raise BlockingIOError
+            taken, self.room = self.room, 0
+            return self._sock.send(b"".join(bytes(buffer) for buffer in buffers)[:taken])
+
+    narrow = Narrow(made.line._sock)
+    monkeypatch.setattr(made.line, "_sock", narrow)
+    sent = made.send(torch.full((3,), 9, dtype=torch.uint8))
+    made.receive(torch.zeros(1), tag=7)
+    narrow.room = 1 << 20
+    await made.until_carried(sent)
+    come = await heard(peer, 2 * HEAD.size + 3)
+    assert come == message_head("uint8[3]", 0, 3) + b"\t\t\t" + posted(7)
+
+
 async def test_nothing_comes_between_a_head_and_its_message(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,3 +333,20 @@ async def test_nothing_comes_between_a_head_and_its_message(
     await other.until_carried(arrives)
     assert torch.equal(there, torch.arange(4.0))
     assert torch.equal(back, torch.arange(4.0, 8.0))
+
+
+def test_what_comes_behind_the_handshake_is_left_to_the_line() -> None:
+    """Who lets a member in may write to it at once."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(PATIENCE_S)
+        welcome = Frame(Kind.WELCOME, (b"proof",))
+        theirs.sendall(HEARTBEAT_BYTES + welcome.encode() + posted(3))
+        assert _next_frame(ours) == welcome
+        assert ours.recv(1 << 12) == posted(3)
+        theirs.sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(FrameError, match="at most"):
+            _next_frame(ours)
+        theirs.close()
+        with pytest.raises(FrameError, match="ended"):
+            _next_frame(ours)

@@ -1,5 +1,6 @@
 """Who is let in at a port, who waits, and who is shown out."""
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -8,7 +9,7 @@ import pytest
 
 from multiworld import reception as reception_module
 from multiworld.errors import Cause
-from multiworld.frames import Frame, FrameReader, Kind
+from multiworld.frames import HEARTBEAT_BYTES, Frame, FrameReader, Kind
 from multiworld.handshake import GuestHandshake, Hello
 from multiworld.reception import Reception, bind
 from multiworld.rendezvous import Pulse, Roster
@@ -234,6 +235,21 @@ def test_who_proves_nothing_in_time_is_shown_out(house: House, monkeypatch: pyte
         assert challenge is not None
         assert challenge.kind is Kind.CHALLENGE
         assert guest.next() is None
+
+
+def test_who_sends_heartbeats_and_no_proof_is_shown_out(house: House) -> None:
+    """Each is cheap, and a million of them a second would keep the watchdog from its worlds."""
+    stranger = socket.create_connection(("127.0.0.1", house.reception.port))
+    stranger.settimeout(PATIENCE_S)
+    with contextlib.suppress(ConnectionError):
+        stranger.sendall(5_000 * HEARTBEAT_BYTES)
+    come = b""
+    with contextlib.suppress(ConnectionError):
+        while data := stranger.recv(1 << 16):
+            come += data
+    assert [frame.kind for frame in FrameReader().feed(come)] == [Kind.CHALLENGE]
+    house.guest().enter().sock.close()
+    stranger.close()
 
 
 def test_the_oldest_stranger_is_shown_out_when_there_are_too_many(
