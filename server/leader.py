@@ -251,7 +251,8 @@ class Leader:
         self._recruiter.plan = plan
         logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
         for link in self._recruiter.serving():
-            self.on_serving(link)
+            if link.state == "ready":  # who leaves would take new batches, and never be done
+                self.on_serving(link)
         self._metrics.version_serves(self._model, plan.version)
         self._states_changed()
 

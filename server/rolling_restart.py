@@ -66,12 +66,12 @@ class RollingRestart:
                 yield await self._restart(link, place, number, len(links))
 
     async def _restart(self, link: Link, place: str, number: int, total: int) -> RestartStep:
-        began_s, ready_before = time.monotonic(), self._ready()
+        began_s = time.monotonic()
         link.ask_restart()
         await self._until(lambda: link.state == "broken", _LEAVE_S, f"{link.worker} does not leave")
         left_s = time.monotonic() - began_s
         await self._until(
-            lambda: self._ready() >= ready_before,
+            lambda: self._slots.whole and self._joined_since(began_s),
             self._timeout_s,
             f"{link.worker} did not come back: what started it must start it again whenever it ends",
         )
@@ -87,10 +87,12 @@ class RollingRestart:
 
     def _can_go(self, link: Link) -> bool:
         """Nobody else is missing; or it is gone itself."""
-        return link.state != "ready" or not any(slot.free for slot in self._slots.all)
+        return link.state != "ready" or self._slots.whole
 
-    def _ready(self) -> int:
-        return len(ready_links((*self._slots.all, *self._slots.spares)))
+    def _joined_since(self, time_s: float) -> bool:
+        """Whether somebody has come to serve since then, or to be a spare."""
+        links = ready_links((*self._slots.all, *self._slots.spares))
+        return any(link.ready_at_s is not None and link.ready_at_s > time_s for link in links)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
         deadline_s = time.monotonic() + timeout_s

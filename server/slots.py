@@ -80,6 +80,13 @@ class Slots:
         self.all.sort(key=lambda slot: (slot.stage, slot.index))
         return slot
 
+    @property
+    def whole(self) -> bool:
+        """Whether every stage has its replicas, all ready, and nobody is on the way or leaving. A further replica that is gone for good is
+        not missed: nobody has to start it again."""
+        settled = all(slot.ready or slot.free for slot in self.all)
+        return settled and all(self._ready_in(stage) >= self.replicas for stage in range(self.num_stages))
+
     def left(self, slot: Slot) -> None:
         """Its worker has gone on purpose. A stage that had more slots than it is to have has this one no longer, or a service
         that was made smaller again would wait for ever for workers that nobody will start."""

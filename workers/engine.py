@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 class _Job:
     call: Callable[[], Any]
     future: asyncio.Future[Any]
+    is_batch: bool = False
 
 
 class Engine:
@@ -63,6 +64,7 @@ class Engine:
         self._closed = False
         self._current: Place | None = None
         self._current_since_s = 0.0
+        self._current_is_batch = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -86,6 +88,11 @@ class Engine:
         with self._news:
             return time.monotonic() - self._current_since_s if self._current is place else 0.0
 
+    def loads(self, place: "Place") -> bool:
+        """Whether a job of this place is running that computes no batch, but makes a stage."""
+        with self._news:
+            return self._current is place and not self._current_is_batch
+
     @property
     def threads(self) -> tuple[int, ...]:
         """How many may compute a batch, ascending: it depends on who else computes."""
@@ -107,13 +114,13 @@ class Engine:
                 torch.set_num_threads(threads)
             yield
 
-    async def run(self, place: "Place", call: Callable[[], Any]) -> Any:
+    async def run(self, place: "Place", call: Callable[[], Any], *, is_batch: bool = False) -> Any:
         """The result of `call`, made on the thread when it is this place's turn. Raises what it raises."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._news:
             if not place.jobs:
                 self._turns.append(place)
-            place.jobs.append(_Job(call, future))
+            place.jobs.append(_Job(call, future, is_batch))
             self._news.notify()
         return await future
 
@@ -137,6 +144,7 @@ class Engine:
             if place.jobs:
                 self._turns.append(place)
             self._current, self._current_since_s = place, time.monotonic()
+            self._current_is_batch = job.is_batch
             return job
 
     def _work(self) -> None:
@@ -175,6 +183,11 @@ class Place:
     def busy_s(self) -> float:
         """How long a job of ours has been running; 0 when none is."""
         return self._engine.busy_s(self)
+
+    @property
+    def loads(self) -> bool:
+        """Whether what is running makes a stage, and computes no batch."""
+        return self._engine.loads(self)
 
     async def load(
         self,
@@ -230,7 +243,7 @@ class Place:
                 output = self._forward(self._stages[version, stage], arrived)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
-        result: tuple[Tensor, int, int] = await self._engine.run(self, compute)
+        result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
         return result
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import random
+import time
 
 from config import UserError
 from config.addresses import Address, parse_address
@@ -22,7 +23,7 @@ from workers.traces import ComputeTraces
 logger = logging.getLogger(__name__)
 
 _STUCK_S = 2.0
-"""A stage that still computes so long after its world was broken for hanging will not come back: only a new process helps."""
+"""A batch that is still computed so long after its world was broken for hanging will not come back: only a new process helps."""
 DRAIN_S = 30.0
 """How long a worker that is told to stop waits for its leaders to take their batches back."""
 _FORMING_S = 15.0
@@ -80,7 +81,7 @@ class Membership:
         """Serve this leader until `stop`.
 
         Raises:
-            UserError: the leader does not take our token.
+            UserError: the only leader that we have does not take our token.
             StuckError: the stage hangs, or there is no memory for a thread.
         """
         failures = 0
@@ -161,7 +162,10 @@ class Membership:
                 bind_host=self._settings.bind_host or "",
             )
         except PermissionError as error:
-            raise UserError(f"the leader at {self._leader} does not take our token: {error}") from error
+            refusal = f"the leader at {self._leader} does not take our token: {error}"
+            if len(self._settings.leaders) > 1:  # the others do, perhaps, and are not to lose us for it
+                raise AskError(refusal) from error
+            raise UserError(refusal) from error
         return JoinOffer.from_json(answer)
 
     async def _end_or_stop(self, stay: asyncio.Task[bool]) -> None:
@@ -182,14 +186,19 @@ class Membership:
         await asyncio.wait({stay})
 
     async def _raise_if_stuck(self, session: Session) -> None:
-        """The engine may still be busy with a batch of a world that is gone, or have had no memory for it."""
+        """The engine may still be busy for a world that is gone, or have had no memory for it.
+
+        A batch may have broken that world by hanging. Making a stage takes its time, and the world may have ended for any reason.
+        """
         if session.out_of_memory:
             raise StuckError("this process has no memory left")
-        for _ in range(int(_STUCK_S / 0.05)):
-            if not session.place.busy_s:
-                return
+        place, began_s = session.place, time.monotonic()
+        while place.busy_s:
+            longest_s = self._settings.join_timeout_s if place.loads else _STUCK_S
+            if time.monotonic() - began_s > longest_s:
+                what = "made" if place.loads else "computing"
+                raise StuckError(f"the stage has been {what} for {place.busy_s:.1f} s and does not come back")
             await asyncio.sleep(0.05)
-        raise StuckError(f"the stage has been computing for {session.place.busy_s:.1f} s and does not come back")
 
     async def _pause(self, failures: int) -> None:
         """As long as the leader said; else capped, jittered, exponential; none after a stay that served."""

@@ -180,3 +180,23 @@ def test_no_stage_is_ahead_of_another_by_more_than_the_failures_explain(
         taken = [sum(not slot.free for slot in slots.of_stage(stage)) for stage in range(num_stages)]
         assert max(taken) - min(taken) <= 1
         assert len(slots.all) == num_stages * replicas, "a broken slot is used again before a new one is made"
+
+
+def test_slots_are_whole_when_every_stage_has_its_replicas_and_nobody_is_on_the_way() -> None:
+    slots = Slots(2, 2)
+    for name in "abcd":
+        assert not slots.whole
+        join(slots, name)
+    assert slots.whole
+    join(slots, "e")
+    assert slots.whole, "with a further replica of stage 0"
+    (further,) = [slot for slot in slots.all if slot.index == 2]
+    assert further.link is not None
+    further.link.state = "loading"
+    assert not slots.whole
+    fail(slots, further.name)
+    assert slots.whole, "who is gone beyond the replicas is not missed"
+    fail(slots, "s1.r0")
+    assert not slots.whole
+    join(slots, "f")
+    assert slots.whole
