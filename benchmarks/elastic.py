@@ -86,8 +86,8 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
     ring.CHUNK_BYTES = options.chunk_bytes
     async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
-        inner = manager._managers["w"].communicator
-        epoch = Epoch(inner, "w", world.epoch, world.rank, world.size)
+        inner = manager._managers["w"]
+        epoch = Epoch(world.epoch, world.rank, world.size, inner.world("w"))
         rows = []
         for size in options.sizes:
             operand = torch.zeros(size // 4)
@@ -95,7 +95,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
             times, busy = {way: list[float]() for way in ALGORITHMS}, {way: list[float]() for way in ALGORITHMS}
             for _ in range(options.rounds + 1):
                 for way in ALGORITHMS:
-                    await inner.barrier("w")
+                    await inner.communicator.barrier("w")
                     began_s, idle_s = time.perf_counter(), time.process_time()
                     for _ in range(options.repeat):
                         if way == "ring":
@@ -119,7 +119,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
                 ),
                 rows,
             )
-        await inner.barrier("w")
+        await inner.communicator.barrier("w")
 
 
 async def reduce_until_told(_rank: int, port: int, reports: Connection, options: argparse.Namespace) -> None:

@@ -147,8 +147,12 @@ def bench(
 def _served(url: str, way_in: Access) -> str:
     """What is served there. Raises ServiceError when nothing is."""
     with service(url, 30.0, way_in) as client:
-        status = ask(client, "GET", "/status", headers={"Accept": "application/json"}).json()
-    return f"{status['model']} {status['version']}"
+        answer = ask(client, "GET", "/status", headers={"Accept": "application/json"})
+    try:
+        status = answer.json()
+        return f"{status['model']} {status['version']}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceError(f"what answers at {url} is no service of this kind: its /status is none") from error
 
 
 def _questions(

@@ -1,6 +1,7 @@
 """`multiworld chaos`: hurt a service while clients ask it, and see what that costs them."""
 
 import json
+import os
 import signal
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -203,6 +204,9 @@ def chaos(
     )
     if plot_file is not None:
         check_plot(plot_file)
+    for file in filter(None, (json_file, plot_file)):
+        if not os.access(file.parent, os.W_OK):
+            raise UserError(f"{file} cannot be written: {file.parent} is no folder that this user may write to")
     way_in = access(api_key_file, ca_file, client_cert_file)
     running = _running(url, compose, pid, log, way_in)
     if running is not None:

@@ -73,7 +73,12 @@ def _array(value: object) -> Any | None:
     """As an array of numpy, when it is one or a tensor of torch."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy()
+        try:
+            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+        except (TypeError, RuntimeError) as error:  # bfloat16, sparse, …
+            raise InputError(
+                f"a tensor of {value.dtype} cannot be sent ({error}); give uint8 (0 to 255) or float32"
+            ) from error
     return value if numpy is not None and isinstance(value, numpy.ndarray) else None
 
 
@@ -89,6 +94,17 @@ def _tensor(array: Any, *, given: tuple[int, ...], only: int | None = None) -> T
     return TensorInput(_DATATYPES[name], tuple(map(int, array.shape)), array.tobytes())
 
 
+def _as_in_a_file(image: Any) -> Any:
+    """A Pillow image as a PNG can hold it, so that the service makes of it what it makes of the file that it comes from: upright, and
+    with all bits of one that has 16, which Pillow's own conversion would cut off at 255."""
+    from PIL import ImageOps  # noqa: PLC0415 - whoever has an image has it
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        upright = upright.point(lambda value: value * (1 / 256)).convert("L")
+    return upright.convert("RGB")
+
+
 def _content(image: object) -> bytes:
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
@@ -100,7 +116,7 @@ def _content(image: object) -> bytes:
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(image, pillow.Image):
         file = BytesIO()
-        image.convert("RGB").save(file, "PNG", compress_level=1)
+        _as_in_a_file(image).save(file, "PNG", compress_level=1)
         return file.getvalue()
     raise InputError(
         f"{type(image).__name__} is no picture; give a path, a file's content, a Pillow image, an array or a tensor"

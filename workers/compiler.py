@@ -46,7 +46,9 @@ class Compiler:
                 return True
             except (CompileError, OSError, TimeoutError) as error:
                 if not self._unavailable:
-                    logger.warning("stage=%d cannot be compiled: %s", request.spec.index, error or "it took too long")
+                    logger.warning(
+                        "stage=%d cannot be compiled: %s", request.spec.index, str(error) or "it took too long"
+                    )
                     return False
         if not self._warned:
             self._warned = True

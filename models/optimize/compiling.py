@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +104,7 @@ class CompiledStages:
             os.utime(found)
             packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
         except (OSError, RuntimeError) as error:
+            self._put_away(found)  # or it would be found again each time, and never made anew
             raise CompileError(f"{found} cannot be loaded: {_first_line(error)}") from error
         return FixedSizes(request.spec, packages)
 
@@ -133,6 +134,13 @@ class CompiledStages:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
+    def _put_away(self, made: Path) -> Path:
+        """Have it gone at once and whole, whatever becomes of us while its files are removed."""
+        away = self.folder / f"making-no-more-{made.name}-{os.getpid()}"
+        with suppress(OSError):  # somebody else has done it, or the folder is not ours to write
+            made.rename(away)
+        return away
+
     def _make_room(self, newest: Path) -> None:
         """Remove what was not used for longest, and what processes that were killed left behind."""
         kept = 0
@@ -140,7 +148,7 @@ class CompiledStages:
         for path in [newest, *sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]:
             kept += sum(file.stat().st_size for file in path.iterdir())
             if path != newest and (kept > MOST_BYTES or path.name.startswith("making-")):
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path if path.name.startswith("making-") else self._put_away(path), ignore_errors=True)
 
 
 def why_not_compiled() -> str:

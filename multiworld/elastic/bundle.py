@@ -49,6 +49,7 @@ class Bundle:
             return only.view(-1)
         return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).cpu()
 
+    @torch.inference_mode()
     def pack(self, into: Tensor) -> None:
         """Copy all of it to flat host memory."""
         if self.tensors[0].device.type == "cpu":
@@ -97,6 +98,10 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{name}: cannot reduce {tensor.dtype}; expected one of {known}")
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name}: cannot write into a negated view, the imaginary part of a conjugate say; resolve it first"
+        )
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
     return tensor.detach()

@@ -267,7 +267,7 @@ class ElasticWorld:
             return [data] * epoch.size
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         said = torch.empty(epoch.size * len(data), dtype=torch.uint8)
-        await epoch.communicator.all_gather_into_tensor(said, own, epoch.world_name)
+        await epoch.all_gather(said, own)
         return [said[at : at + len(data)].numpy().tobytes() for at in range(0, said.numel(), len(data))]
 
     def _in(self, epoch: int) -> Epoch:
@@ -275,7 +275,10 @@ class ElasticWorld:
         self._keeper.raise_if_out()
         if not self._seat.is_in(epoch):
             raise BrokenWorldException(self.name, Cause.ABORTED, -1, f"epoch {epoch} is over, or forming")
-        return Epoch(self._manager.communicator, self.name, epoch, self.rank, self.size)
+        world = self._manager.world(self.name) if self.size > 1 else None
+        if world is not None and world.epoch != epoch:
+            raise BrokenWorldException(self.name, Cause.ABORTED, -1, f"epoch {epoch} is over")
+        return Epoch(epoch, self.rank, self.size, world)
 
     @contextlib.asynccontextmanager
     async def _call(self, what: str, timeout_s: float | None, *, last: bool = True) -> AsyncIterator[None]:

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from multiworld import collectives, reductions
 from multiworld.operation import Operation
-from multiworld.world_communicator import WorldCommunicator
+from multiworld.reductions import AnyReduceOp
+from multiworld.world import World
 
 
 @dataclass(slots=True)
@@ -22,17 +24,35 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The world of an epoch: an ordinary one of that name, which nobody else uses.
+    """The world of an epoch, which nobody else uses.
+
+    It is held itself, not by its name, which the next epoch has too: what begins late, of an epoch that is over, must fail there.
 
     Attributes:
         number: the epoch.
+        world: None in an epoch of one member.
     """
 
-    communicator: WorldCommunicator
-    world_name: str
     number: int
     rank: int
     size: int
+    world: World | None
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Operation:
+        assert self.world is not None
+        return self.world.start_send(tensor, rank, tag=tag)
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Operation:
+        assert self.world is not None
+        return self.world.start_recv(tensor, rank, tag=tag)
+
+    async def all_reduce(self, tensor: Tensor, op: AnyReduceOp) -> None:
+        assert self.world is not None
+        await self.world.start(reductions.all_reduce(self.world.ranks, tensor, op)).finish()
+
+    async def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        assert self.world is not None
+        await self.world.start(collectives.all_gather_into_tensor(self.world.ranks, output, tensor)).finish()
 
 
 @dataclass(slots=True)
@@ -52,14 +72,11 @@ class Post:
 
     def send(self, tensor: Tensor, rank: int) -> None:
         """Start to send; `sent` waits for all that were started."""
-        epoch = self.epoch
-        sending = epoch.communicator.isend(tensor, rank, epoch.world_name, tag=self.tag)
-        self._sending.append((sending, tensor.nbytes))
+        self._sending.append((self.epoch.send(tensor, rank, self.tag), tensor.nbytes))
 
     def expect(self, tensor: Tensor, rank: int) -> Operation:
         """Start to receive; await it with `arrived`."""
-        epoch = self.epoch
-        return epoch.communicator.irecv(tensor, rank, epoch.world_name, tag=self.tag)
+        return self.epoch.receive(tensor, rank, self.tag)
 
     async def arrived(self, receiving: Operation, tensor: Tensor) -> None:
         await receiving

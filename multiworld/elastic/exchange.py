@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multiworld.elastic.epoch import Epoch, Post, Traffic
 from multiworld.elastic.quantise import Quantization, dequantise, quantise, wire_bytes
-from multiworld.elastic.reduction import Reduction
+from multiworld.elastic.reduction import Reduction, copy
 
 
 async def quantised_all_reduce(
@@ -56,10 +56,10 @@ async def _exchange(
         wire = quantise(_combined(operands[epoch.rank], parts, epoch, reduction, quantization), quantization)
         for rank in others:
             post.send(wire, rank)
-        results[epoch.rank].copy_(dequantise(wire, mine, dtype, quantization))
+        copy(results[epoch.rank], dequantise(wire, mine, dtype, quantization))
     for rank, receiving in returning.items():
         await post.arrived(receiving, finished[rank])
-        results[rank].copy_(dequantise(finished[rank], results[rank].numel(), dtype, quantization))
+        copy(results[rank], dequantise(finished[rank], results[rank].numel(), dtype, quantization))
     await post.sent()
 
 

@@ -44,10 +44,18 @@ class Reduction:
         """What Gloo is asked for; `finish` does the rest."""
         return ReduceOp.SUM if self.name == "AVG" else _OPS[self.name]
 
+    @torch.inference_mode()
     def combine(self, left: Tensor, right: Tensor, out: Tensor) -> None:
         _COMBINE[self.name](left, right, out=out)
 
+    @torch.inference_mode()
     def finish(self, total: Tensor, members: int) -> None:
         """Make what was combined of all members the result, in place."""
         if self.name == "AVG" and members > 1:
             total.div_(members, rounding_mode=None if total.is_floating_point() else "trunc")
+
+
+@torch.inference_mode()
+def copy(into: Tensor, tensor: Tensor) -> None:
+    """Write it there, also where that was made in the inference mode: another task of this thread may have been in it."""
+    into.copy_(tensor)

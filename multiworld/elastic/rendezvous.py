@@ -165,7 +165,10 @@ class ElasticRendezvous:
             match action:
                 case Remember(view):
                     logger.info("world=%s epoch=%d members=%s", name, view.epoch, ",".join(view.ids()))
-                    self._save()
+                    try:
+                        self._save()
+                    except OSError as error:  # a restart now would forget this epoch; its members go on without one
+                        logger.error("the state cannot be written to %s: %s", self._state_file, error)  # noqa: TRY400
                 case Tell(member_id, message):
                     if link := self._links.get((name, member_id)):
                         link.send(message)

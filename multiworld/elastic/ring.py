@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multiworld.elastic.epoch import Epoch, Post, Traffic
-from multiworld.elastic.reduction import Reduction
+from multiworld.elastic.reduction import Reduction, copy
 from multiworld.operation import Operation
 
 CHUNK_BYTES = 1 << 22
@@ -112,8 +112,8 @@ async def gloo_all_reduce(
     What Gloo sends is not told by it; it is counted as that of a ring, which its all-reduce is.
     """
     if result.data_ptr() != operand.data_ptr():
-        result.copy_(operand)
-    await epoch.communicator.all_reduce(result, reduction.on_gloo, epoch.world_name)
+        copy(result, operand)
+    await epoch.all_reduce(result, reduction.on_gloo)
     reduction.finish(result, epoch.size)
     moved = 2 * (epoch.size - 1) * result.nbytes // epoch.size
     traffic.add(Traffic(moved, moved))

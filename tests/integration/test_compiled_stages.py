@@ -123,8 +123,11 @@ def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
     with pytest.raises(CompileError, match="cannot be loaded"):
         damaged.load(request)
     with caplog.at_level(logging.WARNING):
+        folder.mkdir()
         assert Compiler(damaged).found(request) is None
     assert "without its compiled code" in caplog.text
+    assert not folder.exists(), "or it would be taken for made, and never be made anew"
+    assert damaged.load(request) is None
 
 
 def test_without_a_compiler_there_is_one_warning(

@@ -168,6 +168,16 @@ async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_m
         assert holder.view("w").epoch == 2
 
 
+async def test_no_member_is_lost_when_the_rendezvous_cannot_write_its_state(
+    spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rendezvous(first_size=2, state_file=tmp_path / "gone" / "state.json") as holder:
+        everybody = await joined(spawn, 2, holder.port)
+        outcomes = await asyncio.gather(*reduce_all(everybody))
+        assert [outcome["size"] for outcome in outcomes] == [2, 2]
+    assert "the state cannot be written" in caplog.text
+
+
 async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         port = holder.port

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld import World, WorldExistsError, WorldManager
+from multiworld import World, WorldError, WorldExistsError, WorldManager
 from multiworld.elastic import (
     DesyncError,
     ElasticManager,
@@ -25,7 +25,7 @@ from multiworld.elastic.bundle import BUNDLE_BYTES
 from multiworld.elastic.epoch import Epoch, Traffic
 from multiworld.elastic.exchange import quantised_all_reduce
 from multiworld.elastic.quantise import BLOCK
-from multiworld.elastic.reduction import DTYPES, Reduction
+from multiworld.elastic.reduction import DTYPES, Reduction, copy
 from multiworld.elastic.ring import ring_all_reduce
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S
@@ -51,7 +51,7 @@ def reference(operands: list[Tensor], op: str) -> Tensor:
 
 
 def epoch_of(manager: WorldManager, world: World) -> Epoch:
-    return Epoch(manager.communicator, world.name, 1, world.rank, world.size)
+    return Epoch(1, world.rank, world.size, world)
 
 
 def check_equal(results: list[Tensor], expected: Tensor) -> None:
@@ -277,6 +277,7 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
         ([one, one], {}, ValueError, "given twice"),
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
         ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
+        ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
         ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantised"),
         ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
     ):
@@ -284,6 +285,42 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
             await world.all_reduce_multiple_with_retry(tensors, **settings)
     outcomes = await asyncio.gather(*(each.all_reduce_with_retry(torch.ones(2)) for each in worlds))
     assert all(outcome.success for outcome in outcomes)
+
+
+async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_the_next() -> None:
+    """Both have the same name."""
+    async with WorldManager() as one, WorldManager() as other:
+        port = one.listen()
+        for number in (1, 2):
+            world, _ = await asyncio.gather(
+                one.initialize_world("w", 0, 2, port=port, epoch=number),
+                other.initialize_world("w", 1, 2, port=port, epoch=number),
+            )
+            if number == 1:
+                epoch = Epoch(1, 0, 2, world)
+                for manager in (one, other):
+                    manager.remove_world("w")
+        for late in (epoch.send, epoch.receive):
+            with pytest.raises(WorldError):
+                late(torch.ones(4), 1, 3)
+        for result in (epoch.all_reduce(torch.ones(4), ReduceOp.SUM), epoch.all_gather(torch.ones(8), torch.ones(4))):
+            with pytest.raises(WorldError):
+                await result
+        arriving = other.communicator.irecv(come := torch.zeros(4), 0, "w", tag=3)
+        await one.communicator.send(torch.full((4,), 2.0), 1, "w", tag=3)
+        await arriving
+        assert come.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_are_combined_whatever_mode_another_task_was_in_when_they_were_made(op: str) -> None:
+    with torch.inference_mode():
+        total = torch.full((4,), 3.0)
+    Reduction(op).combine(total, torch.full((4,), 5.0), out=total)
+    Reduction(op).finish(total, 2)
+    assert torch.equal(total.double(), reference([torch.full((4,), 3.0), torch.full((4,), 5.0)], op))
+    copy(total, torch.zeros(4))
+    assert not total.any()
 
 
 async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[ElasticWorld]) -> None:
