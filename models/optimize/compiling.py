@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class CompiledStages:
 
     def _put_away(self, made: Path) -> Path:
         """Have it gone at once and whole, whatever becomes of us while its files are removed."""
-        away = self.folder / f"making-no-more-{made.name}-{os.getpid()}"
+        away = self.folder / f"making-no-more-{uuid.uuid4().hex}"
         with suppress(OSError):  # somebody else has done it, or the folder is not ours to write
             made.rename(away)
         return away
