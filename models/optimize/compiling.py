@@ -29,6 +29,7 @@ from models.errors import ModelError
 from models.optimize.folding import FoldedStage
 from models.optimize.recipes import Recipe, StagePrecision, processor_says
 from models.optimize.sizes import FixedSizes, batch_sizes
+from models.optimize.unpacking import unpacking_in
 from models.stage_spec import StageSpec
 from models.stages import Stage, build_stage, stage_input_dtype
 
@@ -37,6 +38,7 @@ MOST_BYTES = 8 << 30
 UNAVAILABLE = 3
 """Exit status of the program where nothing can be compiled, whatever the stage."""
 _REQUEST, _WEIGHTS = "request.json", "weights.safetensors"
+_UNPACKED = "unpacked"
 
 
 class CompileError(ModelError):
@@ -103,7 +105,8 @@ class CompiledStages:
             return None
         try:
             os.utime(found)
-            packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
+            with unpacking_in(self.folder / _UNPACKED):
+                packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
         except (OSError, RuntimeError) as error:
             self._put_away(found)  # or it would be found again each time, and never made anew
             raise CompileError(f"{found} cannot be loaded: {_first_line(error)}") from error
@@ -145,7 +148,9 @@ class CompiledStages:
     def _make_room(self, newest: Path) -> None:
         """Remove what was not used for longest, and what processes that were killed left behind."""
         kept = 0
-        folders = [path for path in self.folder.iterdir() if path.is_dir() and path != newest]
+        folders = [
+            path for path in self.folder.iterdir() if path.is_dir() and path not in (newest, self.folder / _UNPACKED)
+        ]
         for path in [newest, *sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]:
             kept += sum(file.stat().st_size for file in path.iterdir())
             if path != newest and (kept > MOST_BYTES or path.name.startswith("making-")):

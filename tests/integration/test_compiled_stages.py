@@ -4,8 +4,12 @@ import asyncio
 import copy
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(compiling.why_not_compiled()), reason="there is no C++ compiler here"),
 ]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STAGE = 3
 """Of ten: one residual block."""
@@ -102,6 +107,39 @@ async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(pack
         assert len(output) == 2
     finally:
         engine.close()
+
+
+def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: CompiledStages) -> None:
+    unpacked = packages.folder / "unpacked"
+    load = (
+        "import sys, time; from pathlib import Path; from models.optimize import compiling\n"
+        "folder, request = map(Path, sys.argv[1:])\n"
+        "kept = compiling.CompiledStages(folder).load(compiling.CompileRequest.read(request))\n"
+        "print('loaded', flush=True); time.sleep(600)"
+    )
+    with tempfile.TemporaryDirectory() as request, ExitStack() as running:
+        request_of().write(Path(request))
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", load, str(packages.folder), request]
+            process = running.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+            running.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loaded\n"
+            return process
+
+        def held() -> set[Path]:
+            return {folder for folder in unpacked.glob("of-*") if list(folder.glob("aotinductor_*"))}
+
+        before = held()
+        one, other = start(), start()
+        assert len(held() - before) == 2
+        one.kill()
+        one.wait()
+        assert len(held() - before) == 2, "it could not remove its own"
+        start()
+        assert len(held() - before) == 2, "that of the one that lives, and the newcomer's"
+        assert other.poll() is None
 
 
 def test_nothing_is_compiled_twice(packages: CompiledStages) -> None:
