@@ -1,11 +1,11 @@
-# One image for leader and workers; docs/docker.md tells how it is used. Builds with the classic builder and with BuildKit.
+# One image for leader and workers, see docs/docker.md. Builds with the classic builder and with BuildKit.
 #
 #   BASE_IMAGE    any Debian-like image with Python 3.11 or newer
-#   TORCH_INDEX   address of a package index to take torch and torchvision from; PyPI's computes on CPUs and on CUDA GPUs alike and
-#                 is large, one of PyTorch's own for CPUs alone is a fifth of that
+#   TORCH_INDEX   package index of torch and torchvision; the packages on PyPI support CPUs and CUDA GPUs and
+#                 are large, the CPU-only packages of PyTorch's own index have a fifth of the size
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# What has to be installed, apart from the code: its key in the cache is the lists and not all of pyproject.toml.
+# The requirements, without the code: the cache key is these lists, not all of pyproject.toml.
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /requirements
 COPY pyproject.toml ./
@@ -39,9 +39,9 @@ RUN apt-get update -qq \
     && groupadd --system --gid 10001 multiworld \
     && useradd --system --uid 10001 --gid multiworld --no-create-home --home-dir /tmp multiworld \
     && install -d -o multiworld -g multiworld /var/cache/multiworld /run/multiworld
-# All in one layer, and in the image's own: to copy gigabytes from stage to stage takes longer than to install them.
-# uv fetches and unpacks side by side. Triton is left out: it and a compiler, which is not there either, serve torch.compile alone, and it
-# is a fifth of all.
+# Install in one layer of the final stage: copying gigabytes between stages takes longer than installing them.
+# uv downloads and unpacks in parallel. Triton is omitted: only torch.compile uses it, together with a compiler, which the image
+# does not have, and it is a fifth of the size.
 COPY --from=requirements /requirements /requirements
 ARG TORCH_INDEX=
 RUN python -m venv --without-pip /opt/multiworld \
@@ -54,7 +54,7 @@ RUN python -m venv --without-pip /opt/multiworld \
     && rm -rf /tools
 COPY --from=code /opt/multiworld /opt/multiworld
 
-# The root is read-only and the user nobody's: what may be written is a volume, and /tmp.
+# Read-only root file system and an unprivileged user: writable are only a volume and /tmp.
 ENV PATH=/opt/multiworld/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
@@ -63,10 +63,10 @@ ENV PATH=/opt/multiworld/bin:$PATH \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/multiworld/inductor
 WORKDIR /tmp
 USER multiworld
-# HTTP, joining and worlds, metrics of the leader; metrics of a worker.
+# Leader: HTTP API, join port, admin port and metrics. Worker: metrics.
 EXPOSE 8000 8001 8002 8003
-# Of a leader. A worker's is http://127.0.0.1:8003/readyz, if it was given --metrics-port 8003.
+# For a leader. For a worker with --metrics-port 8003 use http://127.0.0.1:8003/readyz.
 HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 \
-    CMD ["python", "-P", "-m", "deploy.health", "http://127.0.0.1:8000/healthz"]
+    CMD ["python", "-P", "-m", "multiworld_serving.deploy.health", "http://127.0.0.1:8000/healthz"]
 ENTRYPOINT ["tini", "--", "multiworld"]
 CMD ["serve", "--host", "0.0.0.0"]

@@ -1,8 +1,9 @@
-"""The optimised model in a loop in one process, no server: how fast these cores can go. `benchmarks.throughput` runs it as a child.
+"""Throughput of the optimised model in a loop in one process, without a server: the upper bound for the service on the same cores.
 
     python -m benchmarks.bare_loop --model resnet50 --seconds 5
 
-With `--on-demand` it waits for a line on standard input, loops for so many seconds as that says, and prints images a second.
+With `--on-demand` it reads numbers of seconds from standard input, one per line, and prints images per second after each loop.
+`benchmarks.throughput` and `benchmarks.scaling` use it in child processes.
 """
 
 import argparse
@@ -15,17 +16,17 @@ from contextlib import contextmanager
 
 import torch
 
-from models import Tuning, build_stage, cut, load_model, optimize, stage_weights
+from multiworld_serving.models import Tuning, build_stage, load_model, optimize, split_model, stage_weights
 
 
 class BareLoop:
-    """The loop in a child process that waits to be asked."""
+    """The loop in a child process that runs on demand."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def images_per_s(self, seconds: float) -> float:
-        """Loop for so long. Blocks."""
+        """Run the loop for `seconds` and return images per second. Blocks."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(seconds, file=self._process.stdin, flush=True)
@@ -34,7 +35,7 @@ class BareLoop:
 
 @contextmanager
 def bare_loop(*arguments: str) -> Iterator[BareLoop]:
-    """A child that is ready, with these arguments of this script."""
+    """A child process that is warmed up; `arguments` are those of this program. The child ends with the block."""
     command = [sys.executable, "-m", "benchmarks.bare_loop", "--on-demand", *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -58,7 +59,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     model = load_model(chosen.model, "random:0")
-    spec = cut(model, 1)[0]
+    spec = split_model(model, 1)[0]
     stage = build_stage(spec)
     stage.load_state_dict(stage_weights(model, spec))
     size = model.preprocessing.crop_size

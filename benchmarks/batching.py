@@ -1,10 +1,10 @@
-"""Adaptive batches against fixed settings: images a second and latency, from a lone client to a full queue.
+"""Adaptive batching compared to fixed settings: images per second and latency, from one client to a full queue.
 
     python -m benchmarks.batching
     python -m benchmarks.batching --model resnet18 --clients 1 16 --rounds 2
 
-One service for each setting, one stage, asked in turn. Claim: the default is within 5 % of the best fixed setting at every number of
-clients, though no fixed setting is the best at all of them.
+One service with one stage for each setting; they are measured in turn. Claim: at every number of clients, the default is within 5 % of the
+best fixed setting. No fixed setting is the best at every number of clients.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from benchmarks.servers import ours, stop_on_sigterm
 from benchmarks.throughput import cases, measure, report
-from chaos.images import photo
+from multiworld_serving.testing.load.images import photo
 
 SETTINGS: dict[str, dict[str, object]] = {
     "adaptive (default)": {},

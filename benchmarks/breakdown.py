@@ -1,11 +1,11 @@
-"""Where the time of a request goes, and the CPU time of an image: JPEG in, five classes out.
+"""Time of a request by phase, and CPU time per image. Requests are JPEG images, answers have five classes.
 
     python -m benchmarks.breakdown
     python -m benchmarks.breakdown --stages 1 --clients 1 8
 
-Time is what every answer says of itself (`timings_ms`); `HTTP` is what the client waited for beyond it, its own work included, and
-`rest` what the service has no name for. They add up to what the client saw, in the mean, as medians would not. CPU time is
-of the leader's process and of the workers'.
+The times come from `timings_ms` in each answer. `HTTP` is the rest of the time that the client measured, including its own work. `rest` is
+time in the service that belongs to no phase. The figures are means, because means add up to the total that the client measured and medians
+do not. CPU time is that of the leader and of the workers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
 from benchmarks.servers import Running, cpu_s, ours, stop_on_sigterm
 from benchmarks.throughput import machine
-from chaos.images import photo
+from multiworld_serving.testing.load.images import photo
 
 PHASES = ("decode", "queue", "transfer", "compute")
 
@@ -37,7 +37,7 @@ def ask(running: Running, clients: int, seconds: float) -> Outcome:
 
 
 def times_ms(outcome: Outcome) -> dict[str, float]:
-    """The means of a turn, by phase, and `seen`: what the client waited for in all."""
+    """Mean times by phase, and the mean total time that the client measured (`seen`)."""
     assert not outcome.failed, outcome.statuses
     assert outcome.bodies is not None
     said = [json.loads(body)["timings_ms"] for body in outcome.bodies]
@@ -48,7 +48,7 @@ def times_ms(outcome: Outcome) -> dict[str, float]:
 
 
 def measure(running: Running, clients: int, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of the rounds' means: milliseconds of a request, then CPU milliseconds of an image."""
+    """Medians over the rounds: mean milliseconds per request by phase, then CPU milliseconds per image."""
     rounds: list[dict[str, float]] = []
     for _ in range(options.rounds):
         leader_s, all_s = cpu_s(running.root), running.cpu_s()

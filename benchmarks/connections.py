@@ -1,4 +1,4 @@
-"""Lean HTTP clients: bytes made once, over connections that stay open. They run on the same cores as what they measure."""
+"""HTTP clients with little overhead: prepared request bytes over persistent connections. They share the cores with the measured server."""
 
 import asyncio
 import time
@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the requests of one phase.
+    """Results of the requests of one phase.
 
     Attributes:
-        statuses: how many answers had each HTTP status.
-        times_s: from asking to the whole answer, by status.
-        unanswered: connections that broke instead.
-        bodies: of the answers, where somebody wants to read them.
+        seconds: duration of the phase.
+        statuses: number of answers by HTTP status.
+        times_s: seconds from the start of the request to the complete answer, by HTTP status.
+        retry_after_s: values of the Retry-After headers, in seconds.
+        unanswered: requests whose connection failed.
+        bodies: bodies of the answers; None if they are not recorded.
     """
 
     seconds: float = 0.0
@@ -26,12 +28,12 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
-        """Answers a second."""
+        """Answers with status 200 per second."""
         return self.statuses[200] / self.seconds
 
     @property
     def failed(self) -> int:
-        """Requests that were not answered with 200."""
+        """Number of requests without an answer with status 200."""
         return self.statuses.total() - self.statuses[200] + self.unanswered
 
     def add(self, status: int, took_s: float, headers: bytes, body: bytes) -> None:
@@ -45,7 +47,7 @@ class Outcome:
 
 
 class Connections:
-    """Connections to a service, taken and given back."""
+    """A pool of connections to a service."""
 
     def __init__(self, url: str) -> None:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -53,7 +55,7 @@ class Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, request: bytes, outcome: Outcome) -> None:
-        """Send one request, and write down what comes back."""
+        """Send one request and record the result in `outcome`."""
         began_s = time.perf_counter()
         while True:
             reused = bool(self._idle)
@@ -66,7 +68,7 @@ class Connections:
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
                 if reused and not getattr(error, "partial", b""):
-                    continue  # it had been idle for so long that the server closed it just then
+                    continue  # the server closed the idle connection: retry on another one
                 outcome.unanswered += 1
                 return
         outcome.add(int(headers[9:12]), time.perf_counter() - began_s, headers, body)
@@ -76,7 +78,7 @@ class Connections:
             self._idle.append((reader, writer))
 
     async def closed_loop(self, request: bytes, clients: int, seconds: float, *, bodies: bool = False) -> Outcome:
-        """Each client asks again when it was answered; none begins after `seconds`, and all are waited for."""
+        """Each client sends its next request when the last one is answered. After `seconds`, waits for the requests in flight."""
         outcome, end_s = Outcome(seconds, bodies=[] if bodies else None), time.perf_counter() + seconds
 
         async def client() -> None:
@@ -89,7 +91,7 @@ class Connections:
         return outcome
 
     async def open_loop(self, request: bytes, rate: float, seconds: float) -> Outcome:
-        """One request every 1/rate seconds; what is late is caught up with, so that the rate holds."""
+        """Send one request every 1/rate seconds, without waiting for answers. Late requests are sent at once to keep the rate."""
         outcome, tasks, began_s = Outcome(), set[asyncio.Task[None]](), time.perf_counter()
         for number in range(int(rate * seconds)):
             if (pause_s := began_s + number / rate - time.perf_counter()) > 0:
@@ -103,14 +105,14 @@ class Connections:
         return outcome
 
     def close(self) -> None:
-        """End the connections that are idle."""
+        """Close the idle connections."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
 
 
 def request_bytes(path: str, content_type: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
-    """A POST request as it goes over the wire."""
+    """The bytes of an HTTP POST request."""
     said = {"Host": "x", "Content-Type": content_type, "Content-Length": str(len(body))} | (headers or {})
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in said.items())]
     return "\r\n".join([*lines, "\r\n"]).encode() + body

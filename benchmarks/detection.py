@@ -1,11 +1,11 @@
-"""How long until a member's death or freeze is known to the others, and whether another world feels it.
+"""Time until the other member detects a killed or frozen member, and the effect on another world.
 
     python -m benchmarks.detection
     python -m benchmarks.detection --repeats 10 --faults kill
 
-For each fault and state of the survivor: milliseconds from the signal to the world's `broken` event, and to the error of the pending
-operation. Beside it runs a world with a healthy member that plays ping-pong: its longest pause within the second around the fault,
-and in a second in which nothing happens.
+For each fault and each state of the surviving member: milliseconds from the signal to the `broken` event of the world, and to the error of
+the pending operation. A second world with a healthy member exchanges messages meanwhile. Its longest interval between two rounds is
+reported for the time of the fault (at least 0.5 s) and for 0.5 s without a fault.
 """
 
 import argparse
@@ -34,7 +34,7 @@ async def victim(port: int, name: str) -> None:
 
 
 async def neighbour(port: int) -> None:
-    """Answers pings until the script is done."""
+    """The other member of the second world: return each message until the world breaks."""
     async with WorldManager() as manager:
         await manager.initialize_world("neighbour", 1, 2, port=port, timeout=_FORMING_S)
         tensor = torch.zeros(256)
@@ -47,7 +47,7 @@ async def neighbour(port: int) -> None:
 
 
 class Pauses:
-    """Plays ping-pong with the neighbour, and remembers when each round ended."""
+    """Exchanges messages with the `neighbour` process and records the time of each round."""
 
     def __init__(self, manager: WorldManager) -> None:
         self._manager = manager
@@ -62,7 +62,7 @@ class Pauses:
             await asyncio.sleep(0.001)
 
     async def longest_ms(self, since_s: float, length_s: float) -> float:
-        """The longest time between two rounds in that span, once it is over."""
+        """The longest interval between two rounds in the given span, in milliseconds. Waits until the span is over."""
         await asyncio.sleep(max(0.0, since_s + length_s - time.monotonic()) + 0.01)
         ends_s = [at_s for at_s in self._ends_s if since_s - 0.1 <= at_s <= since_s + length_s]
         self._ends_s = ends_s[-10:]
@@ -79,7 +79,7 @@ async def broken_event(events: AsyncIterator[WorldEvent], name: str) -> WorldEve
 async def one_fault(
     loop: str, manager: WorldManager, port: int, pauses: Pauses, number: int, state: str, signum: signal.Signals
 ) -> tuple[float, float, float, str]:
-    """Milliseconds to the event and to the error, the neighbour's longest pause, and the cause."""
+    """Milliseconds to the event and to the error, longest interval in the second world in milliseconds, and the cause."""
     name, here = f"world{number}", manager.communicator
     process = start(loop, victim, port, name)
     await manager.initialize_world(name, 0, 2, port=port, timeout=_FORMING_S)

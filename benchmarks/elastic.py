@@ -1,11 +1,11 @@
-"""Elastic all-reduces next to `torch.distributed` on the same machine, ring next to Gloo, and the time that one kill costs.
+"""Elastic all-reduce compared to `torch.distributed`, ring compared to direct exchange, and the cost of a killed member.
 
     python -m benchmarks.elastic throughput            # 1 x 64 MB, 64 x 1 MB, 1000 x 16 KB at 2, 3 and 4 ranks
-    python -m benchmarks.elastic algorithms            # one tensor, by size: where the ring beats Gloo
+    python -m benchmarks.elastic algorithms            # one tensor, by size: where the ring is faster
     python -m benchmarks.elastic kills --kills 50      # how much longer a call takes in which one of four is killed
 
-The ways take turns within one run, in another order each round; figures are medians over the rounds. `one by one` and `async_op` are
-`torch.distributed.all_reduce` on its global Gloo group; in the latter all are started, then all awaited.
+The variants are measured in turn within one run, in `throughput` in a different order each round; figures are medians over the rounds.
+`one by one` and `async_op` are `torch.distributed.all_reduce` with its global Gloo group; `async_op` starts all operations, then waits.
 """
 
 import argparse
@@ -25,16 +25,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.ranks import LOOPS, context, quantile, run, start, started, table
-from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, ring
-from multiworld.elastic.epoch import Epoch, Traffic
-from multiworld.elastic.reduction import Reduction
-from multiworld.elastic.ring import gloo_all_reduce, ring_all_reduce
+from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
+from multiworld.elastic.allreduce import ring
+from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.reduction import Reduction
+from multiworld.elastic.allreduce.ring import direct_all_reduce, ring_all_reduce
 
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
 WAYS = ("one by one", "async_op", "elastic")
-ALGORITHMS = ("gloo", "ring")
+ALGORITHMS = ("direct", "ring")
 SILENCE_S = 10.0
-"""No kill is found by silence; and a machine with fewer cores than ranks makes one wait."""
+"""Heartbeat timeout in seconds. Long enough that slow scheduling on few cores is not a failure; kills are detected without it."""
 
 
 def one_by_one(tensors: list[Tensor]) -> None:
@@ -49,7 +50,7 @@ def all_at_once(tensors: list[Tensor]) -> None:
 
 
 async def reduce_all(world: ElasticWorld, way: str, tensors: list[Tensor]) -> float:
-    """Seconds that one call took."""
+    """Reduce all tensors with one variant; returns seconds."""
     began_s = time.perf_counter()
     if way == "elastic":
         assert (await world.all_reduce_multiple_with_retry(tensors)).success
@@ -101,7 +102,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
                         if way == "ring":
                             await ring_all_reduce(epoch, operand, result, Reduction("SUM"), 0, Traffic())
                         else:
-                            await gloo_all_reduce(epoch, operand, result, Reduction("SUM"), Traffic())
+                            await direct_all_reduce(epoch, operand, result, Reduction("SUM"), Traffic())
                     times[way].append((time.perf_counter() - began_s) / options.repeat)
                     busy[way].append((time.process_time() - idle_s) / options.repeat)
             medians = [statistics.median(each[way][1:]) for each in (times, busy) for way in ALGORITHMS]
@@ -114,8 +115,8 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
                     "bytes",
                     *ALGORITHMS,
                     *(f"{way}: CPU of rank 0" for way in ALGORITHMS),
-                    "ring / gloo",
-                    "CPU: ring / gloo",
+                    "ring / direct",
+                    "CPU: ring / direct",
                 ),
                 rows,
             )
@@ -123,7 +124,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
 
 
 async def reduce_until_told(_rank: int, port: int, reports: Connection, options: argparse.Namespace) -> None:
-    """Calls without end; after each, how long it took and in how many attempts, and newcomers come in."""
+    """Call all-reduce in an endless loop. After each call, report seconds, retries and world size, and admit new members."""
     tensors = [torch.zeros(max(1, (1 << 20) // options.scale // 4)) for _ in range(16)]
     async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
@@ -135,7 +136,7 @@ async def reduce_until_told(_rank: int, port: int, reports: Connection, options:
 
 
 class Fleet:
-    """Members, and what they report."""
+    """The member processes and their reports."""
 
     def __init__(self, port: int, options: argparse.Namespace) -> None:
         self.members: dict[Connection, BaseProcess] = {}
@@ -147,7 +148,7 @@ class Fleet:
         self.members[ours] = start(self._options.loop, reduce_until_told, 0, self._port, theirs, self._options)
 
     async def until(self, wanted: Callable[[float, int, int], bool]) -> tuple[float, int, int]:
-        """The first report of any member from now on that is wanted; all others are read and dropped."""
+        """Wait for the first report for which `wanted` returns true; other reports are dropped."""
         async with asyncio.timeout(60):
             while True:
                 for reports in self.members:
@@ -176,7 +177,7 @@ async def kills(options: argparse.Namespace) -> None:
             await asyncio.sleep(chance.uniform(0, 0.1))
             fleet.kill(chance.choice(list(fleet.members)))
             took_s, retries, _ = await fleet.until(lambda _s, retries, now: bool(retries) or now == size - 1)
-            if retries:  # else it was killed between two calls
+            if retries:  # without a retry, the kill was between two calls
                 lost_s.append(took_s - statistics.median(usual))
             fleet.add()
         for member in list(fleet.members):

@@ -1,12 +1,12 @@
-"""What `--frontends` takes from the leader: CPU time of a request in the leader's process, in the frontends and in the workers.
+"""CPU time per request in the leader, the frontends and the workers, by number of `--frontends`.
 
     python -m benchmarks.frontends
     python -m benchmarks.frontends --frontends 1 4 --clients 64
 
-JPEG in, five classes out, of a small model on small images, so that the way in weighs more than the computing. The services run side by
-side and are asked in turn. The leader's event loop has one core: a second divided by what a request takes of it is the most that one leader
-can answer, however many workers and frontends there are; of a leader without frontends it is less than that which is shown, or more, by as
-much as its decoding threads run beside the loop.
+Requests are small JPEG images and the model is small, so that request handling costs more than the model. The services run at the same
+time and are measured in turn. The event loop of the leader uses one core, so 1 s divided by the CPU time of the leader per request is an
+upper bound on the requests per second of one leader with frontends. Without frontends this estimate is not exact, because the leader also
+decodes images on threads beside its event loop.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from benchmarks.breakdown import ask
 from benchmarks.ranks import table
 from benchmarks.servers import Running, cpu_s, family, ours, stop_on_sigterm
 from benchmarks.throughput import machine
-from chaos.images import photo
+from multiworld_serving.testing.load.images import photo
 
 KINDS = ("leader", "frontends", "workers")
 
 
 def used_s(running: Running) -> dict[str, float]:
-    """CPU time so far, by kind of process."""
+    """CPU time used so far in seconds, by kind of process."""
     found = dict.fromkeys(KINDS, 0.0)
     for pid in family(running.root):
         command = b""
@@ -38,7 +38,7 @@ def used_s(running: Running) -> dict[str, float]:
 
 
 def turn(running: Running, options: argparse.Namespace) -> dict[str, float]:
-    """Requests a second, median latency in ms, and ms of CPU time a request."""
+    """Requests per second, median latency in ms, and CPU time per request in ms."""
     before = used_s(running)
     outcome = ask(running, options.clients, options.seconds)
     after, answered = used_s(running), outcome.statuses[200]
@@ -69,7 +69,7 @@ def main() -> int:
         for number in range(options.rounds + 1):
             for (_, running), taken in zip(services, turns, strict=True):
                 found = turn(running, options)
-                if number:  # the first one warms up
+                if number:  # the first turn is a warm-up
                     taken.append(found)
     rows = [row(count, taken) for (count, _), taken in zip(services, turns, strict=True)]
     columns = ["frontends", "a second", "p50 ms", *(f"{kind}, CPU ms" for kind in KINDS), "most a leader can"]

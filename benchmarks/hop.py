@@ -1,8 +1,9 @@
-"""What a stage boundary costs: time and CPU of one hop, leader to worker and back, by the size of the tensor.
+"""Cost of a stage boundary: time and CPU time of one hop from leader to worker and back, by tensor size.
 
     python -m benchmarks.hop --bytes 150528 1605632 6422528
 
-Two processes, one world, the service's own messages; the worker gives back what it got. CPU time is of both processes, an exchange.
+Two processes in one world exchange the messages of the service; the worker returns each tensor. CPU time is the sum of both processes per
+round trip.
 """
 
 import argparse
@@ -16,9 +17,11 @@ import torch
 
 from benchmarks.ranks import run, started
 from multiworld import World, WorldManager
-from wire import Channel, Kind, Message
+from multiworld_serving.common.wire import Channel, Header, Message, MessageKind
 
-_LARGEST_BYTES = 1 << 30
+
+def _anything(_: Header) -> None:
+    """Accept every header."""
 
 
 async def _world(manager: WorldManager, rank: int, port: int) -> World:
@@ -28,12 +31,12 @@ async def _world(manager: WorldManager, rank: int, port: int) -> World:
 
 
 async def worker(rank: int, port: int, report: "mp.SimpleQueue[float]") -> None:
-    """Send back every batch; at the end, say how much CPU time that took."""
+    """Return every batch to the leader. After the last batch of each size, report the CPU time in seconds."""
     async with WorldManager(secret=b"benchmark", checked=False) as manager:
-        channel = Channel(await _world(manager, rank, port), 0, _LARGEST_BYTES)
+        channel = Channel(await _world(manager, rank, port), 0, _anything)
         began_s = _cpu_s()
-        while (message := await channel.receive()).kind is Kind.BATCH:
-            await channel.send(Message(Kind.RESULT, message.batch, message.payload))
+        while (message := await channel.receive()).kind is MessageKind.BATCH:
+            await channel.send(Message(MessageKind.RESULT, message.batch, message.payload))
             if message.batch == 0:
                 began_s = _cpu_s()
             if message.stage:
@@ -49,7 +52,7 @@ def _cpu_s() -> float:
 
 async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.SimpleQueue[float]") -> None:
     async with WorldManager(secret=b"benchmark", checked=False) as manager:
-        channel = Channel(await _world(manager, 0, port), 1, _LARGEST_BYTES)
+        channel = Channel(await _world(manager, 0, port), 1, _anything)
         print(f"{'KiB':>9} {'median ms':>10} {'least ms':>9} {'CPU ms':>8}")
         for size in sizes:
             payload = torch.zeros(size, dtype=torch.uint8)
@@ -59,7 +62,7 @@ async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.Simple
                     began_s = _cpu_s()
                 started_s = time.perf_counter()
                 last = number == exchanges
-                await channel.send(Message(Kind.BATCH, number, payload, stage=int(last)))
+                await channel.send(Message(MessageKind.BATCH, number, payload, stage=int(last)))
                 await channel.receive()
                 times_s.append(time.perf_counter() - started_s)
             cpu_s = _cpu_s() - began_s + report.get()
@@ -69,7 +72,7 @@ async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.Simple
                 f"{1e3 * cpu_s / exchanges:>8.3f}",
                 flush=True,
             )
-        await channel.send(Message(Kind.LEAVING))
+        await channel.send(Message(MessageKind.LEAVING))
         await asyncio.sleep(0.1)
 
 
@@ -78,7 +81,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=[4_000, 150_528, 802_816, 1_204_224, 6_422_528])
     parser.add_argument("--exchanges", type=int, default=100)
     options = parser.parse_args()
-    from benchmarks.servers import free_port  # noqa: PLC0415 - it brings httpx, which the ranks need not have
+    from benchmarks.servers import free_port  # noqa: PLC0415 - imports httpx, which the ranks do not need
 
     port = free_port()
     report: mp.SimpleQueue[float] = mp.get_context("forkserver").SimpleQueue()

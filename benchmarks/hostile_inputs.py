@@ -1,11 +1,11 @@
-"""What hostile clients get, how long it takes, and what their neighbours notice of it: nothing.
+"""Answers to hostile clients, the time they take, and the effect on well-behaved clients of the same service.
 
     python -m benchmarks.hostile_inputs                     # prints the table
     python -m benchmarks.hostile_inputs --write docs/hostile-inputs.md
 
-A service with short limits is asked all that is hostile, one kind after the other, while well-behaved clients go on asking it. Every
-answer of theirs is compared with that of the quiet service. Exits 1 when an answer is another than it should be, when a
-neighbour's request fails, or when the leader grows.
+A service with short limits gets each kind of hostile input in turn, while well-behaved clients send requests. The answers to the
+well-behaved clients are compared with answers recorded before. Exits with 1 when a hostile input gets an unexpected answer, when a request
+of a well-behaved client fails, or when the memory of the leader grows by more than the limit.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 from benchmarks.hostile.connections import HostileConnections, ask, attack, hostile_connections
 from benchmarks.hostile.requests import BODY_LIMIT, HOSTILE_REQUESTS, SIDE, HostileRequest
 from benchmarks.ranks import table
-from chaos.images import photos
-from chaos.load import Load, ask_quietly, load_on
-from config import raise_descriptor_limit
-from deploy.service import LocalService
+from multiworld_serving.common.config import raise_descriptor_limit
+from multiworld_serving.testing.load.clients import Load, record_reference_answers, run_load
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.local_service import LocalService
 
 GROWTH_MIB = 64
 SETTINGS: dict[str, Any] = {
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one kind of hostile input got."""
+    """Result of one kind of hostile input; `neighbours`, `failed` and `slowest_s` are of the requests of well-behaved clients."""
 
     name: str
     expected: str
@@ -61,12 +61,12 @@ class Row:
 
 
 def run(service: LocalService, *, idle: int, slow: int, clients: int = 2) -> list[Row]:
-    """Ask everything, under the eyes of so many neighbours."""
+    """Send every kind of hostile input, with `clients` well-behaved clients at the same time."""
     parts = urlsplit(service.url)
     host, port = str(parts.hostname), int(parts.port or 0)
-    questions = ask_quietly(service.url, photos(4))
+    questions = record_reference_answers(service.url, photos(4))
     rows = []
-    with load_on(service.url, questions, clients=clients, timeout_s=30.0) as load:
+    with run_load(service.url, questions, clients=clients, timeout_s=30.0) as load:
         _wait_for(load, 2)
         for request in HOSTILE_REQUESTS:
             rows.append(_watched(load, request.name, request.answer, lambda r=request: _one(host, port, r)))  # type: ignore[misc]
@@ -77,7 +77,7 @@ def run(service: LocalService, *, idle: int, slow: int, clients: int = 2) -> lis
 
 
 def _watched(load: Load, name: str, expected: str, act: Callable[[], Awaitable[str]]) -> Row:
-    """Do it once; the neighbours' requests that were under way meanwhile, and the next one."""
+    """Run `act` once. The row also covers the requests of well-behaved clients that overlap with it."""
     began_s, began = time.time(), time.perf_counter()
     got = asyncio.run(_awaited(act))
     took_s, ended_s = time.perf_counter() - began, time.time()
@@ -96,7 +96,7 @@ def _watched(load: Load, name: str, expected: str, act: Callable[[], Awaitable[s
 
 
 def _wait_for(load: Load, samples: int) -> None:
-    """Until so many requests of the neighbours have ended; each ends in half a minute, whatever happens."""
+    """Wait until `samples` requests of well-behaved clients have ended. Each ends within its timeout of 30 s."""
     while len(load.samples) < samples:
         time.sleep(0.002)
 
@@ -114,7 +114,7 @@ async def _many(host: str, port: int, hostile: HostileConnections) -> str:
 
 
 def document(rows: Sequence[Row], growth: str, connections: int) -> str:
-    """The page of the documentation."""
+    """The documentation page with the results, as Markdown."""
     facts = SETTINGS | {"growth": growth, "connections": connections, "cores": len(os.sched_getaffinity(0))}
     lines = [_HEAD.format(date=datetime.datetime.now(datetime.UTC).date(), **facts)]
     lines += ["| input | answer | time | neighbours: asked, failed, slowest |", "|---|---|---|---|"]
@@ -146,7 +146,7 @@ def main() -> int:
     raise_descriptor_limit()
     with LocalService(max_connections=options.connections, **SETTINGS) as service:
         before = _resident_mib(service.pid)
-        run(service, idle=options.idle, slow=options.slow)  # what is bounded has grown to its bounds
+        run(service, idle=options.idle, slow=options.slow)  # let bounded caches and buffers grow to their limits
         settled = _resident_mib(service.pid)
         rows = run(service, idle=options.idle, slow=options.slow)
         after = _resident_mib(service.pid)

@@ -1,9 +1,9 @@
-"""What being in many worlds costs: to enter them, to keep them, and to be watched in them while nothing happens.
+"""Cost of being in many worlds: time to join one, memory, descriptors and threads per world, and CPU time while idle.
 
     python -m benchmarks.idle_worlds
     python -m benchmarks.idle_worlds --worlds 5 20 --seconds 2
 
-Two processes share every world; the figures are of the one that hosts them.
+Two processes are members of every world; the figures are those of rank 0, which hosts the worlds.
 """
 
 import argparse
@@ -42,7 +42,7 @@ async def guest(rank: int, port: int, counts: list[int]) -> None:
 
 async def main(counts: list[int], seconds: float, manager: WorldManager, port: int) -> None:
     async with manager:
-        await _enter(manager, 0, port, 0, 1)  # what the first world alone brings is not counted
+        await _enter(manager, 0, port, 0, 1)  # exclude the one-time cost of the first world
         base = _rss_kib(), _fds(), threading.active_count(), 1
         rows = []
         for count in sorted(counts):

@@ -1,11 +1,11 @@
-"""`kill -9` of a worker, again and again, under the same load: LitServe, mosec and this service with the same model, side by side.
+"""Repeated `kill -9` of a worker under load: LitServe, mosec and this service with the same model.
 
     python -m venv .venv-peers && .venv-peers/bin/pip install -e '.[peers]'
     .venv/bin/python -m benchmarks.kill_peers --python .venv-peers/bin/python
 
-Each has two workers a stage, one compute thread a worker, batches of up to 8, and is asked by a closed loop of clients. A request that got
-no answer within 30 s counts as hung, and not as failed too. Time until normal: from the kill to the end of the last three seconds in a row,
-before the next kill, in which a request failed or fewer than half as many were answered as before the first kill.
+Each server has two workers per stage, one compute thread per worker and batches of up to 8. The load is a closed loop of clients. A request
+without an answer within 30 s counts as hung, not as failed. Time until normal: seconds from the kill to the end of the last window of 3 s,
+before the next kill, in which a request failed or the answers per second were below half of the rate before the first kill.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks import servers
 from benchmarks.servers import Running
-from chaos.images import photo
-from chaos.load import Load, Sample, load_on
-from chaos.statistics import quantile
+from multiworld_serving.testing.load.clients import Load, Sample, run_load
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.load.statistics import quantile
 
 HUNG_S = 30.0
 _SHARE = 0.5
@@ -33,7 +33,7 @@ _WINDOW_S = 3.0
 
 @dataclass
 class Outcome:
-    """What the kills did to one server."""
+    """Results of the kills for one server."""
 
     name: str
     load: Load = field(default_factory=Load)
@@ -41,7 +41,7 @@ class Outcome:
     started_s: float = 0.0
     ended_s: float = 0.0
     workers: int = 0
-    """How many served at the end."""
+    """Number of live workers at the end."""
 
     @property
     def hung(self) -> list[Sample]:
@@ -53,11 +53,11 @@ class Outcome:
 
     @property
     def usual_hz(self) -> float:
-        """Answers a second before the first kill."""
+        """Answers per second before the first kill."""
         return self._answered(self.started_s, self.kills[0]) / (self.kills[0] - self.started_s)
 
     def until_normal_s(self) -> list[float]:
-        """For each kill; infinite when it never was normal again before the next."""
+        """Time until normal in seconds for each kill; infinite if the server was not normal again before the next kill."""
         ends = [*self.kills[1:], self.ended_s]
         return [self._until_normal_s(at_s, end_s, self.usual_hz) for at_s, end_s in zip(self.kills, ends, strict=True)]
 
@@ -87,10 +87,13 @@ def peer(python: str, module: str, *arguments: str, as_json: bool = False) -> Ab
 
 
 def measure(name: str, server: AbstractContextManager[Running], *, kills: int, clients: int, every_s: float) -> Outcome:
-    """Kill one worker every so often while clients ask."""
+    """Kill one worker every `every_s` seconds, `kills` times, under the load of `clients` clients."""
     outcome = Outcome(name)
-    with server as running, load_on(running.url, [running.question], clients=clients, timeout_s=HUNG_S) as outcome.load:
-        time.sleep(3.0)  # connections open, caches warm
+    with (
+        server as running,
+        run_load(running.url, [running.question], clients=clients, timeout_s=HUNG_S) as outcome.load,
+    ):
+        time.sleep(3.0)  # warm-up: open connections, fill caches
         outcome.started_s = time.time()
         time.sleep(every_s / 2)
         for number in range(kills):

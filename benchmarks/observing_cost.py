@@ -1,13 +1,13 @@
-"""What it costs to be watched: throughput with everything on, divided by throughput with everything off.
+"""Cost of observability: throughput with all of it enabled, divided by throughput with all of it disabled.
 
     python -m benchmarks.observing_cost
     python -m benchmarks.observing_cost --model resnet50 --image-size 224 --seconds 10
 
-On: leader and workers are scraped every second as Prometheus does it, a reader follows `GET /events`, and every request is a line of
-JSON in the log. Off: none of that, and the workers have no metrics port. Two services stand side by side and are loaded in turn, one
-idle while the other works; the scraper and the reader are a process of their own, on the same cores. What counts is the median of the
-turns' own ratios, each of two neighbours in time: a machine that is now fast and now slow is so for both. CPU ms: of leader and workers,
-an answer. Exits 1 below the goal.
+Enabled: leader and workers are scraped every second in the format of Prometheus, a client reads `GET /events`, and every request writes a
+line of JSON to the log. Disabled: none of these, and the workers have no metrics port. Two services run at the same time and are loaded in
+turn. The scraper and the event reader are one process on the same cores. The result is the median of the ratios of consecutive turns, which
+cancels slow changes in machine speed. CPU ms is the CPU time of leader and workers per answer. Exits with 1 when the result is below the
+goal.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import uvloop
 from benchmarks.connections import Connections, request_bytes
 from benchmarks.ranks import table
 from benchmarks.servers import cpu_s
-from chaos.images import photo
-from deploy.service import LocalService
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 GOAL = 0.98
 _ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4"
 
 
 def observe(events_url: str, metrics_urls: list[str], scrapes: Any, stop: Any) -> None:
-    """Scrape and read along until told to stop; a process of its own. `scrapes` counts the rounds."""
+    """Scrape metrics and read events until `stop` is set. Runs in a separate process. `scrapes` counts the rounds."""
     threading.Thread(target=_read_along, args=(events_url,), daemon=True).start()
     with httpx.Client(headers={"accept": _ACCEPT}, timeout=10) as client:
         while not stop.wait(1.0):
@@ -59,7 +59,7 @@ def _read_along(url: str) -> None:
 
 @contextlib.contextmanager
 def observed(service: LocalService, workers: list[str]) -> Iterator[None]:
-    """Watched while the block lasts. Raises AssertionError when nobody watched."""
+    """Run `observe` during the block. Raises AssertionError when it did not work."""
     context = multiprocessing.get_context("spawn")
     stop, scrapes = context.Event(), context.Value("i", 0)
     urls = [service.metrics_url, *workers]
@@ -67,7 +67,7 @@ def observed(service: LocalService, workers: list[str]) -> Iterator[None]:
     process.start()
     try:
         deadline_s = time.monotonic() + 60
-        while not scrapes.value:  # importing is no part of what is measured
+        while not scrapes.value:  # do not measure the imports
             assert process.is_alive(), "the scraper ended"
             assert time.monotonic() < deadline_s, "no scrape"
             time.sleep(0.05)
@@ -81,14 +81,14 @@ def observed(service: LocalService, workers: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def worker(leader: str, folder: Path, name: str, token: str, *, metrics: bool) -> Iterator[Path]:
-    """One worker process; gives its log."""
+    """Run one worker process during the block; yields its log file."""
     log = folder / f"{name}.log"
     options = ["--leader", leader, "--name", name, "--threads", "1", "--log-format", "json"]
     options += ["--metrics-port", "0"] if metrics else []
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MULTIWORLD_")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cli.main", "worker", *options],
+            [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "worker", *options],
             stderr=file,
             env={**environment, "MULTIWORLD_TOKEN": token},
         )
@@ -100,14 +100,14 @@ def worker(leader: str, folder: Path, name: str, token: str, *, metrics: bool) -
 
 
 def metrics_url(log: Path) -> str:
-    """Where the worker with this log answers scrapes."""
+    """URL of the metrics of the worker that writes this log."""
     lines = (json.loads(line) for line in log.read_text().splitlines())
     return next(str(line["metrics"]) for line in lines if line["message"].startswith("listening "))
 
 
 @contextlib.contextmanager
 def service(options: argparse.Namespace, *, on: bool) -> Iterator[tuple[LocalService, list[str]]]:
-    """One that is ready, and the metrics' addresses of its workers."""
+    """A ready service and the metrics URLs of its workers."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         token = secrets.token_hex()
@@ -133,7 +133,7 @@ def service(options: argparse.Namespace, *, on: bool) -> Iterator[tuple[LocalSer
 
 
 def throughput(service: LocalService, clients: int, seconds: float) -> tuple[float, float]:
-    """Answers a second of a closed loop, and CPU milliseconds of the service for each."""
+    """Answers per second in a closed loop, and CPU milliseconds of the service per answer."""
     request = request_bytes("/predict", "image/jpeg", photo())
     pids = [service.pid, *(replica["pid"] for stage in service.status()["stages"] for replica in stage["replicas"])]
     before_s = sum(map(cpu_s, pids))
@@ -153,9 +153,9 @@ def main() -> int:
     found: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
     with service(options, on=True) as (watched, workers), service(options, on=False) as (alone, _):
         for each in (watched, alone):
-            throughput(each, options.clients, 1.0)  # warm
+            throughput(each, options.clients, 1.0)  # warm-up
         for turn in range(options.turns):
-            # On first, then off first: whatever drifts, drifts for both.
+            # Alternate the order, so that a drift in machine speed affects both.
             for kind in ("on", "off") if turn % 2 else ("off", "on"):
                 if kind == "off":
                     found[kind].append(throughput(alone, options.clients, options.seconds))

@@ -1,13 +1,13 @@
-"""Three times the load that the service can carry: what it still answers, how it refuses the rest, and what that costs.
+"""Overload with three times the capacity: goodput, how the service rejects the rest, and the cost.
 
     python -m benchmarks.overload
     python -m benchmarks.overload --factor 5 --seconds 60 --deadline 2
 
-First a closed loop finds the capacity: the most answers a second, all in time, over a few numbers of clients. Then requests come at a
-fixed rate, `factor` times that, with the same deadline, whether or not those before were answered. Exits 1 when the goodput falls below
-90 % of the capacity, a request goes unanswered, or the leader grows.
+A closed loop first measures the capacity: the highest rate of answers within the deadline over several numbers of clients. An open loop
+then sends requests at `factor` times this rate with the same deadline. Exits with 1 when the goodput is below 90 % of the capacity, a
+request gets no answer, or the memory of the leader grows by more than the limit.
 
-The clients run on the same cores as the service, and are kept lean: bytes made once, over connections that stay open.
+The clients run on the same cores as the service. To reduce their cost, they send prepared bytes over persistent connections.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import uvloop
 
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
-from chaos.images import photo
-from deploy.service import LocalService
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 GROWTH_MIB = 64
-"""How much resident memory may grow under overload: the queue, bodies that are being received, and what malloc keeps."""
+"""Allowed growth of resident memory under overload, in MiB: the queue, partly received bodies, and free memory that malloc keeps."""
 
 
 def resident_mib(pid: int) -> float:
@@ -31,7 +31,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def run(service: LocalService, options: argparse.Namespace) -> bool:
-    """Both phases. Gives whether all went well."""
+    """Run both phases. Returns whether all conditions hold."""
     connections = Connections(service.url)
     request = request_bytes("/predict", "image/jpeg", photo(), {"X-Request-Timeout-S": f"{options.deadline:g}"})
     best = Outcome(1.0)

@@ -1,4 +1,4 @@
-"""Processes for the library's benchmarks: rank 0 is the script itself, the others are forked from a server that has imported torch."""
+"""Processes and tables for the benchmarks of the library. Processes are forked from a fork server that has imported torch."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ import torch
 import uvloop
 
 Main = Callable[..., Coroutine[Any, Any, None]]
-"""What a rank does: called with its rank, a port, and what else was given. A module-level function."""
+"""The coroutine function that a process runs. It must be at module level, so that it can be pickled."""
 
 
 LOOPS = ("uvloop", "asyncio")
 
 
 def run(loop: str, coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it on an event loop of that kind, with one thread for torch."""
+    """Run a coroutine with one torch thread, on uvloop if `loop` is "uvloop", else on asyncio's event loop."""
     torch.set_num_threads(1)
     if loop == "uvloop":
         uvloop.run(coroutine)
@@ -38,7 +38,7 @@ def context() -> multiprocessing.context.ForkServerContext:
 
 
 def start(loop: str, main: Main, *arguments: Any) -> multiprocessing.process.BaseProcess:
-    """Run `main(*arguments)` in a process of its own."""
+    """Start a process that runs `main(*arguments)`."""
     process = context().Process(target=_run, args=(loop, main, *arguments), daemon=True)
     process.start()
     return process
@@ -48,7 +48,7 @@ def start(loop: str, main: Main, *arguments: Any) -> multiprocessing.process.Bas
 def started(
     loop: str, main: Main, ranks: Sequence[int], *arguments: Any
 ) -> Iterator[list[multiprocessing.process.BaseProcess]]:
-    """Run `main(rank, *arguments)` for each rank; all of them are gone afterwards."""
+    """Run `main(rank, *arguments)` in one process per rank. After the block, waits up to 30 s for each process, then kills it."""
     processes = [start(loop, main, rank, *arguments) for rank in ranks]
     try:
         yield processes
@@ -66,12 +66,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """`median (lowest to highest)` of a few runs."""
+    """The values as text: `median (lowest to highest)`."""
     return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table in Markdown."""
+    """Print a table as Markdown."""
     texts = [list(map(str, columns)), *(list(map(str, row)) for row in rows)]
     widths = [max(len(row[index]) for row in texts) for index in range(len(columns))]
     print(f"\n{title}\n")

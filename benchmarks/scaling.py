@@ -1,12 +1,11 @@
-"""Stages and replicas: images a second and CPU time an image, every worker on one thread, as far as the cores go.
+"""Images per second and CPU time per image by number of stages and replicas, with one thread per worker.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --stages 1 2 --replicas 1 2 --rounds 2
 
-Tensors in, over HTTP, closed loop. Beside each service, in turn, the bare loop of the whole model runs on one thread, and in as many
-processes as there are workers or cores, whichever are fewer: `of bare` is the median of the turns' ratios. The clients, and the
-leader with its HTTP, run on the same cores and are counted against the service. With more workers than cores nothing can
-be won; what such a row shows is what the boundaries cost.
+Requests are tensors over HTTP in a closed loop. In turn with each service, the bare loop of the whole model runs with one thread per
+process in min(workers, cores) processes; `of bare` is the median of the ratios per turn. Clients and leader run on the same cores, so
+their cost lowers the ratio. With more workers than cores no speedup is possible; these rows show the cost of stage boundaries.
 """
 
 import argparse
@@ -23,13 +22,13 @@ from benchmarks.throughput import TENSORS, Case, ask, cases, machine
 
 
 def together(loops: list[BareLoop], seconds: float) -> float:
-    """Images a second of all these loops at once."""
+    """Images per second of all loops, run at the same time."""
     with ThreadPoolExecutor(len(loops)) as threads:
         return float(sum(threads.map(lambda loop: loop.images_per_s(seconds), loops)))
 
 
 def turn(case: Case, clients: int, seconds: float) -> tuple[float, float]:
-    """Images a second, and CPU milliseconds of the service for each."""
+    """Images per second, and CPU milliseconds of the service per image."""
     used_s = case.running.cpu_s()
     outcome = ask(case, clients, seconds)
     assert not outcome.failed, outcome.statuses
@@ -37,7 +36,7 @@ def turn(case: Case, clients: int, seconds: float) -> tuple[float, float]:
 
 
 def measure(stages: int, replicas: int, loops: list[BareLoop], options: argparse.Namespace) -> list[str]:
-    """The row of one service."""
+    """The table row of one service."""
     used = loops[: stages * replicas]
     rates, cpus, shares = [], [], []
     settings = {"model": options.model, "weights": "random:0", "worker_threads": 1}

@@ -1,17 +1,16 @@
-"""What scheduling costs: microseconds an event, by number of workers.
+"""Cost of scheduling: microseconds per event, by number of workers.
 
-Claim: at most 50 µs an event at 100 workers, and growth no worse than logarithmic up to 10,000 workers.
+Claim: at most 50 µs per event with 100 workers, and at most logarithmic growth up to 10,000 workers.
 
     python -m benchmarks.scheduler_cost --plot cost.svg
     python -m benchmarks.scheduler_cost --workers 10 100 1000 --events 20000
 
-Every worker is kept busy: full batches travel through two stages while requests keep arriving, and some links break and
-come back. Only the scheduler is timed (`handle` and `next_wakeup_s`): in CPU time, so that a busy machine matters little,
-and without what the garbage collector takes to look through all that is alive (`gc.freeze`). Each figure is the median of
-the repeats, each of them a slice of the same run.
+All workers are busy: full batches pass through two stages while requests arrive, and some links break and recover. Only the scheduler is
+timed (`handle` and `next_wakeup_s`), in CPU time, so that other load on the machine matters little. `gc.freeze` excludes the time that the
+garbage collector needs for long-lived objects. Each figure is the median of the repeats, which are slices of one run.
 
-Growth is judged by the fit of a + b·log10(workers) to what up to 1,000 workers cost, and by how much more than that the
-largest fleets cost: memory that no longer fits into a cache counts here too.
+Growth is measured by a fit of a + b·log10(workers) to the costs of up to 1,000 workers, and by the ratio of the cost with more workers to
+this fit. The ratio includes the effect of data that no longer fits into the CPU cache.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pathlib import Path
 from random import Random
 from time import process_time
 
-from server.scheduler import (
+from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
     BatchDone,
     Event,
-    LinkBroken,
-    LinkReady,
+    ReplicaLost,
+    ReplicaReady,
     RequestArrived,
     Scheduler,
     SchedulerConfig,
@@ -45,7 +44,7 @@ _STAGES = 2
 
 
 class Load:
-    """A closed loop that keeps all workers busy, in virtual time."""
+    """A closed loop in virtual time that keeps all workers busy."""
 
     def __init__(self, workers: int, max_batch_size: int) -> None:
         self.random = Random(1)
@@ -61,7 +60,7 @@ class Load:
         self.in_flight: deque[SendBatch] = deque()
         self.target = 3 * workers * max_batch_size
         for number in range(workers):
-            self.handle(LinkReady(f"{number}#0", number % _STAGES, "v1"))
+            self.handle(ReplicaReady(f"{number}#0", number % _STAGES, "v1"))
 
     def handle(self, event: Event) -> None:
         started_s = process_time()
@@ -97,18 +96,18 @@ class Load:
         self.in_flight.rotate(self.random.randrange(-3, 4))
         send = self.in_flight.popleft()
         if self.random.random() < 0.001:
-            name, epoch = send.link.split("#")
-            self.handle(LinkBroken(send.link, "exit"))
-            self.handle(LinkReady(f"{name}#{int(epoch) + 1}", send.stage, "v1"))
+            name, epoch = send.replica.split("#")
+            self.handle(ReplicaLost(send.replica, "exit"))
+            self.handle(ReplicaReady(f"{name}#{int(epoch) + 1}", send.stage, "v1"))
         else:
-            self.handle(BatchDone(send.batch, send.link))
+            self.handle(BatchDone(send.batch, send.replica))
 
 
 @dataclass(frozen=True)
 class Cost:
     workers: int
     slices_us: tuple[float, ...]
-    """µs an event, in each slice of the run."""
+    """Microseconds per event in each slice of the run."""
     worst_us: float
 
     @property
@@ -118,7 +117,7 @@ class Cost:
 
 def measure(workers: int, max_batch_size: int, events: int, repeats: int) -> Cost:
     load = Load(workers, max_batch_size)
-    load.run(3 * load.target)  # until everything is busy
+    load.run(3 * load.target)  # warm-up: until all workers are busy
     gc.collect()
     gc.freeze()
     load.worst_s, slices_us = 0.0, []
@@ -131,13 +130,13 @@ def measure(workers: int, max_batch_size: int, events: int, repeats: int) -> Cos
 
 
 def fit(costs: Sequence[Cost]) -> tuple[float, float]:
-    """(a, b) of a + b·log10(workers), least squares."""
+    """Least-squares fit of a + b·log10(workers): returns (a, b)."""
     line = statistics.linear_regression([log10(cost.workers) for cost in costs], [cost.median_us for cost in costs])
     return line.intercept, line.slope
 
 
 def draw(costs: Sequence[Cost], line: tuple[float, float] | None, file: Path) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only who draws needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415 - needed only with --plot
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -1,6 +1,7 @@
-"""What a scrape costs the leader: milliseconds for the metrics of so many workers, every one of whose series has changed.
+"""Cost of a metrics scrape for the leader: CPU milliseconds by number of workers, when all series of all workers have changed.
 
-Claim: under 10 ms for 100 workers. In CPU time, so that a busy machine does not matter; the process's own metrics included.
+Claim: less than 10 ms with 100 workers. Measured as CPU time, so that other load on the machine does not matter. Includes the metrics of
+the process.
 
     python -m benchmarks.scrape_cost --workers 4 100 1000
 """
@@ -12,16 +13,16 @@ from random import Random
 from statistics import median
 from time import process_time
 
-from server.metrics import CAUSES, Metrics
-from server.predictor import ReplicaSnapshot, StageSnapshot
+from multiworld_serving.server.observability.metrics import CAUSES, Metrics
+from multiworld_serving.server.predictor import ReplicaSnapshot, StageSnapshot
 
 _STAGES = 4
 _ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4"
-"""What Prometheus asks for."""
+"""The Accept header of Prometheus."""
 
 
 def busy(metrics: Metrics, workers: int, random: Random) -> None:
-    """Every worker answers some batches, and one of ten fails."""
+    """Record some batches of every worker; one in ten fails."""
     for worker in range(workers):
         stage, replica = worker % _STAGES, worker // _STAGES
         metrics.world_ready(f"s{stage}.r{replica}", stage, replica)
@@ -39,7 +40,7 @@ def busy(metrics: Metrics, workers: int, random: Random) -> None:
 
 
 def scrape_ms(metrics: Metrics, workers: int, scrapes: int) -> tuple[float, float]:
-    """Median and longest CPU time of a scrape."""
+    """Median and maximum CPU time of a scrape, in milliseconds."""
     random, times_ms = Random(0), []
     for _ in range(scrapes):
         busy(metrics, workers, random)

@@ -1,11 +1,11 @@
-"""Latency and throughput of send and recv through the library, next to blocking c10d on the same machine.
+"""Latency and throughput of send and recv of the library, compared to blocking c10d on the same machine.
 
     python -m benchmarks.send_recv
     python -m benchmarks.send_recv --sizes 1024 65536 --rounds 3 --seconds 0.2
 
-The ways take turns within one run: `c10d` is `torch.distributed.send` and `recv` on its one global Gloo group; `plain` and `checked`
-are worlds of the two kinds. One-way time is half of a ping-pong. Throughput is a stream of messages with four under way, in one world,
-and in several at once.
+The variants are measured in turn within one run. `c10d` is `torch.distributed.send` and `recv` with its global Gloo group. `plain` and
+`checked` are worlds without and with checked mode. One-way time is half of a round trip. Throughput is measured with a stream of messages
+with four in flight, in one world and in several worlds at the same time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ async def ping_pong(manager: WorldManager, way: str, rank: int, size: int, count
 
 
 async def stream(manager: WorldManager, worlds: list[str], rank: int, size: int, count: int) -> float:
-    """Bytes a second over all these worlds together, from rank 0 to rank 1."""
+    """Total bytes per second over all these worlds, from rank 0 to rank 1."""
     here = manager.communicator
 
     async def one(world: str) -> None:
@@ -77,7 +77,7 @@ async def stream(manager: WorldManager, worlds: list[str], rank: int, size: int,
 async def _in_turns(
     rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]], sync: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
-    """The median over the rounds of each way, which take turns."""
+    """Run the variants in turn; returns the median over the rounds for each variant."""
     results: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, turn in ways.items():

@@ -1,4 +1,7 @@
-"""The servers that are compared: the peers in the environment that has them, and this service. Each runs while its block lasts."""
+"""Starts the servers that are compared: other projects' servers ("peers", with the interpreter that has them installed) and this service.
+
+Each server runs during the block of its context manager.
+"""
 
 import base64
 import json
@@ -16,45 +19,45 @@ from typing import Any
 
 import httpx
 
-from chaos.load import Question
-from deploy.service import LocalService
+from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.local_service import LocalService
 
 _START_S = 180.0
 _STOP_S = 15.0
 
 
 @dataclass(frozen=True)
-class AnyAnswer(Question):
-    """A question to a server whose answers have a form of their own: status 200 will do."""
+class AnyAnswer(ReferenceRequest):
+    """A request whose answer is correct if its status is 200, because the answer formats of the servers differ."""
 
     def complaint(self, answer: httpx.Response, request_id: str) -> str:
-        """See `Question.complaint`."""
+        """See `ReferenceRequest.complaint`."""
         return "" if answer.status_code == 200 else answer.text[:200]
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers.
+    """A running server.
 
     Attributes:
-        question: how it wants to be asked at /predict.
-        pids: gives the processes of its workers that serve now.
-        root: the process that was started.
-        peer: whether it is somebody else's, and bears to be frozen.
+        question: the request to send to /predict.
+        pids: returns the process ids of its live workers.
+        root: process id of the process that was started.
+        peer: whether it is a server of another project; these can be suspended with SIGSTOP.
     """
 
     url: str
-    question: Question
+    question: ReferenceRequest
     pids: Callable[[], list[int]]
     root: int
     peer: bool = False
 
     def cpu_s(self) -> float:
-        """CPU time that all its processes have used, those that live."""
+        """CPU time in seconds that its live processes have used."""
         return sum(cpu_s(pid) for pid in family(self.root))
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send it to all its processes."""
+        """Send a signal to all its processes."""
         for pid in family(self.root):
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -64,11 +67,11 @@ class Running:
 def peer(
     python: str, module: str, jpeg: bytes, *arguments: str, as_json: bool = False, workers: int
 ) -> Iterator[Running]:
-    """One of `benchmarks.peers`, once so many of its workers are ready.
+    """Run a server from `benchmarks.peers` during the block, which starts when `workers` workers are ready.
 
     Args:
-        python: the interpreter of the environment that has it.
-        as_json: whether it takes the image as base64 in JSON.
+        python: interpreter of the environment that has the server installed.
+        as_json: whether the server expects the image as base64 in JSON.
     """
     body = json.dumps({"image": base64.b64encode(jpeg).decode()}).encode() if as_json else jpeg
     question = AnyAnswer(body, "application/json" if as_json else "image/jpeg")
@@ -83,20 +86,20 @@ def peer(
             wait_until_it_answers(running, process, log, workers)
             yield running
         finally:
-            running.signal(signal.SIGCONT)  # what is frozen does not end when it is asked to
+            running.signal(signal.SIGCONT)  # a stopped process does not handle SIGTERM
             stop(process)
 
 
 @contextmanager
 def ours(jpeg: bytes, **settings: Any) -> Iterator[Running]:
-    """This service, with these settings of `multiworld serve`."""
+    """Run this service during the block, with these settings of `multiworld serve`."""
     with LocalService(**settings) as service:
         pids = service.worker_pids
         yield Running(service.url, AnyAnswer(jpeg), lambda: [p for p in pids().values() if lives(p)], service.pid)
 
 
 def stop_on_sigterm() -> None:
-    """Have SIGTERM end this program as Ctrl-C does, so that the servers are stopped too."""
+    """Make SIGTERM raise SystemExit, so that the servers are stopped, too."""
 
     def stop(_signum: int, _frame: object) -> None:
         raise SystemExit("stopped")
@@ -105,7 +108,7 @@ def stop_on_sigterm() -> None:
 
 
 def family(root: int) -> list[int]:
-    """That process and all that descend from it."""
+    """Process ids of `root` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -118,14 +121,14 @@ def family(root: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process, and of its children that have ended."""
+    """CPU time in seconds of a process and its terminated children; 0 if the process does not exist."""
     with suppress(OSError):
         return sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, from the state on."""
+    """The fields of /proc/PID/stat after the process name; the first is the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -136,7 +139,7 @@ def free_port() -> int:
 
 
 def alive(folder: Path) -> list[int]:
-    """The workers that have said that they are ready and still live, the one that did so first first."""
+    """Process ids of the live workers that have reported ready, in the order of their reports."""
     marks = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: path.stat().st_mtime_ns)
     return [int(mark.name) for mark in marks if lives(int(mark.name))]
 
@@ -163,7 +166,7 @@ def wait_until_it_answers(running: Running, process: "subprocess.Popen[bytes]", 
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, then end all of its session."""
+    """Terminate the process; after it ends or a timeout, kill its process group."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):

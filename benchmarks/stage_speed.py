@@ -1,13 +1,13 @@
-"""How fast a worker computes, by the way it computes: milliseconds an image, whole model as one stage, no network.
+"""Compute time of a worker by optimisation and precision: milliseconds per image, whole model as one stage, no network.
 
-Claim: `--optimize eager` (the default) is no slower than the model as it is written at any batch size, and less than
-1e-5 off; what a worker pays for it when it joins is `made_s`.
+Claim: `--optimize eager` (the default) is not slower than the unoptimised model at any batch size, and its results differ by less than
+1e-5. `made_s` is the time that a worker needs to optimise the model when it joins.
 
     python -m benchmarks.stage_speed
     python -m benchmarks.stage_speed --model resnet18 --batch-sizes 1 4 --rounds 3
 
-All ways run in turn, round after round, so that what else the machine does hits all alike. Figures are the median and the
-least of the rounds. Precisions that the processor has to emulate are left out unless `--emulated` asks for them.
+All variants are measured in turn in each round, so that other load on the machine affects all of them. Figures are the median and the
+minimum over the rounds. Precisions that the processor emulates are skipped without `--emulated`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import time
 import torch
 from torch import Tensor, nn
 
-from models import Stage, Tuning, cut, deviation, load_model, optimize, reference_stage
-from models.optimize.recipes import multiplies_bfloat16
+from multiworld_serving.models import Stage, Tuning, deviation, load_model, optimize, reference_stage, split_model
+from multiworld_serving.models.optimize.execution_modes import has_native_bfloat16
 
 _CPU = torch.device("cpu")
 
 
 def ways(emulated: bool) -> list[Tuning]:
     found = [Tuning(), Tuning(optimize="eager")]
-    if emulated or multiplies_bfloat16(_CPU):
+    if emulated or has_native_bfloat16(_CPU):
         found.append(Tuning("bfloat16", "eager"))
     if emulated:
         found.append(Tuning("float16", "eager"))
@@ -35,10 +35,10 @@ def ways(emulated: bool) -> list[Tuning]:
 
 
 def made(stage: Stage, tuning: Tuning, image_size: int, batch_size: int) -> tuple[str, nn.Module, float]:
-    """Name, module and seconds that it took to make it."""
+    """Name of the variant, optimised module, and seconds for the optimisation."""
     started_s = time.perf_counter()
     optimized = optimize(stage, (3, image_size, image_size), batch_size, tuning, _CPU)
-    return str(optimized.recipe), optimized.module, time.perf_counter() - started_s
+    return str(optimized.mode), optimized.module, time.perf_counter() - started_s
 
 
 def timed_ms(module: nn.Module, batch: Tensor) -> float:
@@ -59,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = load_model(arguments.model, "random:0", image_size=arguments.image_size)
-    stage = reference_stage(model, cut(model, 1)[0])
+    stage = reference_stage(model, split_model(model, 1)[0])
     candidates = [
         made(stage, tuning, arguments.image_size, max(arguments.batch_sizes)) for tuning in ways(arguments.emulated)
     ]

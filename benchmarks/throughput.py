@@ -1,18 +1,18 @@
-"""JPEG in, five classes out: images a second and latency of this service and of others, the same model on the same cores.
+"""Images per second and latency of this service and of other servers, with the same model on the same cores.
 
     make throughput ARGS="--json throughput.json --plot docs/img/throughput.png"
     python -m benchmarks.throughput --only this --clients 1 16 --rounds 2
 
-All servers are there all the time, and are asked in turn, round after round, so that what else the machine does hits all
-alike; figures are medians of the rounds. Peers are frozen (SIGSTOP) while it is not their turn, because LitServe takes a
-quarter of a core when idle, and Ray an eighth; this service takes a hundredth, and would find its workers hanging. CPU ms:
-of all processes of the server, an image; it counts where something else keeps the machine busy too. A client asks again when
-it was answered. The peers serve torchvision's model with torchvision's transforms, as their documentation does it, and once
-more (`our model`) what a worker of this service computes. Each may use all cores: a single worker as torch shares its work
-among them, two workers a half each.
+Requests are JPEG images, answers have five classes. The load is a closed loop of clients. All servers run at the same time and are
+measured in turn in each round, so that other load on the machine affects all of them; figures are medians over the rounds. The peers
+(servers of other projects) are suspended with SIGSTOP outside their turn, because an idle LitServe uses a quarter of a core and an idle
+Ray an eighth. This service uses a hundredth when idle. It is not suspended, because it would detect its workers as hung. CPU ms is the
+CPU time of all processes of a server per image; it is meaningful even when the machine has other load. The peers serve the model of
+torchvision with the transforms of torchvision, as in their documentation, and additionally (`our model`) what a worker of this service
+computes. Every server may use all cores: one worker with torch's default number of threads, or two workers with half of the cores each.
 
-Pipeline efficiency: images a second over HTTP with tensors in, divided by what the same optimised model does in a bare loop in one
-process, batches of 8, on the same cores.
+Pipeline efficiency: images per second over HTTP with tensors as input, divided by the images per second of the same optimised model in a
+bare loop in one process with batches of 8 on the same cores.
 """
 
 import argparse
@@ -34,20 +34,20 @@ from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import quantile, table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
-from chaos.images import image_file, photo
+from multiworld_serving.testing.load.images import image_file, photo
 
 THIS = "this"
-"""How the names of our own servers begin."""
+"""Prefix of the names of this service's variants."""
 BARE = "bare loop"
 TENSORS = ", tensors in"
 _TENSOR_BYTES = 3 * 224 * 224
 _AWAKE_S = 1.0
-"""Time for a server that was frozen to notice what it has missed."""
+"""Seconds that a server gets to recover after it was suspended."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A server that is asked in one way."""
+    """A server with one kind of request."""
 
     name: str
     running: Running
@@ -55,7 +55,7 @@ class Case:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """While the block lasts, it can be asked."""
+        """Resume a suspended server during the block."""
         if not self.running.peer:
             yield
             return
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass
 class Figure:
-    """What was measured of one case with so many clients, a value for each round."""
+    """Measurements of one case with one number of clients; the lists have one value per round."""
 
     case: str
     clients: int
@@ -77,7 +77,7 @@ class Figure:
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
-    """CPU time of the server for each image: what counts where something else keeps the machine busy too."""
+    """CPU time of the server per image; meaningful even when the machine has other load."""
     failed: int = 0
 
     @property
@@ -102,7 +102,7 @@ class Figure:
 
 
 def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
-    """All that can be compared, by name."""
+    """Functions that start the servers to compare, by name."""
 
     def theirs(
         module: str, *arguments: str, as_json: bool = False, workers: int = 1
@@ -141,7 +141,7 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
 
 
 def cases(name: str, running: Running, model: str, with_tensors: bool) -> list[Case]:
-    """In what ways a server is asked."""
+    """The cases of a server."""
     question = running.question
     found = [Case(name, running, request_bytes("/predict", question.content_type, question.body))]
     if with_tensors and not running.peer:
@@ -167,11 +167,11 @@ def ask(case: Case, clients: int, seconds: float) -> Outcome:
 
 
 def measure(compared: list[Case], bare: BareLoop | None, options: argparse.Namespace) -> dict[tuple[str, int], Figure]:
-    """Round after round, all in turn."""
+    """Measure all cases in turn in each round. Keys are name of the case and number of clients."""
     figures: dict[tuple[str, int], Figure] = {}
     for case in compared:
         with case.turn():
-            ask(case, 4, 1.0)  # connections, caches, kernels for the batch sizes
+            ask(case, 4, 1.0)  # warm-up: connections, caches, kernels for the batch sizes
     for number in range(options.rounds):
         for clients in options.clients:
             for case in compared:
@@ -208,7 +208,7 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
 
 
 def compare(figures: dict[tuple[str, int], Figure], names: list[str], clients: list[int]) -> None:
-    """The claims, one line each, as far as what they need was measured."""
+    """Print one line for each claim whose measurements exist."""
     most = max(clients)
     peers = [name for name in names if not name.startswith(THIS)]
     for name in (name for name in names if name.startswith(THIS)):
@@ -225,7 +225,7 @@ def compare(figures: dict[tuple[str, int], Figure], names: list[str], clients: l
 
 
 def machine() -> str:
-    """Cores, processor, date."""
+    """Number of cores, processor and date as text."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -235,8 +235,8 @@ def machine() -> str:
 
 
 def plot(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) -> None:
-    """Draw images a second and median latency over the number of clients."""
-    from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - an extra
+    """Plot images per second and median latency over the number of clients."""
+    from matplotlib.figure import Figure as Picture  # noqa: PLC0415 - optional dependency
 
     picture = Picture(figsize=(11, 5.2), layout="constrained")
     rates, latencies = picture.subplots(1, 2)

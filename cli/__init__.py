@@ -1,1 +1,5 @@
-"""The command `multiworld`: one module a verb, no logic of its own."""
+"""The command `multiworld`: argument parsing and output only; the logic is in the packages that it imports.
+
+May import every other package. Imports of torch, httpx and rich are inside functions, so that `multiworld --help` stays fast.
+Start reading at `main.py`; `verbs/` has one module per verb.
+"""

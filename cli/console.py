@@ -1,4 +1,4 @@
-"""What verbs print for people."""
+"""Terminal output of the verbs."""
 
 import os
 import sys
@@ -11,21 +11,21 @@ PIPE_WIDTH = 240
 
 
 def console() -> Console:
-    """Standard output as a rich console: as wide as the terminal, and in a pipe wide enough that nothing is cut off."""
+    """Return a rich console on standard output. In a pipe it is wide enough that no line is truncated."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     return Console(width=width, highlight=False)
 
 
 def progress_console() -> Console:
-    """Standard error as a rich console: for what goes as it came, so that standard output holds nothing but results."""
+    """Return a rich console on standard error, for progress output."""
     return Console(stderr=True, highlight=False)
 
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error that each call of what this gives moves on by one.
+    """Show a progress bar on standard error. Yields a function that advances it by one.
 
-    Only where standard error is a terminal and standard output is none: results that go to the terminal are progress enough.
+    Shown only if standard error is a terminal and standard output is not: results on the terminal show progress themselves.
     """
     out = progress_console()
     if not out.is_terminal or sys.stdout.isatty():

@@ -1,20 +1,26 @@
-"""`multiworld fork-server`: what the supervisor forks its workers from. Not for people."""
+"""Entry point of the fork server process: `python -m multiworld_serving.cli.fork_server`, started by `multiworld serve`."""
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.deploy.processes.environment import PROGRAM
+from multiworld_serving.deploy.processes.fork_server import run_fork_server, set_process_title
 
 
 def fork_server() -> int:
-    """Import what a worker needs; become one, or a frontend, in a fork, whenever a supervisor sends the command line of one."""
-    with _environment(OPENBLAS_NUM_THREADS="1"):  # its threads would start at the import; workers compute with torch's
+    """Import what a worker needs, then fork a worker or frontend for each command line that the supervisor sends."""
+    with _environment(
+        OPENBLAS_NUM_THREADS="1"
+    ):  # OpenBLAS starts its threads at the import; workers use those of torch
         import numpy as np  # noqa: F401
-    # Whoever asks during an import whether there is CUDA is not to initialise it, which no fork survives.
+    # An import may check for CUDA. The check must not initialise CUDA: a process that did cannot fork.
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-        import workers.app  # noqa: F401
-    from deploy.fork_server import serve_forks
+        import multiworld_serving.workers.main  # noqa: F401
 
-    return serve_forks(_become)
+    return run_fork_server(_run_command)
 
 
 @contextlib.contextmanager
@@ -31,13 +37,14 @@ def _environment(**changes: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _become(command: list[str]) -> int:
-    from cli.main import main
-    from deploy.fork_server import show_as
-    from deploy.worker_forks import PROGRAM
-
+def _run_command(command: list[str]) -> int:
+    """Run a command line of `multiworld` in the forked process. Returns its exit status."""
     arguments = command[len(PROGRAM) :]
-    if arguments[0] == "frontend":  # which needs no token: it is the process that strangers' pictures are decoded in
+    if arguments[0] == "frontend":  # it needs no token, and it decodes untrusted images
         os.environ.pop("MULTIWORLD_TOKEN", None)
-    show_as(" ".join(["multiworld", *arguments]))
+    set_process_title(" ".join(["multiworld", *arguments]))
     return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(fork_server())

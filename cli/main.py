@@ -1,8 +1,8 @@
-"""The command `multiworld`: its verbs, and how errors become exit statuses.
+"""The command `multiworld`: registers the verbs and maps exceptions to exit statuses.
 
-0  all went well
-1  something failed at run time
-2  bad input: exactly one line on standard error says what was wrong, what was expected and what to do
+0  success
+1  failure at run time
+2  invalid input: one line on standard error says what was wrong, what was expected and what to do
 130  interrupted by Ctrl-C
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from cli import (
+from multiworld_serving.cli.service import ServiceError
+from multiworld_serving.cli.verbs import (
     bench,
     chaos,
     config,
-    fork_server,
     frontend,
     key,
     plan,
@@ -30,8 +30,7 @@ from cli import (
     versions,
     worker,
 )
-from cli.service import ServiceError
-from config import UserError
+from multiworld_serving.common.config import UserError
 
 EPILOG = """
 [bold]In two terminals[/bold]
@@ -40,12 +39,12 @@ multiworld serve --weights auto
 
 multiworld predict photo.jpg
 
-[bold]Exit status[/bold]: 0 ok, 1 failed at run time, 2 bad input (one line says what to do), 130 interrupted.
+[bold]Exit status[/bold]: 0 success, 1 failure at run time, 2 invalid input (one line says what to do), 130 interrupted.
 """
 
 app = typer.Typer(
     name="multiworld",
-    help="Serve a model cut into stages over many workers, so that a failure stays small.",
+    help="Serve a model split into pipeline stages over several workers, and keep serving when workers fail.",
     epilog=EPILOG,
     no_args_is_help=False,
     rich_markup_mode="rich",
@@ -55,7 +54,7 @@ app = typer.Typer(
 
 
 def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
-    # Within a paragraph, a line break of the docstring means nothing, but typer would show it.
+    # Typer would show the line breaks inside the paragraphs of a docstring.
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(verb)
 
@@ -75,8 +74,7 @@ _add(config.config, config.EPILOG)
 _add(key.key, key.EPILOG)
 _add(token.token, token.EPILOG)
 _add(version.version)
-for _verb in (fork_server.fork_server, frontend.frontend):  # our own programs' alone
-    app.command(hidden=True)(_verb)
+app.command(hidden=True)(frontend.frontend)  # started by `multiworld serve` only
 
 
 @app.callback(invoke_without_command=True)
@@ -86,12 +84,12 @@ def _without_verb(context: typer.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line, that of this process if None; returns the exit status."""
+    """Run one command line (that of this process if None). Returns the exit status."""
     try:
         return int(app(args=arguments, prog_name="multiworld", standalone_mode=False) or 0)
     except typer.TyperException as error:
         return _fail(_usage(error), 2)
-    except _errors_of_people() as error:
+    except _user_errors() as error:
         return _fail(str(error), 2)
     except ServiceError as error:
         return _fail(str(error), 1)
@@ -99,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _errors_of_people() -> tuple[type[Exception], ...]:
-    # models knows nothing of this program, and to import it here would be to import torch: who raised its error has.
-    model_error = getattr(sys.modules.get("models"), "ModelError", UserError)
+def _user_errors() -> tuple[type[Exception], ...]:
+    # Importing `models` imports torch. If it has not been imported, it cannot have raised the exception.
+    model_error = getattr(sys.modules.get("multiworld_serving.models"), "ModelError", UserError)
     return (UserError, model_error)
 
 

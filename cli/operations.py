@@ -1,4 +1,4 @@
-"""How verbs for operators speak to a running service: the operators' port, and the right to use it."""
+"""Options and credentials of the verbs that use the admin port of a running service."""
 
 import os
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cli.service import access
-from config import Access
-from config.tokens import read_token
+from multiworld_serving.cli.service import access
+from multiworld_serving.common.config import ClientCredentials
+from multiworld_serving.common.config.tokens import read_token
 
 OperationsUrl = Annotated[
     str,
@@ -17,7 +17,7 @@ OperationsUrl = Annotated[
         "--operations-url",
         envvar="MULTIWORLD_OPERATIONS_URL",
         metavar="URL",
-        help="Address of the service's operators' port, the one of the metrics.",
+        help="URL of the admin port of the service (the port of /metrics).",
     ),
 ]
 TokenFile = Annotated[
@@ -26,8 +26,8 @@ TokenFile = Annotated[
         "--token-file",
         envvar="MULTIWORLD_TOKEN_FILE",
         metavar="FILE",
-        help="File that holds the join token; not needed on the machine of a service that made up its own. "
-        "MULTIWORLD_TOKEN may hold the token itself.",
+        help="File with the join token; not needed on the machine of a service that generated its own. "
+        "Alternatively, MULTIWORLD_TOKEN holds the token itself.",
     ),
 ]
 DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
@@ -35,10 +35,10 @@ DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 
 def admin_access(
     api_key_file: Path | None, token_file: Path | None, ca_file: Path | None, client_cert_file: Path | None
-) -> Access:
-    """How to get in: with an administrator's key, or else the join token. Raises UserError when a file cannot be used."""
-    way_in = access(api_key_file, ca_file, client_cert_file)
-    if way_in.key:
-        return way_in
+) -> ClientCredentials:
+    """Return credentials: the API key of an administrator, otherwise the join token. Raises UserError if a file is invalid."""
+    credentials = access(api_key_file, ca_file, client_cert_file)
+    if credentials.key:
+        return credentials
     token = read_token(token_file).get_secret_value() if token_file else os.environ.get("MULTIWORLD_TOKEN", "")
-    return replace(way_in, key=token.strip())
+    return replace(credentials, key=token.strip())

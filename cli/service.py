@@ -1,4 +1,4 @@
-"""How the verbs speak to a running service."""
+"""HTTP client of the verbs: common options, requests to a running service, and error messages."""
 
 import os
 from pathlib import Path
@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from config import NOTHING, Access, UserError
-from config.tokens import read_token
+from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
+from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:
     import httpx
 
 Url = Annotated[
-    str, typer.Option("--url", envvar="MULTIWORLD_URL", metavar="URL", help="Address of the service's HTTP API.")
+    str, typer.Option("--url", envvar="MULTIWORLD_URL", metavar="URL", help="URL of the HTTP API of the service.")
 ]
 TimeoutS = Annotated[
-    float, typer.Option("--timeout-s", min=0.001, metavar="SECONDS", help="Longest wait for one answer of the service.")
+    float, typer.Option("--timeout-s", min=0.001, metavar="SECONDS", help="Timeout of one request, in seconds.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs, instead of a table for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _PANEL = "Access"
 ApiKeyFile = Annotated[
     Path | None,
@@ -26,7 +26,7 @@ ApiKeyFile = Annotated[
         "--api-key-file",
         envvar="MULTIWORLD_API_KEY_FILE",
         metavar="FILE",
-        help="File with the key that the service asks for. MULTIWORLD_API_KEY may hold the key itself.",
+        help="File with the API key. Alternatively, MULTIWORLD_API_KEY holds the key itself.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),
@@ -37,7 +37,7 @@ CaFile = Annotated[
         "--ca-file",
         envvar="MULTIWORLD_CA_FILE",
         metavar="FILE",
-        help="Authorities (PEM) that may have signed the service's certificate; by default those of the system.",
+        help="CA certificates (PEM) that verify the certificate of the service; default: those of the system.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),
@@ -48,7 +48,7 @@ ClientCertFile = Annotated[
         "--client-cert-file",
         envvar="MULTIWORLD_CLIENT_CERT_FILE",
         metavar="FILE",
-        help="Certificate and private key (PEM) to show to a service that asks for one.",
+        help="Client certificate and private key (PEM), for a service that requires one.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),
@@ -57,39 +57,39 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class ServiceError(Exception):
-    """The service failed or refused; the message says what to do. The program ends with status 1."""
+    """The request failed or was refused. The message says what to do; the program exits with status 1."""
 
 
 class ServiceUnreachableError(ServiceError):
-    """Nothing answers at the address: to ask again makes no sense."""
+    """No connection to the service could be made; further requests would fail too."""
 
 
-def access(api_key_file: Path | None, ca_file: Path | None, client_cert_file: Path | None) -> Access:
-    """How to get in, by these options and the environment. Raises UserError when a file cannot be used."""
+def access(api_key_file: Path | None, ca_file: Path | None, client_cert_file: Path | None) -> ClientCredentials:
+    """Return the credentials from these options and the environment. Raises UserError if a file is invalid."""
     key = (
         read_token(api_key_file, "key").get_secret_value() if api_key_file else os.environ.get("MULTIWORLD_API_KEY", "")
     )
-    return Access(key.strip(), ca_file, client_cert_file)
+    return ClientCredentials(key.strip(), ca_file, client_cert_file)
 
 
-def service(url: str, timeout_s: float, way_in: Access = NOTHING) -> "httpx.Client":
-    """A client of the service at this address. Raises UserError if it is no address."""
+def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> "httpx.Client":
+    """Return an HTTP client of the service. Raises UserError if `url` is not an HTTP or HTTPS URL."""
     import httpx
 
     try:
         if (parts := httpx.URL(url)).scheme in ("http", "https") and parts.host:
-            return httpx.Client(base_url=url, timeout=timeout_s, **way_in.options)
+            return httpx.Client(base_url=url, timeout=timeout_s, **credentials.options)
     except httpx.InvalidURL:
         pass
-    raise UserError(f"--url {url}: must be an address such as {DEFAULT_URL}")
+    raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
 
 
-def ask(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
-    """Send one request, with httpx's arguments, and return an answer that is a success.
+def send_request(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
+    """Send one request and return its response, which is successful. Keyword arguments are those of httpx.
 
     Raises:
-        ServiceUnreachableError: nothing answers.
-        ServiceError: the connection failed, or the service refused and said why.
+        ServiceUnreachableError: no connection could be made.
+        ServiceError: the connection failed, or the status is not 2xx.
     """
     import httpx
 
@@ -97,34 +97,34 @@ def ask(client: "httpx.Client", method: str, path: str, **request: Any) -> "http
     try:
         response = client.request(method, path, **request)
     except httpx.ConnectError as error:
-        raise unreachable(url, error) from error
+        raise unreachable_error(url, error) from error
     except httpx.TimeoutException as error:
-        raise ServiceError(f"{url} did not answer in time; --timeout-s waits longer") from error
+        raise ServiceError(f"{url} did not answer within {client.timeout.read:g} s; increase --timeout-s") from error
     except httpx.TransportError as error:
         raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
     if not response.is_success:
-        raise ServiceError(refusal(response))
+        raise ServiceError(error_message(response))
     return response
 
 
-def unreachable(url: str, error: Exception, option: str = "--url") -> ServiceUnreachableError:
-    """What to do when no connection was made."""
+def unreachable_error(url: str, error: Exception, option: str = "--url") -> ServiceUnreachableError:
+    """Return the exception for a failed connection attempt."""
     if "certificate" in str(error).lower():
         return ServiceUnreachableError(
-            f"the certificate of {url} is not believed: {error}; --ca-file names the authorities, and the address must be "
-            "one that the certificate is for"
+            f"the certificate of {url} cannot be verified: {error}; give its CA with --ca-file, and use a host name that "
+            "the certificate contains"
         )
     return ServiceUnreachableError(
-        f"nothing answers at {url}: start the service with `multiworld serve`, or say where it is with {option}"
+        f"nothing answers at {url}: start the service with `multiworld serve`, or give its URL with {option}"
     )
 
 
-def refusal(response: "httpx.Response") -> str:
-    """What an answer other than 2xx says, for people."""
+def error_message(response: "httpx.Response") -> str:
+    """Return the error message of a response that is not 2xx."""
     try:
-        said = str(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        said = response.reason_phrase or "no reason given"
+        message = str(response.json()["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = response.reason_phrase or "no reason given"
     if response.status_code == 401:
-        said += "; --api-key-file FILE, or MULTIWORLD_API_KEY, does so"
-    return f"{said} (HTTP {response.status_code})"
+        message += "; give the key with --api-key-file or MULTIWORLD_API_KEY"
+    return f"{message} (HTTP {response.status_code})"

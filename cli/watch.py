@@ -1,4 +1,4 @@
-"""`multiworld status --watch`: the status page's picture in a terminal, from the same GET /events."""
+"""`multiworld status --watch`: a live view of the service in the terminal, fed by GET /events."""
 
 import json
 import time
@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cli.service import ServiceError, ask, service
-from config import Access
+from multiworld_serving.cli.service import ServiceError, error_message, open_client, send_request
+from multiworld_serving.cli.status_table import render_status
+from multiworld_serving.common.config import ClientCredentials
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_AGAIN_S = 1.0
-_MOST_POINTS = 60
-_MOST_EVENTS = 12
+_RECONNECT_S = 1.0
+_MAX_POINTS = 60
+_MAX_EVENTS = 12
 _BARS = " ▁▂▃▄▅▆▇█"
-_WORDS = {
+_EVENT_LABELS = {
     "joining": ("joins", ""),
     "serves": ("serves", "green"),
     "rejoined": ("rejoined and serves", "green"),
@@ -30,88 +31,84 @@ _WORDS = {
 
 
 @dataclass
-class Picture:
-    """What is known of the service now.
+class StatusView:
+    """The state that is displayed.
 
     Attributes:
-        trouble: why nothing is heard of it; empty while all is well.
+        error: why the connection is lost; empty while it works.
     """
 
     status: dict[str, Any] | None = None
-    points: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_POINTS))
-    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
-    trouble: str = ""
+    points: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_POINTS))
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
+    error: str = ""
 
-    def take_in(self, kind: str, content: Any) -> None:
-        """One message of GET /events."""
-        self.trouble = ""
+    def apply(self, kind: str, content: Any) -> None:
+        """Apply one message of GET /events."""
+        self.error = ""
         if kind == "status":
             self.status = content
         elif kind == "points":
             self.points.extend(content)
         elif kind == "event" and content["id"] not in {event["id"] for event in self.events}:
-            if self.events and content["id"] < self.events[-1]["id"]:  # another leader, which counts from 1 again
+            if self.events and content["id"] < self.events[-1]["id"]:  # a new leader numbers its events from 1 again
                 self.events.clear()
             self.events.append(content)
 
-    def drawn(self) -> "RenderableType":
-        """For rich."""
+    def render(self) -> "RenderableType":
+        """Render the view for rich."""
         from rich.console import Group
         from rich.text import Text
 
-        from cli.status import drawn
-
         parts: list[RenderableType] = []
-        if self.trouble:
-            parts.append(Text(self.trouble, style="red"))
+        if self.error:
+            parts.append(Text(self.error, style="red"))
         if self.status is not None:
-            parts.append(drawn(self.status))
+            parts.append(render_status(self.status))
         if self.points:
             parts.append(Text(_throughput(self.points)))
         parts += [_line(event) for event in self.events]
         return Group(*parts)
 
 
-def watch(url: str, timeout_s: float, way_in: Access) -> int:
-    """Draw until Ctrl-C. Raises ServiceError when there is no such service at the start; later it waits for it."""
+def watch(url: str, timeout_s: float, credentials: ClientCredentials) -> int:
+    """Display until Ctrl-C. Raises ServiceError if the service does not answer at the start; later it reconnects."""
     from rich.live import Live
 
-    from cli.console import console
+    from multiworld_serving.cli.console import console
 
-    picture = Picture()
-    with service(url, timeout_s, way_in) as client:
-        picture.status = ask(client, "GET", "/status", headers={"Accept": "application/json"}).json()
-        with Live(picture.drawn(), console=console(), auto_refresh=False) as live:
+    view = StatusView()
+    with open_client(url, timeout_s, credentials) as client:
+        view.status = send_request(client, "GET", "/status", headers={"Accept": "application/json"}).json()
+        with Live(view.render(), console=console(), auto_refresh=False) as live:
             while True:
                 try:
-                    for kind, content in _followed(client):
-                        picture.take_in(kind, content)
-                        live.update(picture.drawn(), refresh=True)
-                    picture.trouble = f"{url} has stopped; waiting for it …"
+                    for kind, content in _stream_events(client):
+                        view.apply(kind, content)
+                        live.update(view.render(), refresh=True)
+                    view.error = f"{url} has stopped; reconnecting …"
                 except ServiceError as error:
-                    picture.trouble = f"{error}; trying again …"
-                live.update(picture.drawn(), refresh=True)
-                time.sleep(_AGAIN_S)
+                    view.error = f"{error}; retrying …"
+                live.update(view.render(), refresh=True)
+                time.sleep(_RECONNECT_S)
 
 
-def _followed(client: Any) -> Iterator[tuple[str, Any]]:
-    """The messages of GET /events, until the service stops. Raises ServiceError."""
+def _stream_events(client: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the messages of GET /events until the service stops. Raises ServiceError."""
     import httpx
-
-    from cli.service import refusal
 
     try:
         with client.stream("GET", "/events") as response:
             if not response.is_success:
                 response.read()
-                raise ServiceError(refusal(response))
+                raise ServiceError(error_message(response))
             yield from messages(response.iter_lines())
     except httpx.TransportError as error:
         raise ServiceError(f"{client.base_url} does not answer ({type(error).__name__})") from error
 
 
 def messages(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Server-sent events: their kind, and their content from JSON."""
+    """Parse server-sent events: yield the event type and the decoded JSON data of each."""
     kind, data = "", ""
     for line in lines:
         name, _, value = line.partition(": ")
@@ -137,7 +134,7 @@ def _throughput(points: Iterable[dict[str, Any]]) -> str:
 def _line(event: dict[str, Any]) -> "RenderableType":
     from rich.text import Text
 
-    word, style = _WORDS.get(event["what"], (event["what"], ""))
+    word, style = _EVENT_LABELS.get(event["what"], (event["what"], ""))
     where = f"stage {event['stage']}" + ("" if event["replica"] is None else f" replica {event['replica']}")
     worker = f" {event['worker']}@{event['epoch']}" if event["worker"] else ""
     detail = f": {event['detail']}" if event["detail"] else ""

@@ -1,6 +1,6 @@
-"""`python -m deploy.health URL`: the exit status says whether a program of this machine is well, for a container's health check.
+"""Health check of a container: `python -m multiworld_serving.deploy.health URL` exits with 0 if GET URL returns 200.
 
-It runs every few seconds in every container: nothing but the standard library is imported.
+Runs every few seconds in every container, so it imports the standard library only.
 """
 
 import sys
@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 TIMEOUT_S = 3.0
 
 
-def complaint(url: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Why what answers at `url` is not well; empty when it says 200. Never takes much longer than `timeout_s`."""
+def health_error(url: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Return why GET `url` did not return 200; empty if it did. Takes at most about `timeout_s`."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or not parts.port:
-        return f"{url}: must be an address such as http://127.0.0.1:8000/healthz"
+        return f"{url}: expected a URL such as http://127.0.0.1:8000/healthz"
     connection = HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
         connection.request("GET", parts.path or "/")
@@ -31,12 +31,12 @@ def complaint(url: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """0 when it is well; else 1, and one line that says why, which `docker inspect` shows."""
+    """Return 0 if healthy; otherwise print the reason, which `docker inspect` shows, and return 1."""
     if len(arguments) != 1:
-        print("usage: python -m deploy.health URL", file=sys.stderr)  # noqa: T201
+        print("usage: python -m multiworld_serving.deploy.health URL", file=sys.stderr)  # noqa: T201
         return 1
-    if said := complaint(arguments[0]):
-        print(said, file=sys.stderr)  # noqa: T201
+    if error := health_error(arguments[0]):
+        print(error, file=sys.stderr)  # noqa: T201
         return 1
     return 0
 

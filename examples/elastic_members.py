@@ -1,4 +1,4 @@
-"""What the examples of elastic worlds share: a rendezvous, and members that come, take steps together, and may be killed or come late."""
+"""Shared by the examples of elastic worlds: a rendezvous, and members that take steps together and may be killed or join late."""
 
 import argparse
 import asyncio
@@ -16,16 +16,16 @@ WORLD = "elastic"
 MEMBERS = 4
 POLL_S = 0.1
 MIDDLE_S = 0.003
-"""When a step is half done, about; the launcher kills there."""
+"""Seconds from the start of a step to about its middle, where the launcher kills the victim."""
 SILENCE_S = 5.0
-"""Who is killed is missed at once; who is silent may be waiting for a core of a busy machine."""
+"""Heartbeat timeout in seconds. A killed member is detected at once; a silent one may only wait for a core of a busy machine."""
 
 Step = Callable[[ElasticWorld, int, int], Awaitable[None]]
-"""(world, number of this member, number of the step, from 1)."""
+"""Runs one step: (world, number of this member, number of the step, from 1)."""
 
 
 def run(step: Step) -> None:
-    """Be the rendezvous or the member that the command line says. Exits with 0 when all steps were taken."""
+    """Run the rendezvous or the member that the command line selects. Exits with 0 when all steps are done."""
     parser = parser_of_members()
     options = parser.parse_args()
     sys.exit(asyncio.run(hold(options) if options.number is None else take_part(step, options)))
@@ -39,7 +39,7 @@ def parser_of_members() -> argparse.ArgumentParser:
 
 
 async def hold(options: argparse.Namespace) -> int:
-    """Decide who is in, until the world has begun and all members have gone."""
+    """Run the rendezvous until the world has started and all members have left."""
     epoch = 0
     async with ElasticRendezvous(
         addr=options.addr, port=options.port, first_size=MEMBERS, heartbeat_timeout_s=SILENCE_S
@@ -55,7 +55,7 @@ async def hold(options: argparse.Namespace) -> int:
 
 
 async def take_part(step: Step, options: argparse.Namespace) -> int:
-    """Take the steps that are still to be taken, with whoever is there."""
+    """Join the world and run the remaining steps with the current members. Returns the exit status."""
     logging.basicConfig(format="%(message)s")
     torch.set_num_threads(1)  # the members of an example share one machine
     async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as elastic:
@@ -69,7 +69,7 @@ async def take_part(step: Step, options: argparse.Namespace) -> int:
                 middle.cancel()
                 print(f"done with step: {number} ({world.size} members)")
                 await asyncio.sleep(options.step_pause_s)
-                await world.update_membership()  # between two steps: who waits comes in
+                await world.update_membership()  # between two steps: admits newcomers
         except ElasticError as error:
             print(f"is no member any more: {error}")
             return 1
@@ -78,7 +78,7 @@ async def take_part(step: Step, options: argparse.Namespace) -> int:
 
 
 async def next_step(world: ElasticWorld, number: int) -> int:
-    """Which step comes now; a newcomer learns it from the others."""
+    """Return the number of the next step. A newcomer learns it from the others."""
     furthest = torch.tensor([number])
     await world.all_reduce_with_retry(furthest, ReduceOp.MAX)
     return int(furthest) + 1

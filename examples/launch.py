@@ -1,7 +1,7 @@
-"""Start all ranks of an example in one terminal: python -m examples.launch all_reduce
+"""Starts all ranks of an example in one terminal: python -m examples.launch all_reduce
 
-Each line of a rank's output comes with its name in front. Ctrl-C ends them all. Torch is imported once; the ranks are forked from
-here, so that they start within milliseconds, and are otherwise what the lines in the example's README start by hand.
+Each output line is prefixed with the name of its rank. Ctrl-C ends all ranks. The launcher imports torch once and forks the ranks, so
+they start within milliseconds. Apart from that, they run like the commands in the README of the example.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from examples.two_worlds import WORLD_SIZE, add_network_options, place
 
 ELASTIC = ("all_reduce_with_retry", "all_reduce_by_hand")
 RETURNING = {"resnet", *ELASTIC, "ensemble"}
-"""Examples that take a member back that was killed."""
+"""Examples in which a killed member can join again."""
 EXAMPLES = (
     "send_recv",
     "broadcast",
@@ -39,7 +39,7 @@ SINGLE_WORLD_SIZE = 5
 
 
 def ranks_of(example: str, num_workers: int) -> list[Rank]:
-    """Who takes part in an example, without the arguments that are the same for all."""
+    """Return the ranks of an example, without the arguments that are the same for all ranks."""
     module = f"examples.{example}.m8d"
     if example == "single_world":
         return [_single(rank) for rank in range(SINGLE_WORLD_SIZE)]
@@ -62,7 +62,7 @@ def _single(rank: int) -> Rank:
 
 
 def _elastic_members(module: str) -> list[Rank]:
-    """They go on when another one is killed."""
+    """Return the members of an elastic world. They continue when another one is killed."""
     return [
         Rank(f"member {number}", ((1, number),), module, ("--number", str(number)), survives=True)
         for number in range(MEMBERS)
@@ -77,7 +77,7 @@ def _member(module: str, *places: tuple[int, int]) -> Rank:
 
 
 def reserve_port(addr: str, port: int) -> socket.socket:
-    """A bound socket that does not listen: nobody else is given its port, and rank 0 can still take it. Port 0 is any free one."""
+    """Return a bound socket that does not listen: no other program gets the port, and rank 0 can still use it. Port 0: any free port."""
     sock = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((addr, port))
@@ -85,7 +85,7 @@ def reserve_port(addr: str, port: int) -> socket.socket:
 
 
 def launch(example: str, options: argparse.Namespace, extra: Sequence[str]) -> bool:
-    """Run an example. Gives whether everybody ended well whom the killed rank did not concern."""
+    """Run an example. Returns whether all ranks ended with status 0, apart from those that the fault excuses."""
     ranks = ranks_of(example, options.num_workers)
     importlib.import_module(ranks[0].module)
     with reserve_port(options.addr, options.port) as reserved, reserve_port(options.addr, 0) as for_http:
@@ -128,7 +128,7 @@ def main() -> int:
     )
     parser.add_argument("example", nargs="+", choices=EXAMPLES, help="which to run; several run one after another")
     add_network_options(parser)
-    parser.set_defaults(port=0)  # a free one
+    parser.set_defaults(port=0)  # any free port
     parser.add_argument("--num_workers", type=int, default=2, help="of resnet (default: %(default)s)")
     parser.add_argument("--kill-rank", type=place, metavar="WORLD,RANK", help="kill this rank, to see what happens")
     parser.add_argument("--after-step", type=int, default=3, help="after which of its steps (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""The ranks of one example as processes of one launcher, which prints what they say."""
+"""Runs the ranks of an example as child processes and prints their output."""
 
 import io
 import itertools
@@ -21,11 +21,13 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A process to be started.
+    """A process to start.
 
     Attributes:
-        places: the (world, rank) pairs that it is.
-        survives: whether it is to go on when another member of its worlds is killed.
+        label: name in the output.
+        places: its (world, rank) pairs.
+        module: module to run, with `arguments`.
+        survives: whether it continues when another member of its worlds is killed.
     """
 
     label: str
@@ -37,11 +39,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is to go wrong.
+    """A fault to inject.
 
     Attributes:
-        victim: who is killed, right after this step of it, or in the middle of it.
-        restart_after_s: when it is started again, None for never.
+        victim: the rank to kill.
+        after_step: the step after which it is killed; a rank that survives faults is killed in the middle of that step.
+        restart_after_s: seconds after the kill when it is started again; None for never.
     """
 
     victim: Rank
@@ -50,18 +53,18 @@ class Fault:
 
     @property
     def last_words(self) -> str:
-        """What the victim says last: of one that others survive, in the middle of what they do together."""
+        """The output at which the victim is killed: in the middle of the step if the ranks survive faults, otherwise at its end."""
         return f"{'in the middle of' if self.victim.survives else 'done with'} step: {self.after_step} "
 
     def excuses(self, rank: Rank) -> bool:
-        """Whether all worlds of `rank` are those of the victim: then it cannot but fail, unless it survives that."""
+        """Return whether `rank` must fail: all its worlds are worlds of the victim, and it does not survive the fault."""
         if not rank.places or (rank.survives and rank != self.victim):
             return False
         return {index for index, _ in rank.places} <= {index for index, _ in self.victim.places}
 
 
 class Terminal:
-    """Lines with a name in front, in colour on a terminal."""
+    """Prints lines prefixed with a name; in colour if the output is a terminal."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._width = max(map(len, labels))
@@ -76,14 +79,20 @@ class Terminal:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Our end of a pipe that a rank writes lines to, and what has come of the current one."""
+    """The read end of a pipe to which a rank writes lines.
+
+    Attributes:
+        pipe: file descriptor.
+        partial: the incomplete last line.
+        ended: whether the end of the data is reached; `pipe` is closed then.
+    """
 
     pipe: int
     partial: bytes = b""
     ended: bool = False
 
     def read(self) -> list[str]:
-        """The lines that have come; blocks while there is nothing. `ended` is set at the end of them all."""
+        """Return the lines that have arrived. Blocks while there is no data."""
         data = os.read(self.pipe, 1 << 16)
         *lines, self.partial = (self.partial + data).split(b"\n")
         if not data:
@@ -95,8 +104,10 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A started rank, and what it writes to and has not closed: its output, and its errors in a stream of their own, because what torch
-    writes there comes in pieces, between which there may be lines of output."""
+    """A started rank and its open streams.
+
+    Output and errors are separate streams, because torch writes errors in several pieces, and lines of output could come between them.
+    """
 
     rank: Rank
     process: BaseProcess
@@ -104,10 +115,10 @@ class Running:
 
 
 class Cast:
-    """All ranks of an example. Single-threaded, because it forks.
+    """Runs all ranks of an example. Single-threaded, because it forks.
 
     Attributes:
-        failed: whether one has failed that the fault does not excuse.
+        failed: whether a rank failed that the fault does not excuse.
     """
 
     def __init__(self, terminal: Terminal, arguments: Sequence[str], fault: Fault | None) -> None:
@@ -120,7 +131,7 @@ class Cast:
         self._restart_at_s: float | None = None
 
     def run(self, ranks: Sequence[Rank]) -> None:
-        """Start all ranks, and return when all have ended. Whatever ends it, they end with it."""
+        """Start all ranks and wait until all have ended. If this is interrupted, kill the ranks that still run."""
         try:
             for rank in ranks:
                 doomed = self._fault is not None and rank == self._fault.victim
@@ -174,7 +185,7 @@ class Cast:
         self.failed |= status != 0 and not (fault is not None and fault.excuses(rank))
 
     def _restart_when_due(self) -> float | None:
-        """Seconds until it is, None for never."""
+        """Restart the victim when the time has come. Returns the seconds until then; None if no restart is pending."""
         if self._restart_at_s is None or self._fault is None:
             return None
         left_s = self._restart_at_s - time.monotonic()
@@ -198,7 +209,7 @@ class Cast:
 
 
 class LastWords(io.TextIOBase):
-    """Standard output of a process that is killed the moment that it has said `words`: no step later, however slow we are."""
+    """Standard output that kills the process when it has written `words`, before any further code runs."""
 
     def __init__(self, stream: TextIO, words: str) -> None:
         self._stream = stream
@@ -216,10 +227,10 @@ class LastWords(io.TextIOBase):
 
 
 def _be(module: str, arguments: Sequence[str], ends: Sequence[int], inherited: Sequence[int], last_words: str) -> None:
-    """Do what `python -m module arguments` does, with output and errors into two pipes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends us
+    """Run `python -m module arguments` in this child process, with output and errors redirected to two pipes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for fd in inherited:  # else we would not notice that nobody reads any more
+    for fd in inherited:  # otherwise this process would not notice the end of the launcher
         os.close(fd)
     for fd, end in zip((1, 2), ends, strict=True):
         os.dup2(end, fd)
@@ -229,5 +240,5 @@ def _be(module: str, arguments: Sequence[str], ends: Sequence[int], inherited: S
     if last_words:
         sys.stdout = LastWords(sys.stdout, last_words)
     sys.argv = [module, *arguments]
-    sys.modules.pop(module, None)  # the launcher imported it, for the sake of what it imports
+    sys.modules.pop(module, None)  # the launcher imported it to load its imports before the fork
     runpy.run_module(module, run_name="__main__")

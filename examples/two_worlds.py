@@ -1,7 +1,7 @@
-"""What the examples of one operation share: up to two worlds of three, a hundred steps in each.
+"""Shared by the examples of one operation: up to two worlds of three ranks, with a hundred steps in each by default.
 
-The leader is rank 0 of both worlds; everybody else is a member of one. Each world has a task of its own, so that the end of one is
-nothing to the other.
+The leader is rank 0 of both worlds; the other processes are in one world each. Each world has its own task, so the failure of one world
+does not affect the other.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from multiworld import BrokenWorldException, WorldCommunicator, WorldError, Worl
 
 WORLD_SIZE = 3
 JOIN_TIMEOUT_S = 120.0
-"""Long enough to start five terminals by hand."""
+"""Seconds to wait for all ranks; long enough to start five processes by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """This process's place in one world.
+    """One rank of one world.
 
     Attributes:
-        device: where the tensors of this world live: the CPU for Gloo, a GPU for NCCL.
+        device: device of the tensors of this world: the CPU for Gloo, a GPU for NCCL.
     """
 
     communicator: WorldCommunicator
@@ -34,21 +34,21 @@ class Member:
     device: torch.device
 
     def tensor(self, value: float) -> torch.Tensor:
-        """float32 [3], all `value`."""
+        """Return float32 [3], filled with `value`."""
         return torch.full((3,), float(value), device=self.device)
 
 
 Step = Callable[[Member, int], Awaitable[None]]
-"""(member, number of the step, from 1)."""
+"""Runs one step: (member, number of the step, from 1)."""
 
 
 def run(step: Step) -> None:
-    """Be the member that the command line says. Exits with 0 when a world finished all steps, with 1 when none did."""
+    """Run the ranks that the command line selects. Exits with 0 when a world finished all steps, with 1 when none did."""
     sys.exit(asyncio.run(_take_part(step, _parsed())))
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """The flags that all examples have."""
+    """Add the options that all examples have."""
     parser.add_argument("--backend", default="gloo", help="gloo or nccl (default: %(default)s)")
     parser.add_argument("--addr", default="127.0.0.1", help="address of rank 0 (default: %(default)s)")
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 
 def place(text: str) -> tuple[int, int]:
-    """`INDEX,RANK` as numbers: index of the world from 1, rank within it. For argparse."""
+    """Parse `INDEX,RANK`, an argparse type: index of the world, from 1, and the rank in it."""
     try:
         index, rank = map(int, text.split(","))
     except ValueError:
@@ -70,7 +70,7 @@ def place(text: str) -> tuple[int, int]:
 
 
 def device_of(backend: str, rank: int) -> torch.device:
-    """The GPU of a rank for NCCL, round-robin where there are fewer; else the CPU."""
+    """Return the device of a rank: for NCCL a GPU, which several ranks share if there are not enough; otherwise the CPU."""
     return torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -99,7 +99,7 @@ async def _take_part(step: Step, options: argparse.Namespace) -> int:
 
 
 async def _in_world(manager: WorldManager, step: Step, options: argparse.Namespace, index: int, rank: int) -> bool:
-    """All steps of one world. Gives whether they were all taken."""
+    """Run all steps in one world. Returns whether all of them finished."""
     name, device = f"world{index}", device_of(options.backend, rank)
     member = Member(manager.communicator, name, rank, device)
     try:
@@ -114,6 +114,6 @@ async def _in_world(manager: WorldManager, step: Step, options: argparse.Namespa
         print(f"caught an exception: {error}")
         return False
     print(f"{name}: finished all {options.steps} steps")
-    with contextlib.suppress(BrokenWorldException):  # leave together; whoever is through first may be gone first
+    with contextlib.suppress(BrokenWorldException):  # leave together; a faster member may have left already
         await manager.communicator.barrier(name)
     return True

@@ -1,56 +1,65 @@
-"""ResNets: load one with its weights, cut it into stages, build a stage. Knows torch and torchvision alone."""
+"""ResNets: load a model with its weights, split it into stages, build and optimize a stage.
 
-from models.architectures import MODEL_NAMES, block_names
-from models.costs import counted_costs, measure_costs
-from models.cutting import boundary_bytes, cut, same_cut
-from models.errors import ArchitectureError, LabelsError, ModelError, PreprocessingError, StageError, WeightsError
-from models.loading import LoadedModel, load_model
-from models.optimize import (
-    AS_IT_IS,
+Imports only torch, torchvision and safetensors. Start reading at `weights.loading`, then `split` and `stages`.
+"""
+
+from multiworld_serving.models.architectures import MODEL_NAMES, block_names
+from multiworld_serving.models.costs import count_multiply_adds, measure_costs
+from multiworld_serving.models.errors import (
+    ArchitectureError,
+    LabelsError,
+    ModelError,
+    PreprocessingError,
+    StageError,
+    WeightsError,
+)
+from multiworld_serving.models.optimize import (
+    NO_TUNING,
     TOLERANCE,
-    CompiledStages,
+    CompiledStageCache,
     CompileError,
     CompileRequest,
-    FixedSizes,
-    Optimized,
-    Recipe,
+    ExecutionMode,
+    OptimizedStage,
+    PaddedStage,
     Tuning,
-    compiled_recipe,
-    computing_on,
+    compiled_mode,
     deviation,
     optimize,
+    torch_threads,
 )
-from models.preprocessing import Normalize, Preprocessing
-from models.stage_spec import StageSpec
-from models.stages import (
+from multiworld_serving.models.preprocessing import Normalize, Preprocessing
+from multiworld_serving.models.split import boundary_bytes, respecify, split_model
+from multiworld_serving.models.stage_spec import StageSpec
+from multiworld_serving.models.stages import (
     Reference,
     Stage,
     build_stage,
-    reference,
     reference_stage,
     stage_input_dtype,
     stage_input_shape,
     stage_output_shape,
     stage_weights,
 )
+from multiworld_serving.models.weights.loading import LoadedModel, load_model
 
 __all__ = [
-    "AS_IT_IS",
     "MODEL_NAMES",
+    "NO_TUNING",
     "TOLERANCE",
     "ArchitectureError",
     "CompileError",
     "CompileRequest",
-    "CompiledStages",
-    "FixedSizes",
+    "CompiledStageCache",
+    "ExecutionMode",
     "LabelsError",
     "LoadedModel",
     "ModelError",
     "Normalize",
-    "Optimized",
+    "OptimizedStage",
+    "PaddedStage",
     "Preprocessing",
     "PreprocessingError",
-    "Recipe",
     "Reference",
     "Stage",
     "StageError",
@@ -60,19 +69,18 @@ __all__ = [
     "block_names",
     "boundary_bytes",
     "build_stage",
-    "compiled_recipe",
-    "computing_on",
-    "counted_costs",
-    "cut",
+    "compiled_mode",
+    "count_multiply_adds",
     "deviation",
     "load_model",
     "measure_costs",
     "optimize",
-    "reference",
     "reference_stage",
-    "same_cut",
+    "respecify",
+    "split_model",
     "stage_input_dtype",
     "stage_input_shape",
     "stage_output_shape",
     "stage_weights",
+    "torch_threads",
 ]

@@ -1,7 +1,7 @@
-"""The five ResNets: their names, their units of cutting, and how they are built.
+"""The five ResNets: names, blocks, and construction.
 
-The *blocks* (units of cutting) of a ResNet are the stem (conv1, bn1, relu, maxpool), each residual block
-("layer1.0", ...), and the head (avgpool, flatten, fc). One tensor flows between two blocks: a cut costs one transfer.
+A *block* is the smallest unit of a partition: the stem (conv1, bn1, relu, maxpool), each residual block ("layer1.0", ...), and the head
+(avgpool, flatten, fc). One tensor flows between consecutive blocks, so each stage boundary costs one transfer.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.models import resnet
 
-from models.errors import ModelError
+from multiworld_serving.models.errors import ModelError
 
 _STEM = ("conv1", "bn1", "relu", "maxpool")
 _LAYER_CHANNELS = (64, 128, 256, 512)
@@ -27,7 +27,7 @@ class Architecture:
     name: str
     builder: Callable[..., Any]
     weights_enum: Any
-    """torchvision's enum of the published weights of this model."""
+    """torchvision's enum of published weights."""
     kind: str
     """"basic" or "bottleneck": the residual block."""
     layers: tuple[int, int, int, int]
@@ -35,12 +35,12 @@ class Architecture:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Names of the units of cutting, in the order in which data flows."""
+        """Names of the blocks in data-flow order."""
         residual = (f"layer{i}.{j}" for i, count in enumerate(self.layers, start=1) for j in range(count))
         return ("stem", *residual, "head")
 
     def output_shape(self, block: int, image_size: int, num_classes: int) -> tuple[int, ...]:
-        """Shape without the batch dimension of what block number `block` puts out, for square images."""
+        """Output shape of block number `block` without the batch dimension, for square images."""
         name = self.blocks[block]
         if name == "head":
             return (num_classes,)
@@ -69,11 +69,7 @@ MODEL_NAMES: tuple[str, ...] = tuple(ARCHITECTURES)
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture called `name`.
-
-    Raises:
-        ModelError: there is none; the message lists those there are.
-    """
+    """The architecture with this name. Raises ModelError if it is unknown."""
     try:
         return ARCHITECTURES[name]
     except (KeyError, TypeError):
@@ -81,21 +77,17 @@ def architecture(name: str) -> Architecture:
 
 
 def block_names(name: str) -> tuple[str, ...]:
-    """Units of cutting of model `name`: "stem", "layer1.0", ..., "head".
-
-    Raises:
-        ModelError: unknown model.
-    """
+    """Blocks of a model: "stem", "layer1.0", ..., "head". Raises ModelError for an unknown model."""
     return architecture(name).blocks
 
 
 @lru_cache(maxsize=16)
-def blueprint(name: str, num_classes: int) -> nn.Module:
-    """The whole model on the meta device: right names, shapes and dtypes, but neither memory nor random numbers.
+def meta_model(name: str, num_classes: int) -> nn.Module:
+    """The whole model on the meta device: names, shapes and dtypes without memory. In eval mode, without gradients.
 
-    In eval mode, with gradients off. Kept (a ResNet-152 takes 0.3 s) and shared: copy what is to be changed.
+    Cached (building a ResNet-152 takes 0.3 s) and shared: copy it before changing it.
     """
-    # Not an inference tensor even when first called in inference mode: copies of it must take weights later.
+    # Not inference tensors, even if first called in inference mode: weights are loaded into copies later.
     with torch.inference_mode(False), torch.device("meta"):
         model = architecture(name).builder(weights=None, num_classes=num_classes)
     assert isinstance(model, nn.Module)
@@ -103,14 +95,11 @@ def blueprint(name: str, num_classes: int) -> nn.Module:
 
 
 def block_modules(model: nn.Module, block: str) -> list[tuple[str, nn.Module]]:
-    """The modules of one block with torchvision's names for them, in the order in which data flows.
-
-    They are the model's own modules, not copies.
-    """
+    """The modules of one block with torchvision's names, in data-flow order. They are not copied."""
     if block == "stem":
         return [(name, model.get_submodule(name)) for name in _STEM]
     if block == "head":
-        # torchvision calls torch.flatten(x, 1) here, which is no module of its own.
+        # torchvision calls torch.flatten(x, 1) here instead of a module.
         return [
             ("avgpool", model.get_submodule("avgpool")),
             ("flatten", nn.Flatten(1)),

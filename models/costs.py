@@ -1,4 +1,4 @@
-"""What each block of a model costs: counted from the architecture, or measured on a device."""
+"""Compute cost of each block: counted from the architecture, or measured on a device."""
 
 import copy
 import statistics
@@ -9,23 +9,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from models.architectures import block_modules, block_names, blueprint
-from models.errors import ModelError
-from models.loading import LoadedModel
-from models.preprocessing import Normalize, check_image_size
+from multiworld_serving.models.architectures import block_modules, block_names, meta_model
+from multiworld_serving.models.errors import ModelError
+from multiworld_serving.models.preprocessing import Normalize, check_image_size
+from multiworld_serving.models.weights.loading import LoadedModel
 
 
 @lru_cache(maxsize=64)
-def counted_costs(name: str, image_size: int, *, num_classes: int = 1000) -> tuple[int, ...]:
+def count_multiply_adds(name: str, image_size: int, *, num_classes: int = 1000) -> tuple[int, ...]:
     """Multiply-adds of each block for one square image of `image_size` pixels, in the order of `block_names(name)`.
 
-    Counts convolutions and the last layer, as papers do; what the others cost is small and proportional.
+    Counts convolutions and the last layer, as is usual in papers; the other operations are cheap and roughly proportional.
 
     Raises:
         ModelError: unknown model, image size out of range.
     """
     check_image_size(image_size)
-    model = copy.deepcopy(blueprint(name, num_classes))
+    model = copy.deepcopy(meta_model(name, num_classes))
     count = 0
 
     def add(module: nn.Module, _args: object, output: Tensor) -> None:
@@ -55,13 +55,12 @@ def measure_costs(
     repeats: int = 5,
     warmup: int = 2,
 ) -> tuple[float, ...]:
-    """Seconds that each block takes for a batch on `device`: the median of `repeats` passes, in order of `block_names`.
+    """Seconds per block for a batch on `device`: the median of `repeats` passes, in the order of `block_names`.
 
-    Blocks, for about `warmup + repeats` times a whole inference. The model itself is left where it is; on another
-    device than the CPU a copy of its weights is made.
+    Blocks for about `warmup + repeats` inferences. The model is not moved; devices other than the CPU use a copy of its weights.
 
     Raises:
-        ModelError: sizes or counts below 1.
+        ModelError: a size or count is too small.
         RuntimeError: torch cannot use the device.
     """
     size = check_image_size(model.preprocessing.crop_size if image_size is None else image_size)

@@ -1,20 +1,19 @@
-"""What a person can get wrong about a model.
+"""Errors that the user of a model can cause.
 
     ValueError
-    └── ModelError              everything below; catch this one at the edge
-        ├── WeightsError        weights cannot be had or read: name, file, download. Try again after mending it.
-        ├── ArchitectureError   weights were read, but they are another model's. Not recoverable.
+    └── ModelError              base class; catch this one
+        ├── WeightsError        weights cannot be found, downloaded or read. Fix the name, file or network and retry.
+        ├── ArchitectureError   the weights belong to another model. Not recoverable.
         ├── LabelsError         labels cannot be read, or do not match the number of classes.
-        ├── PreprocessingError  image size, mean or std out of range.
-        └── StageError          a cut or a stage that this model cannot have.
+        ├── PreprocessingError  image size, mean or std is out of range.
+        └── StageError          a partition or stage that the model cannot have.
 
-Each message is one line: what was wrong, what was expected, what to do. Nothing is left half done: an error means that
-no model, stage or file was made.
+Each message is one line: what was wrong, what was expected, what to do. After an error no model, stage or file has been created.
 """
 
 
 class ModelError(ValueError):
-    """Bad input of a person about a model."""
+    """Base class of errors about a model."""
 
 
 class WeightsError(ModelError):
@@ -30,8 +29,8 @@ class LabelsError(ModelError):
 
 
 class PreprocessingError(ModelError):
-    """An image size, mean or std that makes no sense."""
+    """An image size, mean or std is invalid."""
 
 
 class StageError(ModelError):
-    """A cut, or a description of a stage, that does not fit the model."""
+    """A partition or a stage spec is invalid for the model."""

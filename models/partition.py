@@ -1,9 +1,9 @@
-"""Where to cut a chain of blocks: dynamic programming over the boundaries. Pure arithmetic."""
+"""Partitions a chain of blocks into stages by dynamic programming."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from models.errors import StageError
+from multiworld_serving.models.errors import StageError
 
 _Score = tuple[float, float]
 
@@ -15,17 +15,16 @@ def partition(
     *,
     transfers: Sequence[float] | None = None,
 ) -> list[tuple[int, int]]:
-    """Cut blocks into `num_stages` contiguous stages such that the slowest stage is as fast as possible.
+    """Partition blocks into `num_stages` contiguous stages that minimise the cost of the slowest stage.
 
-    Among the cuts with the same slowest stage, the one that moves least between stages is chosen, and among those the
-    most even one (smallest sum of squared stage costs).
+    Ties are broken by the least data moved between stages, then by the most even partition (smallest sum of squared stage costs).
 
     Args:
-        costs: of each block, 0 or more, any unit.
+        costs: cost of each block, >= 0, in any unit.
         num_stages: from 1 to the number of blocks.
-        boundaries: cost of moving the output of each block but the last to the next one, any unit.
-        transfers: what a stage spends on taking in or giving out the tensor at each boundary, in the unit of `costs`;
-            it counts for the stage before and for the stage behind. None: nothing.
+        boundaries: data moved after each block except the last, in any unit.
+        transfers: cost of receiving or sending the tensor at each boundary, in the unit of `costs`, added to the stages on both
+            sides. None: 0.
     Returns:
         (first, end) of each stage, end exclusive, in order.
     Raises:
@@ -43,7 +42,7 @@ def partition(
 
 
 class _StageCost:
-    """What a stage from block `first` up to block `end` costs, its transfers included."""
+    """Cost of a stage of blocks `first` to `end` (exclusive), including its transfers."""
 
     def __init__(self, costs: Sequence[float], transfers: Sequence[float]) -> None:
         self.num_blocks = len(costs)
@@ -55,30 +54,30 @@ class _StageCost:
 
 
 def _slowest_stage(cost_of: _StageCost, num_stages: int) -> float:
-    """Cost of the slowest stage in the best cut."""
+    """Cost of the slowest stage in the best partition."""
     num_blocks = cost_of.num_blocks
-    slowest = {end: cost_of(0, end) for end in range(1, num_blocks + 1)}  # of one stage that ends at `end`
+    slowest = {end: cost_of(0, end) for end in range(1, num_blocks + 1)}  # with one stage, by its end
     for stages in range(2, num_stages + 1):
         slowest = {
-            end: min(max(slowest[cut], cost_of(cut, end)) for cut in range(stages - 1, end))
+            end: min(max(slowest[start], cost_of(start, end)) for start in range(stages - 1, end))
             for end in range(stages, num_blocks + 1)
         }
     return slowest[num_blocks]
 
 
 def _best_ends(cost_of: _StageCost, num_stages: int, limit: float, boundaries: Sequence[float]) -> tuple[int, ...]:
-    """Ends of the stages of the best cut without a stage above `limit`.
+    """Ends of the stages of the best partition without a stage above `limit`.
 
-    A second pass, because what comes second is additive only among cuts that all keep the limit: a prefix that is
-    not the fastest may be part of the best cut when a later stage is the slowest anyway.
+    This is a second pass because the tie-breakers are additive only among partitions within the limit: a prefix that is not the fastest
+    may be part of the best partition if a later stage is the slowest.
     """
     num_blocks = cost_of.num_blocks
     best: dict[int, tuple[_Score, tuple[int, ...]]] = {0: ((0, 0), ())}  # by end of the last stage so far
     for _ in range(num_stages):
         following: dict[int, tuple[_Score, tuple[int, ...]]] = {}
-        for cut, ((moved, squares), ends) in best.items():
-            for end in range(cut + 1, num_blocks + 1):
-                cost = cost_of(cut, end)
+        for start, ((moved, squares), ends) in best.items():
+            for end in range(start + 1, num_blocks + 1):
+                cost = cost_of(start, end)
                 if cost > limit:
                     continue  # a later boundary may be cheaper to cross
                 crossing = boundaries[end - 1] if end < num_blocks else 0

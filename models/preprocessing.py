@@ -1,7 +1,6 @@
-"""How an image becomes the input of a model.
+"""Preprocessing of images.
 
-Resizing and cropping to uint8 happen where the image comes in; normalisation is part of the first stage (`Normalize`),
-so that uint8 travels.
+The frontend resizes and crops to uint8. Normalisation is part of the first stage (`Normalize`), so that uint8 is transferred.
 """
 
 import math
@@ -12,31 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.errors import PreprocessingError
+from multiworld_serving.models.errors import PreprocessingError
 
 MAX_IMAGE_SIZE = 4096
-"""Largest side in pixels of what a model is given: it bounds the memory of a batch."""
+"""Largest side in pixels of a model's input. It bounds the memory of a batch."""
 
 
 def check_image_size(size: int, field: str = "image_size") -> int:
-    """`size` itself, if it is a side in pixels that a model can be given.
-
-    Raises:
-        PreprocessingError: it is not.
-    """
+    """Return `size` if it is a valid side in pixels. Raises PreprocessingError."""
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_IMAGE_SIZE:
         raise PreprocessingError(f"{field} is {size!r}; expected a whole number from 1 to {MAX_IMAGE_SIZE} pixels")
     return size
 
 
 def check_channels(values: Sequence[float], field: str, *, positive: bool = False) -> tuple[float, float, float]:
-    """`values` as three floats, one a colour channel.
+    """`values` as three floats, one per channel.
 
     Raises:
-        PreprocessingError: not three finite numbers, or not above 0 where `positive`.
+        PreprocessingError: not three finite numbers, or not above 0 if `positive`.
     """
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != 3:
-        raise PreprocessingError(f"{field} is {values!r}; expected three numbers, one a colour channel (R, G, B)")
+        raise PreprocessingError(f"{field} is {values!r}; expected three numbers, one per channel (R, G, B)")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise PreprocessingError(f"{field} contains {value!r}; expected three finite numbers")
@@ -48,7 +43,7 @@ def check_channels(values: Sequence[float], field: str, *, positive: bool = Fals
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From a decoded image to the input of the model, as torchvision's `ImageClassification` does it.
+    """Preprocessing from a decoded image to the model's input, as in torchvision's `ImageClassification`.
 
     Resize the shorter side to `resize_size`, crop the centre `crop_size` square (both in pixels), scale to 0..1,
     subtract `mean`, divide by `std` (R, G, B, of images in 0..1).
@@ -74,12 +69,12 @@ class Preprocessing:
         object.__setattr__(self, "std", check_channels(self.std, "std", positive=True))
 
     @classmethod
-    def of_weights(cls, weights: Any) -> "Preprocessing":
-        """What torchvision's metadata says for these published weights (a member of a `WeightsEnum`)."""
+    def from_weights(cls, weights: Any) -> "Preprocessing":
+        """Preprocessing in the metadata of torchvision's published weights (a member of a `WeightsEnum`)."""
         preset = weights.transforms()
         return cls(preset.resize_size[0], preset.crop_size[0], tuple(preset.mean), tuple(preset.std))
 
-    def overridden(
+    def with_overrides(
         self,
         *,
         image_size: int | None = None,
@@ -87,7 +82,7 @@ class Preprocessing:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> "Preprocessing":
-        """A copy with what is given replaced. `image_size` is the crop, and the resize too unless that is given.
+        """A copy with the given values. `image_size` sets the crop, and the resize too unless `resize_size` is given.
 
         Raises:
             PreprocessingError: a value is out of range.
@@ -103,10 +98,9 @@ class Preprocessing:
 
 
 class Normalize(nn.Module):
-    """uint8 [B,3,H,W] in 0..255 to float32 (x / 255 - mean) / std, in the very operations of torchvision's transform.
+    """uint8 [B,3,H,W] in 0..255 to float32 (x / 255 - mean) / std, with the same operations as torchvision's transform.
 
-    The only place where images are normalised: the first stage and the unsplit reference both use it. Holds no state
-    that is saved: mean and std travel in the stage's description.
+    Used by the first stage and by the unsplit reference. Has no saved state: mean and std are part of the stage spec.
     """
 
     mean: Tensor
@@ -121,7 +115,7 @@ class Normalize(nn.Module):
         """Returns a new float32 tensor of the same shape; `images` is not changed.
 
         Raises:
-            PreprocessingError: not uint8, or not [B,3,H,W]. Floats would be divided by 255 a second time, in silence.
+            PreprocessingError: not uint8, or not [B,3,H,W]. Floats would silently be divided by 255 again.
         """
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
             raise PreprocessingError(

@@ -1,42 +1,42 @@
-"""What a worker must know to build its stage: small, checked, and sent as JSON."""
+"""Description of a stage, from which a worker builds it: validated, and sent as JSON."""
 
 import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
 
-from models.architectures import MODEL_NAMES, architecture
-from models.errors import PreprocessingError, StageError
-from models.fitting import MAX_CLASSES
-from models.preprocessing import check_channels
+from multiworld_serving.models.architectures import MODEL_NAMES, architecture
+from multiworld_serving.models.errors import PreprocessingError, StageError
+from multiworld_serving.models.preprocessing import check_channels
+from multiworld_serving.models.weights.state_dict import MAX_CLASSES
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A contiguous run of blocks of a model. It holds no weights.
+    """A contiguous range of blocks of a model, without weights.
 
     Raises:
-        StageError: fields that no cut of this model can have. So a spec that exists is one that can be built.
+        StageError: no partition of this model has such a stage. So every existing spec can be built.
     """
 
     model: str
     """As in `MODEL_NAMES`."""
     version: str
-    """Which weights belong to it, as in `LoadedModel.version`."""
+    """Version of its weights, as in `LoadedModel.version`."""
     num_classes: int
     """Number of classes of the last layer."""
     index: int
-    """Which stage of the pipeline, from 0."""
+    """Index of the stage in the pipeline, from 0."""
     num_stages: int
-    """How many stages the pipeline has."""
+    """Number of stages in the pipeline."""
     first_block: int
     """Index in `block_names(model)` of the first block of this stage."""
     end_block: int
     """Index of the block after the last one of this stage."""
     mean: tuple[float, float, float]
-    """Of each channel (R, G, B) of images in 0..1. The first stage normalises with it."""
+    """Mean of each channel (R, G, B) of images in 0..1, for normalisation in the first stage."""
     std: tuple[float, float, float]
-    """Of each channel, likewise."""
+    """Standard deviation of each channel, likewise."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or self.model not in MODEL_NAMES:
@@ -61,12 +61,12 @@ class StageSpec:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes images."""
+        """Whether the input is images."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it puts out probabilities."""
+        """Whether the output is probabilities."""
         return self.index == self.num_stages - 1
 
     @property

@@ -1,7 +1,6 @@
-"""A stage of a model: built from its description, or out of the loaded model; and the unsplit reference.
+"""Stages of a model, built from a spec or from a loaded model, and the unsplit reference.
 
-Stages composed in float32 are, bit for bit, the unsplit model on the same machine: the same modules run in the same
-order on the same tensors.
+Stages composed in float32 are bit-identical to the unsplit model on the same machine: the same modules run in the same order.
 """
 
 import copy
@@ -10,15 +9,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from models.architectures import architecture, block_modules, blueprint
-from models.errors import StageError
-from models.loading import LoadedModel
-from models.preprocessing import Normalize, check_image_size
-from models.stage_spec import StageSpec
+from multiworld_serving.models.architectures import architecture, block_modules, meta_model
+from multiworld_serving.models.errors import StageError
+from multiworld_serving.models.preprocessing import Normalize, check_image_size
+from multiworld_serving.models.stage_spec import StageSpec
+from multiworld_serving.models.weights.loading import LoadedModel
 
 
 class Stage(nn.Module):
-    """A contiguous run of blocks, in eval mode, gradients off. Its state dict has torchvision's names.
+    """A contiguous range of blocks, in eval mode without gradients. Its state dict has torchvision's names.
 
     `forward` takes uint8 images [B,3,H,W] in the first stage (and normalises them), float32 activations [B,C,h,w]
     otherwise; it returns float32 activations, or in the last stage float32 probabilities [B,num_classes]. The input is
@@ -26,7 +25,7 @@ class Stage(nn.Module):
     """
 
     def __init__(self, spec: StageSpec, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """`modules`: those of the stage's blocks with torchvision's names, in order. They are taken, not copied."""
+        """`modules`: modules of the stage's blocks with torchvision's names, in order. They are not copied."""
         super().__init__()
         self.spec = spec
         if spec.is_first:
@@ -50,7 +49,7 @@ class Stage(nn.Module):
         """See the class.
 
         Raises:
-            PreprocessingError: the first stage was given something else than uint8 [B,3,H,W].
+            PreprocessingError: the input of the first stage is not uint8 [B,3,H,W].
         """
         for module in self.children():
             batch = module(batch)
@@ -58,7 +57,7 @@ class Stage(nn.Module):
 
 
 class Reference(nn.Module):
-    """The unsplit model with the stages' normalisation and softmax: uint8 [B,3,H,W] to float32 [B,num_classes]."""
+    """The unsplit model with normalisation and softmax: uint8 [B,3,H,W] to float32 [B,num_classes]. Shares the model's weights."""
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__()
@@ -77,24 +76,18 @@ class Reference(nn.Module):
         return probabilities
 
 
-def reference(model: LoadedModel) -> Reference:
-    """The unsplit model as a callable. Shares the weights of `model`, copies nothing."""
-    return Reference(model)
-
-
 def build_stage(spec: StageSpec) -> Stage:
-    """A stage on the CPU whose weights are uninitialised memory: `load_state_dict(weights, strict=True)` comes next.
+    """A stage on the CPU with uninitialised weights: call `load_state_dict(weights, strict=True)` next.
 
-    Cheap: memory for this stage's weights alone, nothing is drawn at random. A strict load raises RuntimeError when a
-    name or shape is missing, unknown or different.
+    Allocates memory for this stage only. A strict load raises RuntimeError if a name or shape does not match.
     """
-    whole = blueprint(spec.model, spec.num_classes)
+    whole = meta_model(spec.model, spec.num_classes)
     modules = [named for block in spec.blocks for named in block_modules(whole, block)]
     return Stage(spec, [(name, copy.deepcopy(module).to_empty(device="cpu")) for name, module in modules])
 
 
 def reference_stage(model: LoadedModel, spec: StageSpec) -> Stage:
-    """The stage with the weights of `model`, ready to run. It shares them: `copy.deepcopy` it before moving it.
+    """The stage with the weights of `model`, ready to run. Weights are shared: `copy.deepcopy` it before moving it.
 
     Raises:
         StageError: `spec` belongs to another model, or to other weights or preprocessing of it.
@@ -104,9 +97,9 @@ def reference_stage(model: LoadedModel, spec: StageSpec) -> Stage:
 
 
 def stage_weights(model: LoadedModel, spec: StageSpec) -> dict[str, Tensor]:
-    """What `build_stage(spec).load_state_dict(..., strict=True)` takes: weights and buffers by torchvision's names.
+    """The state dict for `build_stage(spec).load_state_dict(..., strict=True)`, by torchvision's names.
 
-    Float32 (int64 scalars for BatchNorm's counters), CPU, contiguous; they share memory with `model`, so do not write.
+    Float32 (int64 scalars for BatchNorm's counters), CPU, contiguous. The tensors share memory with `model`: do not modify them.
 
     Raises:
         StageError: `spec` belongs to another model, or to other weights or preprocessing of it.
@@ -115,7 +108,7 @@ def stage_weights(model: LoadedModel, spec: StageSpec) -> dict[str, Tensor]:
 
 
 def stage_input_shape(spec: StageSpec, image_size: int) -> tuple[int, ...]:
-    """Shape without the batch dimension of what the stage takes: (3, H, W) uint8 in the first, else (C, h, w) float32.
+    """Input shape without the batch dimension: (3, H, W) uint8 in the first stage, else (C, h, w) float32.
 
     Raises:
         PreprocessingError: `image_size` (side in pixels of the square image) is out of range.
@@ -127,7 +120,7 @@ def stage_input_shape(spec: StageSpec, image_size: int) -> tuple[int, ...]:
 
 
 def stage_output_shape(spec: StageSpec, image_size: int) -> tuple[int, ...]:
-    """Shape without the batch dimension of what the stage returns, float32: (C, h, w), or (num_classes,) in the last.
+    """Output shape without the batch dimension, float32: (C, h, w), or (num_classes,) in the last stage.
 
     Raises:
         PreprocessingError: `image_size` (side in pixels of the square image) is out of range.
@@ -136,7 +129,7 @@ def stage_output_shape(spec: StageSpec, image_size: int) -> tuple[int, ...]:
 
 
 def stage_input_dtype(spec: StageSpec) -> torch.dtype:
-    """torch.uint8 in the first stage, else torch.float32. The output is float32 in every stage."""
+    """torch.uint8 in the first stage, else torch.float32. The output of every stage is float32."""
     return torch.uint8 if spec.is_first else torch.float32
 
 
@@ -145,5 +138,5 @@ def _check_belongs(model: LoadedModel, spec: StageSpec) -> None:
     ours = (model.name, model.version, model.num_classes, model.preprocessing.mean, model.preprocessing.std)
     if theirs != ours:
         raise StageError(
-            f"stage {spec.index} belongs to {theirs}, not to the loaded model {ours}; cut that model again"
+            f"stage {spec.index} belongs to {theirs}, not to the loaded model {ours}; split that model again"
         )

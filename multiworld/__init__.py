@@ -1,14 +1,20 @@
-"""Fault-isolated worlds: many independent process groups in one process, on stock PyTorch.
+"""Fault-isolated process groups ("worlds"): one process is a member of many, on stock PyTorch.
 
     async with WorldManager() as manager:
         await manager.initialize_world("world1", rank, 2, addr="127.0.0.1", port=29500)
         await manager.communicator.send(tensor, 1, "world1")
 
-A failure in one world raises BrokenWorldException there, and is not felt in any other.
+A failure in one world raises BrokenWorldException there and has no effect on other worlds.
+
+This package does not import `multiworld_serving` or `multiworld_client`; pyproject.toml lists the order of its layers. Start with
+manager.py (the public entry), then world.py (the life of one world) and errors.py.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
+from multiworld.communicator import WorldCommunicator
+from multiworld.control.loop import WatchDog
+from multiworld.control.query import ask
 from multiworld.errors import (
     AskError,
     BrokenWorldException,
@@ -21,16 +27,13 @@ from multiworld.errors import (
     WorldNotFoundError,
 )
 from multiworld.events import WorldEvent
-from multiworld.operation import Operation
-from multiworld.question import ask
-from multiworld.watchdog import WatchDog
+from multiworld.manager import WorldManager
+from multiworld.ops.operation import Operation
 from multiworld.world import World, WorldState
-from multiworld.world_communicator import WorldCommunicator
-from multiworld.world_manager import WorldManager
 
 try:
     __version__ = version("multiworld-serving")
-except PackageNotFoundError:  # run from a checkout that was never installed
+except PackageNotFoundError:  # runs from a checkout that is not installed
     __version__ = "0"
 
 __all__ = [

@@ -1,41 +1,48 @@
-"""What can go wrong with a world.
+"""The exceptions of the library, and the causes of a broken world.
 
     MultiWorldError
     ├── WorldError                  carries `world_name`
-    │   ├── BrokenWorldException    a member failed; the world is gone for good, join again under the next epoch
-    │   │   └── WorldNotFoundError  no world of that name was opened here, or it was removed: a bug of the caller; also a ValueError
-    │   ├── WorldClosedError        we closed it ourselves and used it afterwards: a bug of the caller
+    │   ├── BrokenWorldException    a member failed; the world cannot be used any more: join again for the next generation (epoch)
+    │   │   └── WorldNotFoundError  this process opened no world of that name, or removed it: a bug of the caller; also a ValueError
+    │   ├── WorldClosedError        this process closed the world and used it afterwards: a bug of the caller
     │   ├── WorldExistsError        a world of that name is open here: close it, or choose another name; also a ValueError
-    │   └── JoinError               the world did not form (nobody there, refused, wrong secret); trying again may help
-    └── AskError                    a question to another process found no answer; asking again may help
+    │   └── JoinError               the world did not form (rank 0 not reachable, refused, wrong secret); a retry may succeed
+    └── AskError                    a query to another process got no answer; a retry may succeed
 
-`broken` means that somebody else failed, `closed` that we said goodbye (the words are anyio's).
+As in anyio, `broken` means that the world failed or another member left, and `closed` that this process closed it.
 """
 
 from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why a world broke; the same words stand in logs, metrics and on the lifeline."""
+    """Why a world broke. Logs, metrics and the control connection use the same words."""
 
-    EXIT = "exit"  # the member's process is gone: its lifeline ended
-    HANG = "hang"  # nothing heard for `heartbeat_timeout_s`: frozen, or cut off
-    TRANSPORT = "transport"  # the group's connections failed while the member's lifeline was well
-    LEFT = "left"  # the member said goodbye
-    TIMEOUT = "timeout"  # an operation outlasted the time that its caller gave it
-    ERROR = "error"  # the members disagree on an operation: which one, its sizes, its dtype
-    ABORTED = "aborted"  # an operation was cancelled, or a member gave the world up on purpose
+    EXIT = "exit"  # the member's process ended: its control connection closed
+    HANG = "hang"  # no heartbeat for `heartbeat_timeout_s`: the member is frozen or cut off (the service also: no answer to a batch)
+    STALLED = "stalled"  # heartbeats arrive, but the member's event loop has not run for `loop_stall_timeout_s`
+    TRANSPORT = "transport"  # a data connection failed while the control connection worked
+    LEFT = "left"  # the member closed the world
+    TIMEOUT = "timeout"  # an operation exceeded its caller's timeout
+    ERROR = "error"  # the members disagree on an operation (which one, sizes, dtype), or the peer broke the protocol
+    LOCAL = "local"  # the member itself failed: no memory, no thread, or its backend refused an operation
+    ABORTED = "aborted"  # an operation was cancelled, or a member aborted the world
 
 
 class MultiWorldError(Exception):
-    """Root of everything that this library raises on purpose."""
+    """Base class of the exceptions of this library. Invalid arguments raise ValueError or TypeError instead."""
 
 
 class WorldError(MultiWorldError):
-    """Something about one world."""
+    """An error of one world.
+
+    Attributes:
+        world_name: the name of the world.
+        message: the text without the name.
+    """
 
     def __init__(self, world_name: str, message: str) -> None:
-        super().__init__(world_name, message)  # args mirror the signature, so that pickling works
+        super().__init__(world_name, message)  # args equal the parameters, so that pickling works
         self.world_name = world_name
         self.message = message
 
@@ -44,17 +51,18 @@ class WorldError(MultiWorldError):
 
 
 class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users catch it by this name
-    """A member of the world failed. Every pending and later operation of this world raises it; no other world notices.
+    """A member of the world failed or left. Every pending and later operation of this world raises it; other worlds are not affected.
 
-    The world never heals: join again under the same name, which makes the next epoch.
+    The world cannot be used any more. Join again under the same name for the next generation (epoch).
 
     Attributes:
         cause: a `Cause`.
-        rank: rank of the member that failed, in this world; -1 where it cannot be told.
+        rank: rank of the failed member in this world; -1 if it is not known.
+        detail: what was observed; may be empty.
     """
 
     def __init__(self, world_name: str, cause: Cause | str = Cause.TRANSPORT, rank: int = -1, detail: str = "") -> None:
-        """`cause` may also be a mere message, as pymultiworld's users make this exception."""
+        """`cause` may also be a message without a `Cause`, for compatibility with pymultiworld; the cause is TRANSPORT then."""
         who = f"rank {rank}" if rank >= 0 else "a member"
         told = isinstance(cause, Cause)
         super().__init__(world_name, f"{who}, cause {cause}" + (f" ({detail})" if detail else "") if told else cause)
@@ -68,33 +76,33 @@ class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users cat
 
     @property
     def _world_name(self) -> str:
-        """pymultiworld's name of `world_name`."""
+        """The name of `world_name` in pymultiworld."""
         return self.world_name
 
     @property
     def _msg(self) -> str:
-        """pymultiworld's name of `message`."""
+        """The name of `message` in pymultiworld."""
         return self.message
 
 
 class WorldClosedError(WorldError):
-    """The world was closed by this process."""
+    """This process closed the world. Join again to use it."""
 
 
 class WorldNotFoundError(BrokenWorldException, ValueError):
-    """This process never opened a world of that name, or removed it. The two bases are what pymultiworld raises then."""
+    """This process opened no world of that name, or removed it. It has two bases because pymultiworld raises both types in this case."""
 
     def __str__(self) -> str:
         return f"world {self.world_name!r}: {self.message}"
 
 
 class WorldExistsError(WorldError, ValueError):
-    """This process has a world of that name already."""
+    """This process has an open world of that name. The open world is not affected."""
 
 
 class JoinError(WorldError):
-    """The world did not form in time, or its host refused us. Nothing is left behind; trying again is safe."""
+    """The world did not form in time, or rank 0 refused this member. Everything is freed; a retry is safe."""
 
 
 class AskError(MultiWorldError):
-    """`ask` got no answer: nobody listens there, the secret is wrong, or the other side failed."""
+    """`ask` got no answer: the server is not reachable, refused the question, or failed. A wrong secret raises PermissionError instead."""

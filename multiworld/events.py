@@ -1,4 +1,4 @@
-"""What happened to the worlds of a process, as a stream."""
+"""A stream of the state changes of all worlds of a process."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,16 @@ from typing import Literal
 from multiworld.errors import Cause
 
 _QUEUE_LIMIT = 10_000
+"""Unread events per reader. With more, the reader loses the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldEvent:
-    """One change of one world.
+    """A state change of one world.
 
     Attributes:
-        cause, rank: why it broke and who failed; None unless `kind` is "broken".
-        at_s: when, as `time.monotonic()`.
+        cause, rank: the cause and the rank of the failed member (-1 if not known); None unless `kind` is "broken".
+        at_s: time of the event, by `time.monotonic`.
     """
 
     kind: Literal["joined", "broken", "closed"]
@@ -32,24 +33,27 @@ class WorldEvent:
 
 
 class EventStream:
-    """Hands every event to every reader, on the reader's own loop. `publish` may be called from any thread."""
+    """Delivers every event to every reader, on the reader's event loop. `publish` may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Weak: a stream that is dropped, even one that was never read, takes its queue along.
+        # Weak keys: when a reader drops its iterator, its queue is removed, even if it was never read.
         self._readers: weakref.WeakKeyDictionary[asyncio.Queue[WorldEvent | None], asyncio.AbstractEventLoop]
         self._readers = weakref.WeakKeyDictionary()
 
     def publish(self, event: WorldEvent | None) -> None:
-        """None ends the streams."""
+        """Deliver `event` to all current readers. None ends their iterators."""
         with self._lock:
             readers = list(self._readers.items())
         for queue, loop in readers:
-            with contextlib.suppress(RuntimeError):  # that reader's loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop of this reader is closed
                 loop.call_soon_threadsafe(_put, queue, event)
 
     def subscribe(self) -> AsyncIterator[WorldEvent]:
-        """Every event from this call on, also those before the first `async for` step. A reader that lags loses the oldest."""
+        """Return an iterator over all events from this call on. Call it on an event loop.
+
+        At most 10000 unread events are kept; a slow reader loses the oldest.
+        """
         queue: asyncio.Queue[WorldEvent | None] = asyncio.Queue(_QUEUE_LIMIT)
         with self._lock:
             self._readers[queue] = asyncio.get_running_loop()

@@ -1,16 +1,17 @@
-"""One world: a process group, its store, its watch and its state.
+"""One world: a process group with its store, monitor, operations and state.
 
-    joining ──▶ ready ──▶ broken     a member failed
-       │          └─────▶ closed     we said goodbye
+    joining ──▶ ready ──▶ broken     a member failed or left
+       │          └─────▶ closed     this process closed it
        └──▶ broken | closed          it never formed
 
-A world never heals. `break_` is the only way into `broken`, from whatever thread sees the failure first; a thread of its own then
-aborts the group, wakes everybody who waits, and frees threads, sockets and memory.
+An ended world stays ended. `break_` is the only transition to `broken`; the thread that first sees the failure calls it. A teardown thread
+then aborts the group, fails the pending operations, and frees threads, sockets and memory.
 """
 
 import _thread
 import asyncio
 import logging
+import math
 import socket
 import threading
 import time
@@ -21,33 +22,35 @@ from typing import Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
-from multiworld import messages
-from multiworld.arguments import Ranks
-from multiworld.board import Board, board_of
+from multiworld.config import WorldConfig
+from multiworld.control.loop import Timer, WatchDog
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
-from multiworld.forming import AnyWatch, Forming
-from multiworld.operation import Operation, Plan
-from multiworld.process_group import abort_process_group
-from multiworld.reception import Reception
-from multiworld.rendezvous import Roster, Watch
-from multiworld.store import LifelineStore
-from multiworld.traffic import Traffic
-from multiworld.watchdog import WatchDog
-from multiworld.world_config import WorldConfig
+from multiworld.execution.process_group import abort_process_group
+from multiworld.executor import OperationExecutor
+from multiworld.membership.acceptor import Acceptor
+from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
+from multiworld.membership.monitor import HostSession, MembershipMonitor
+from multiworld.membership.store import ControlStore
+from multiworld.ops import p2p as messages
+from multiworld.ops.operation import Operation, Plan
+from multiworld.ops.validation import Ranks
+from multiworld.transport.poller import Poller, poller_of
 
 logger = logging.getLogger(__name__)
 
 _VERDICT_GRACE_S = 0.5
-"""When the group's connections fail first, the lifeline has this long to say what really happened."""
+"""When a data connection fails first, wait this long for the control connection to report the cause."""
 _DRAIN_S = 0.2
-"""When a member leaves, operations pending elsewhere have this long to complete."""
+"""When a member leaves, pending operations of the other members have this long to complete."""
 _LINGER_S = 1.0
-"""How long a leaving member waits for the others to have drained."""
+"""How long a member waits until all members have drained, after one has left."""
 _READ_S = 0.02
-"""How often what comes meanwhile is read, for an event loop that stands still."""
+"""Interval at which the teardown thread reads the data connections in the meantime, because the event loop may be blocked."""
 _RECLAIM_RETRY_S = 0.1
-_RECLAIM_S = 5.0
-"""How long the waiting threads of an ended world may take to come back before we say that they hang."""
+_JOIN_S = 5.0
+"""How long to wait for the threads of an ended world."""
+_RECLAIM_S = 8.0
+"""After this time the teardown thread of an ended world counts as lost, because c10d may block for ever."""
 
 
 class WorldState(StrEnum):
@@ -58,16 +61,22 @@ class WorldState(StrEnum):
 
 
 class WorldListener(Protocol):
-    """Who is told of a world's changes. Called from any thread; must return at once."""
+    """Receives the state changes of a world. Called from any thread; must not block."""
 
     def on_world_changed(self, world: "World") -> None: ...
 
 
 class World:
-    """One member's end of one world. Made by `WorldManager`; its operations may be awaited on any event loop."""
+    """One member's side of one world. Created by `WorldManager`. Its operations may be awaited on any event loop.
+
+    Attributes:
+        name, rank, size, epoch: as given to `WorldManager.initialize_world`; an `epoch` of 0 is replaced when all ranks have joined.
+        state: see the module docstring.
+        failure: why the world broke; None unless `state` is BROKEN.
+    """
 
     def __init__(
-        self, config: WorldConfig, watchdog: WatchDog, reception: Reception | None, listener: WorldListener
+        self, config: WorldConfig, watchdog: WatchDog, reception: Acceptor | None, listener: WorldListener
     ) -> None:
         self.name = config.name
         self.rank = config.rank
@@ -76,40 +85,46 @@ class World:
         self.state = WorldState.JOINING
         self.failure: BrokenWorldException | None = None
         self.silent_s: float | None = None
-        """How long the failed member had been silent when the world broke, where its silence or end was what broke it."""
+        """Seconds for which the failed member had sent nothing when the world broke, or its event loop had not run (cause STALLED).
+        None if no control connection was lost."""
         self.reclaimed = threading.Event()
-        """Set when nothing of an ended world is left: no thread, no socket, no group."""
+        """Set when all threads, sockets and the group of an ended world are freed, except the threads that `threads_lost` reports."""
+        self.threads_lost = False
+        """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
         self._config = config
         self._watchdog = watchdog
         self._reception = reception
         self._listener = listener
         self._lock = threading.RLock()
-        self._watch: Watch | None = None
-        self._store = LifelineStore(lambda key, value: watchdog.call_soon(self._put, key, value), config.timeout_s)
-        self.ranks = Ranks(config.name, config.rank, config.size, config.backends)
-        self._traffic = Traffic(self, self._lock, checked=config.checked)
+        self._watch: MembershipMonitor | None = None
+        self._store = ControlStore(lambda key, value: watchdog.call_soon(self._put, key, value), config.timeout_s)
+        self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
+        self._traffic = OperationExecutor(self, self._lock, checked=config.checked)
         self._settled = threading.Event()
-        self.forming = Forming(self, config, watchdog, reception, self._store)
-        self._board: Board | None = None
+        self._reclaiming = False
+        self._threadless = False  # the teardown thread could not be started
+        self._deadline: Timer | None = None
+        self.forming = Bootstrap(self, config, watchdog, reception, self._store)
+        self._board: Poller | None = None
 
     def __repr__(self) -> str:
         return f"<World {self.name!r} epoch={self.epoch} rank={self.rank}/{self.size} {self.state}>"
 
     async def open(self) -> None:
-        """Meet the other members and build the group.
+        """Join the other members and build the group.
 
         Raises:
-            JoinError: it did not form within `timeout_s`, or the host refused us.
-            BrokenWorldException: a member was lost while it formed.
-            WorldClosedError: it was closed meanwhile.
-        The world is ended then, and leaves nothing behind. Cancelling ends it too.
+            JoinError: the world did not form within `timeout_s`, or rank 0 refused us.
+            BrokenWorldException: a member was lost while the world formed.
+            WorldClosedError: `close` was called in the meantime.
+        After an error the caller must `close` the world, which frees it. Cancelling breaks it.
         """
-        self._board = board_of(asyncio.get_running_loop())
+        self._board = poller_of(asyncio.get_running_loop())
         await self.forming.run()
 
-    # -- what its forming says (see `FormingWorld`) ----------------------------------------------------------------------------
+    # -- calls of the bootstrap (see `BootstrapWorld`) ---------------------------------------------------------------------------
 
-    def be_watched(self, make_watch: Callable[[], AnyWatch]) -> AnyWatch | None:
+    def be_watched(self, make_watch: Callable[[], AnyMonitor]) -> AnyMonitor | None:
         with self._lock:
             if self.state is not WorldState.JOINING:
                 return None
@@ -123,9 +138,9 @@ class World:
             assert self._board is not None
             self._traffic.open(group, take_socks(), self._board)
             self.state = WorldState.READY
-            self._listener.on_world_changed(self)  # under the lock: nobody is to hear of its end before
+            self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
 
-    # -- what the watch says (on the watchdog's thread) ------------------------------------------------------------------------
+    # -- events of the monitor (on the control loop's thread) ------------------------------------------------------------------
 
     def on_all_here(self, epoch: int, local_host: str) -> None:
         self.epoch = epoch
@@ -159,23 +174,23 @@ class World:
     # -- operations ----------------------------------------------------------------------------------------------------------
 
     async def send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Send `tensor` to rank `dst`. Completes when the receiver has posted its receive and the kernel has the data."""
+        """Send `tensor` to rank `dst`. Completes when the receiver has started its receive and the kernel has taken the data."""
         await self.start_send(tensor, dst, tag=tag, timeout_s=timeout_s).finish()
 
     async def recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> None:
-        """Receive into `tensor`, in place, what rank `src` sends. Size and dtype must be the sender's."""
+        """Receive from rank `src` into `tensor`, in place. Element count and dtype must equal the sender's."""
         await self.start_recv(tensor, src, tag=tag, timeout_s=timeout_s).finish()
 
     def start_send(self, tensor: Tensor, dst: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Post the send and return at once; await what it gives."""
+        """Start a send and return at once. Await the returned operation."""
         return self._traffic.start(messages.send(self.ranks, tensor, dst, tag), timeout_s)
 
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
-        """Post the receive and return at once; await what it gives."""
+        """Start a receive and return at once. Await the returned operation."""
         return self._traffic.start(messages.recv(self.ranks, tensor, src, tag), timeout_s)
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
-        """Post an operation that `messages`, `collectives` or `reductions` planned, and return at once."""
+        """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""
         return self._traffic.start(plan, timeout_s)
 
     async def finish(self, operation: Operation) -> None:
@@ -188,13 +203,16 @@ class World:
     def on_line_nonsense(self, peer: int, detail: str) -> None:
         self._watchdog.call_soon(self.break_, Cause.ERROR, peer, detail)
 
+    def on_local_failure(self, detail: str) -> None:
+        self._watchdog.call_soon(self.break_, Cause.LOCAL, self.rank, detail)
+
     def on_drained(self) -> None:
         self._watchdog.call_soon(self._settle_when_drained)
 
     def ending(self) -> WorldError | None:
-        """What operations raise from now on; None while the world lives.
+        """Return a new error for operations to raise; None while the world has not ended.
 
-        A fresh error each time: an exception that is raised in several places gathers all their tracebacks.
+        New each time, because an exception that is raised in several places collects all their tracebacks.
         """
         if self.state is WorldState.CLOSED:
             return WorldClosedError(self.name, "closed by this process")
@@ -204,12 +222,17 @@ class World:
         return None
 
     def _await_verdict(self, peer: int, detail: str, due_s: float) -> None:
-        """The connection failed; the lifeline knows best why. While some member is overdue, whether it hangs is still open."""
+        """After a data connection failed, wait for the control connection to report the cause; otherwise break with TRANSPORT.
+
+        While the heartbeats of a member are late, wait up to `heartbeat_timeout_s` longer, because the member may be hung. Without a
+        heartbeat timeout there is no longer wait.
+        """
         if self.state is not WorldState.READY or self._watch is None:
             return
         pulse = self._config.pulse
+        judged_s = pulse.timeout_s if math.isfinite(pulse.timeout_s) else 0.0
         overdue = self._watch.silence_s() > 1.5 * pulse.interval_s
-        if time.monotonic() < due_s or overdue:
+        if (now_s := time.monotonic()) < due_s or (overdue and now_s < due_s + judged_s):
             self._watchdog.call_later(_VERDICT_GRACE_S / 4, self._await_verdict, peer, detail, due_s)
         else:
             self.break_(Cause.TRANSPORT, peer, detail)
@@ -217,7 +240,7 @@ class World:
     # -- ending --------------------------------------------------------------------------------------------------------------
 
     def break_(self, cause: Cause, rank: int, detail: str = "") -> None:
-        """A member failed, or left: end this world. Idempotent, from any thread; the first cause stands."""
+        """End this world because a member failed or left. Idempotent, callable from any thread; the first cause is kept."""
         with self._lock:
             if self.state in (WorldState.BROKEN, WorldState.CLOSED):
                 return
@@ -244,7 +267,7 @@ class World:
         self._start_reclaim()
 
     def close(self) -> None:
-        """Say goodbye and end this world. Idempotent; what is pending raises WorldClosedError. `reclaimed` tells when all is freed."""
+        """Leave and end this world. Idempotent. Pending operations raise WorldClosedError. `reclaimed` is set when everything is freed."""
         with self._lock:
             if self.state in (WorldState.BROKEN, WorldState.CLOSED):
                 return
@@ -257,9 +280,9 @@ class World:
         self._start_reclaim()
 
     def _part(self, cause: Cause, rank: int, detail: str) -> None:
-        """Tell the others (on the watchdog's thread), and free the name for the next epoch."""
+        """Announce the end to the other members, and free the name for the next generation. Runs on the control loop's thread."""
         watch = self._watch
-        if isinstance(watch, Roster) and self._reception is not None:
+        if isinstance(watch, HostSession) and self._reception is not None:
             self._reception.unhost(watch)
         if watch is None or not watch.started:
             self._settled.set()
@@ -278,38 +301,78 @@ class World:
             self._watch.settle()
 
     def _start_reclaim(self) -> None:
-        # Not `threading.Thread`: its `start` waits, for ever, for a thread that dies of a lack of memory before it has begun,
-        # and who waits here may be the watchdog of every world of this process.
+        # Not a `DaemonThread`: its start may block for seconds, and the caller may be the control loop of all worlds.
         try:
             _thread.start_new_thread(self._reclaim, ())
-        except RuntimeError:  # there are too many, or the interpreter is ending (Python 3.12 and newer)
-            if self._watchdog.is_current_thread:  # it must not wait, and others may end meanwhile
-                self._watchdog.call_later(_RECLAIM_RETRY_S, self._start_reclaim)
-            else:
+        except RuntimeError:  # too many threads, or the interpreter shuts down (Python 3.12 and newer)
+            self._threadless = True
+        self._watchdog.call_soon(self._watchdog.call_later, _RECLAIM_RETRY_S, self._check_reclaim)
+
+    def _check_reclaim(self) -> None:
+        """If no teardown thread has started, fail the pending operations here and retry. Runs on the control loop's thread."""
+        if self._reclaiming:
+            return
+        if not self._traffic.draining or self._settled.is_set():
+            self._traffic.answer_all()
+        self._start_reclaim()
+
+    def wait_until_reclaimed(self, timeout_s: float) -> None:
+        """Wait until everything is freed. If no teardown thread could be started, free it on this thread."""
+        until_s = time.monotonic() + timeout_s
+        while not self.reclaimed.wait(_RECLAIM_RETRY_S):
+            if self._threadless:
                 self._reclaim()
+            if time.monotonic() > until_s:
+                return
 
     def _reclaim(self) -> None:
-        """Free everything, on a thread of its own: aborting takes milliseconds for Gloo, and may hang for NCCL."""
+        with self._lock:
+            if self._reclaiming:
+                return
+            self._reclaiming = True
+        try:
+            self._free()
+        finally:  # also when something could not be freed
+            self._traffic.answer_all()
+
+    def _free(self) -> None:
+        """Free everything, on the teardown thread: aborting Gloo takes milliseconds, and aborting NCCL may hang."""
         if self._traffic.draining or not self._traffic.busy:
             self._linger()
+        self._watchdog.call_soon(self._limit_reclaiming)
+        group = self._traffic.end()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
         self.forming.end()
-        group = self._traffic.take_group()
         if group is not None:
             abort_process_group(group, self.rank, self.size, self._config.backends)
             del group
-        if not self._traffic.end(_RECLAIM_S):
-            logger.error("world=%s: operations did not come back %.0f s after the abort", self.name, _RECLAIM_S)
+        if not self._traffic.join(_JOIN_S):
+            self._lose_threads()
         self.forming.join_builder()
         self._watchdog.call_soon(self._detach)
 
+    def _limit_reclaiming(self) -> None:
+        self._deadline = self._watchdog.call_later(_RECLAIM_S, self._give_up_reclaiming)
+
+    def _give_up_reclaiming(self) -> None:
+        self._lose_threads()
+        self._detach()
+
+    def _lose_threads(self) -> None:
+        self.threads_lost = True
+        logger.error(
+            "world=%s epoch=%d: threads did not come back from c10d; they are left behind", self.name, self.epoch
+        )
+
     def _linger(self) -> None:
-        """Wait until all have drained; what comes is read here as well, for the event loop may stand still."""
+        """Wait until all members have drained. Also read the data connections here, because the event loop may be blocked."""
         until_s = time.monotonic() + _LINGER_S
         while not self._settled.wait(_READ_S) and time.monotonic() < until_s:
             self._traffic.read()
 
     def _detach(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         self.forming.forget()
         if self._watch is not None:
             self._watch.detach()

@@ -1,9 +1,11 @@
-"""A client of a multiworld service: pictures in, typed answers out; it tries again where that makes sense, within one deadline.
+"""Python client of multiworld-serving: images in, typed predictions out, with retries within one deadline.
 
     with Client("http://127.0.0.1:8000") as client:
         print(client.predict("photo.jpg").label)
 
-Needs httpx alone. Arrays, tensors and pictures of numpy, torch and Pillow are taken where the program that gives them has them.
+Imports nothing of the rest of the project and needs only httpx. numpy arrays, torch tensors and Pillow images are accepted if the caller
+has imported these libraries. Start reading at `synchronous.py`; `codec.py` builds requests and parses answers, `retries.py` decides
+about retries.
 """
 
 from multiworld_client.asynchronous import AsyncClient

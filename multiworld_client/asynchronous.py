@@ -1,4 +1,4 @@
-"""The client for programs with an event loop."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Self
 
 import httpx
 
-from multiworld_client.exchange import INDEX, Exchange, exchange_of, model_name, predictions
-from multiworld_client.inputs import TensorInput, one, several
+from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
+from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries
 
 
 class AsyncClient:
-    """A client of one service, for any number of tasks of one event loop. Use as `async with AsyncClient(url) as client`, or close it.
+    """Asyncio client of one service, for any number of tasks of one event loop.
+
+    Use it as `async with AsyncClient(url) as client`, or call `aclose`.
 
     Args:
         url, api_key, timeout_s, retries, verify: as for `Client`.
@@ -47,7 +49,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         await self._http.aclose()
 
     async def predict(
@@ -58,11 +60,11 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> Prediction:
-        """As `Client.predict`. Files are read on a thread."""
+        """As `Client.predict`. Files are read in a thread. Cancelling closes the connection, which cancels the request in the service."""
         call = self._call(timeout_s)
-        found = await asyncio.to_thread(one, image)
-        exchange = exchange_of(found, await self._model_for(call, found), top_k, request_id)
-        return predictions(await self._ask(call, exchange), call.tries)[0]
+        encoded = await asyncio.to_thread(encode_image, image)
+        request = inference_request(encoded, await self._model_for(call, encoded), top_k, request_id)
+        return predictions(await self._send(call, request), call.tries)[0]
 
     async def predict_batch(
         self,
@@ -72,14 +74,14 @@ class AsyncClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> list[Prediction]:
-        """As `Client.predict_batch`. Files are read on a thread."""
+        """As `Client.predict_batch`. Files are read in a thread."""
         call = self._call(timeout_s)
-        found = await asyncio.to_thread(several, images)
-        exchange = exchange_of(found, await self._model_for(call, found), top_k, request_id)
-        return predictions(await self._ask(call, exchange), call.tries)
+        encoded = await asyncio.to_thread(encode_batch, images)
+        request = inference_request(encoded, await self._model_for(call, encoded), top_k, request_id)
+        return predictions(await self._send(call, request), call.tries)
 
     async def is_ready(self) -> bool:
-        """Whether the service answers requests now; asked once."""
+        """Whether the service is ready (`/readyz`), without retries."""
         try:
             return (await self._http.get("/readyz", timeout=self._timeout_s)).is_success
         except httpx.TransportError:
@@ -89,21 +91,21 @@ class AsyncClient:
         return Call(self._url, self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
     async def _model_for(self, call: Call, image: object) -> str:
-        """The model's name, which /v2 wants in its paths and /predict does not."""
+        """The model's name, which only tensor inputs need; requested once."""
         if self._model is None and isinstance(image, TensorInput):
-            self._model = model_name(await self._ask(call, INDEX))
+            self._model = model_name(await self._send(call, REPOSITORY_INDEX))
             call.tries = 0
         return self._model or ""
 
-    async def _ask(self, call: Call, exchange: Exchange) -> httpx.Response:
+    async def _send(self, call: Call, request: PreparedRequest) -> httpx.Response:
         while True:
-            left = call.begin_try()
+            remaining = call.begin_try()
             try:
-                response = await self._http.send(exchange.request(self._http, left))
+                response = await self._http.send(request.build(self._http, remaining))
             except httpx.TransportError as error:
-                pause_s = call.broke(error)
+                pause_s = call.on_connection_error(error)
             else:
-                pause = call.answered(response)
+                pause = call.on_response(response)
                 if pause is None:
                     return response
                 pause_s = pause

@@ -1,52 +1,52 @@
-"""What can go wrong, as seen by a client.
+"""Errors of the client.
 
     ClientError
-    ├── InputError                  what was given is no picture that can be sent; nothing was sent
-    ├── DeadlineError               no answer within the time that was given
-    ├── UnreachableError            no connection, or it broke, for as long as it was tried
-    ├── ProtocolError               something answers, and it is no multiworld service
+    ├── InputError                  the input is not a valid image; nothing was sent
+    ├── DeadlineError               no answer by the deadline
+    ├── UnreachableError            no connection, or it was lost, in every try
+    ├── ProtocolError               the answer is not from a multiworld service
     └── RefusedError                status, reason, detail, request_id, retry_after_s
-        ├── AccessDeniedError       401, 403: give the client a key
-        ├── InvalidRequestError     other 4xx: the same request gets the same refusal
-        ├── OverloadedError         429: too much load, for as long as it was tried
-        ├── UnavailableError        503: not ready, or stopping, for as long as it was tried
-        └── ServerFailedError       500: the model, or the server, failed on this request
+        ├── AccessDeniedError       401, 403: the client needs an API key, or another one
+        ├── InvalidRequestError     other 4xx: the same request would fail again
+        ├── OverloadedError         429 in the last try
+        ├── UnavailableError        503 in the last try: not ready, or stopping
+        └── ServerFailedError       500: the model or the server failed on this request
 
-Retries are over when one of these is raised. All survive pickling.
+They are raised after all retries. All can be pickled.
 """
 
 from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Everything below; catch this one at the edge."""
+    """Base class of all errors of the client."""
 
 
 class InputError(ClientError, ValueError):
-    """What was given is no picture that can be sent."""
+    """The input is not a valid image. Nothing was sent."""
 
 
 class DeadlineError(ClientError, TimeoutError):
-    """There was no answer within the time that was given, all tries together."""
+    """No answer by the deadline, which covers all tries."""
 
 
 class UnreachableError(ClientError, ConnectionError):
-    """No connection was made, or it broke."""
+    """The connection could not be made, or was lost."""
 
 
 class ProtocolError(ClientError):
-    """Something answers that is no multiworld service."""
+    """The answer is not from a multiworld service."""
 
 
 class RefusedError(ClientError):
-    """The service has answered, and not with a prediction.
+    """The service answered with an error.
 
     Attributes:
-        status: of HTTP.
-        reason: one word for machines, such as "overloaded" or "invalid_image".
+        status: HTTP status.
+        reason: one word for programs, such as "overloaded" or "invalid_image".
         detail: what was wrong, what was expected, what to do.
-        request_id: finds the request in the service's log; None when the answer had none.
-        retry_after_s: when it is worth trying again; None when that is not known, or never.
+        request_id: identifies the request in the service's log; None if the answer had none.
+        retry_after_s: seconds to wait before another try; None if the service did not say.
     """
 
     def __init__(
@@ -64,27 +64,27 @@ class RefusedError(ClientError):
 
 
 class AccessDeniedError(RefusedError):
-    """The service wants a key, or another one."""
+    """The service requires an API key, or this key does not permit the request."""
 
 
 class InvalidRequestError(RefusedError):
-    """What was sent cannot be served, now or later."""
+    """The request is invalid; sending it again cannot succeed."""
 
 
 class OverloadedError(RefusedError):
-    """The service has more to do than it can."""
+    """The load exceeds the capacity of the service."""
 
 
 class UnavailableError(RefusedError):
-    """The service is starting or stopping, or a stage of its model has no worker."""
+    """The service is starting or stopping, or a stage has no worker."""
 
 
 class ServerFailedError(RefusedError):
-    """The model, or the server, failed on this request."""
+    """The model or the server failed on this request."""
 
 
-def refused(status: int) -> type[RefusedError]:
-    """The error for this status, which is none of success."""
+def error_class(status: int) -> type[RefusedError]:
+    """The exception class for an HTTP status other than 2xx."""
     exact = {401: AccessDeniedError, 403: AccessDeniedError, 429: OverloadedError, 503: UnavailableError}
     if status in exact:
         return exact[status]

@@ -1,4 +1,4 @@
-"""What a service answers, as values that do not change."""
+"""Results of a request, as immutable values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One class, and how probable it is."""
+    """One class and its probability, 0 to 1."""
 
     label: str
     class_id: int
@@ -16,21 +16,21 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the service says of one picture."""
+    """The result for one image."""
 
     labels: tuple[Label, ...]
-    """The most probable classes, the best first; at least one."""
+    """The most probable classes in descending order; at least one."""
     model: str
     version: str
-    """Which weights answered."""
+    """Name of the version that answered."""
     request_id: str
-    """Finds the request in the service's log. Pictures that were sent together share it."""
+    """Identifies the request in the service's log. Images of one batch share it."""
     path: tuple[str, ...]
-    """The world that answered for each stage, in order. Of pictures that were sent together, that of the first."""
+    """The world that computed each stage, in order. For a batch, that of its first image."""
     attempts: int
-    """1, and one more for each time that a worker failed and its batch was sent to another."""
+    """1 plus the number of times that a worker failed and the batch went to another."""
     tries: int
-    """How often this client has asked: more than 1 when it was refused, or the connection broke."""
+    """Requests that this client sent, including retries."""
 
     @property
     def best(self) -> Label:
@@ -39,10 +39,10 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The most probable class, in words."""
+        """Name of the most probable class."""
         return self.best.label
 
     @property
     def probability(self) -> float:
-        """How probable that one is, 0 to 1."""
+        """Probability of the most probable class, 0 to 1."""
         return self.best.probability

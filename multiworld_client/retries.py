@@ -1,4 +1,4 @@
-"""Whether to ask again, and when: decided here alone, for both clients. No I/O; the clock is read where time has passed."""
+"""Decides whether and when to retry, for both clients. Reads the clock; no other I/O."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 
 import httpx
 
-from multiworld_client.errors import ClientError, DeadlineError, RefusedError, UnreachableError, refused
+from multiworld_client.errors import ClientError, DeadlineError, RefusedError, UnreachableError, error_class
 
-_PASSING = (408, 429, 502, 503)
-"""What passes by itself. 504 does not: the request's time was over, which is ours as well."""
+_RETRYABLE = (408, 429, 502, 503)
+"""Statuses that may be temporary. 504 is not among them: the deadline of the request is also ours."""
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often and how fast is asked again. Inference changes nothing, so to ask twice is safe.
+    """Limits and pauses of retries. Inference has no side effects, so a retry is safe.
 
     Attributes:
-        most: tries at the most, the first one included.
-        first_pause_s: after the first failure; doubles with each, up to `longest_pause_s`, and half of it is chance. A service that says
-            `Retry-After` is believed instead.
+        max_tries: number of tries, including the first.
+        first_pause_s: pause after the first failure. It doubles with each failure up to `max_pause_s`, with random jitter of up to half.
+            A `Retry-After` of the service replaces it.
     """
 
-    most: int = 10
+    max_tries: int = 10
     first_pause_s: float = 0.1
-    longest_pause_s: float = 5.0
+    max_pause_s: float = 5.0
 
     def pause_s(self, failures: int) -> float:
-        """After so many failures in a row."""
-        longest_s = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(failures - 1, 30))
-        return longest_s * random.uniform(0.5, 1.0)
+        """Pause in seconds after this number of consecutive failures."""
+        limit_s = min(self.max_pause_s, self.first_pause_s * 2.0 ** min(failures - 1, 30))
+        return limit_s * random.uniform(0.5, 1.0)
 
 
-class TimeLeft(dict[str, float]):
-    """The time until a deadline, as httpx's timeouts of a request: each step (to connect, to write, to read) gets what is left then."""
+class RemainingTime(dict[str, float]):
+    """Timeouts of a request for httpx: each step (connect, write, read) gets the time that remains until the deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ class TimeLeft(dict[str, float]):
 
     @property
     def seconds(self) -> float:
-        """Negative when it has passed."""
+        """Seconds until the deadline; negative afterwards."""
         return self._deadline_s - time.monotonic()
 
     def get(self, step: str, default: object = None) -> float:
-        """What is left for this step; hardly anything when there is nothing left, for nothing would mean for ever."""
+        """Timeout of this step. At least 1 ms, so that it is never zero or negative."""
         return max(self.seconds, 0.001)
 
 
 class Call:
-    """One thing that is asked, until it is answered or given up.
+    """State of one call of the client, over all of its tries.
 
     Args:
-        timeout_s: for all tries together, pauses included.
+        timeout_s: limit for all tries and pauses together.
     """
 
     def __init__(self, url: str, timeout_s: float, retries: Retries) -> None:
@@ -64,72 +64,73 @@ class Call:
         self._timeout_s = timeout_s
         self._retries = retries
         self._deadline_s = time.monotonic() + timeout_s
-        self._last: ClientError | None = None
+        self._last_error: ClientError | None = None
 
-    def begin_try(self) -> TimeLeft:
-        """What is left for it. Raises DeadlineError when that is nothing."""
-        left = TimeLeft(self._deadline_s)
-        if left.seconds <= 0:
-            raise self._too_late()
+    def begin_try(self) -> RemainingTime:
+        """Count a try and return its remaining time. Raises DeadlineError after the deadline."""
+        remaining = RemainingTime(self._deadline_s)
+        if remaining.seconds <= 0:
+            raise self._deadline_error()
         self.tries += 1
-        return left
+        return remaining
 
-    def broke(self, error: httpx.TransportError) -> float:
-        """The connection was not made, or broke. Gives the pause before the next try.
+    def on_connection_error(self, error: httpx.TransportError) -> float:
+        """Handle a connection that failed or was lost. Returns the pause before the next try, in seconds.
 
         Raises:
-            DeadlineError, UnreachableError: there will be no next try.
+            DeadlineError, UnreachableError: there is no time, or no try, left.
         """
         if isinstance(error, httpx.TimeoutException) and time.monotonic() >= self._deadline_s:
-            raise self._too_late() from error
-        self._last = UnreachableError(f"{self._url}: {error or type(error).__name__}")
-        return self._next(self._retries.pause_s(self.tries))
+            raise self._deadline_error() from error
+        self._last_error = UnreachableError(f"{self._url}: {error or type(error).__name__}")
+        return self._pause_or_raise(self._retries.pause_s(self.tries))
 
-    def answered(self, response: httpx.Response) -> float | None:
-        """The service has answered: None when that is the end, else the pause before the next try.
+    def on_response(self, response: httpx.Response) -> float | None:
+        """Handle an answer. Returns None if it is successful, else the pause before the next try, in seconds.
 
         Raises:
-            RefusedError: it is a refusal that stays.
+            RefusedError: the error is permanent, or there is no time, or no try, left.
+            DeadlineError: the service reported that the deadline has passed.
         """
         if response.is_success:
             return None
-        refusal = refusal_of(response)
+        refusal = _refused_error(response)
         if response.status_code == 504:
             raise DeadlineError(f"{self._url}: {refusal.detail}") from refusal
-        if response.status_code not in _PASSING:
+        if response.status_code not in _RETRYABLE:
             raise refusal
-        self._last = refusal
-        return self._next(
+        self._last_error = refusal
+        return self._pause_or_raise(
             refusal.retry_after_s if refusal.retry_after_s is not None else self._retries.pause_s(self.tries)
         )
 
-    def _next(self, pause_s: float) -> float:
-        """Where it makes no sense to wait, the last failure is the outcome: it says more than that time was over."""
-        assert self._last is not None
-        if self.tries >= self._retries.most or time.monotonic() + pause_s >= self._deadline_s:
-            raise self._last
+    def _pause_or_raise(self, pause_s: float) -> float:
+        """Return the pause, or raise the last error if no further try is possible: it says more than a DeadlineError."""
+        assert self._last_error is not None
+        if self.tries >= self._retries.max_tries or time.monotonic() + pause_s >= self._deadline_s:
+            raise self._last_error
         return pause_s
 
-    def _too_late(self) -> DeadlineError:
-        before = f"; before that: {self._last}" if self._last else ""
-        return DeadlineError(f"{self._url}: no answer within {self._timeout_s:g} s{before}")
+    def _deadline_error(self) -> DeadlineError:
+        last = f"; last error: {self._last_error}" if self._last_error else ""
+        return DeadlineError(f"{self._url}: no answer within {self._timeout_s:g} s{last}")
 
 
-def refusal_of(response: httpx.Response) -> RefusedError:
-    """What an answer other than success says."""
+def _refused_error(response: httpx.Response) -> RefusedError:
+    """The exception for an answer other than 2xx."""
     try:
         body = response.json()
         detail, reason = str(body["error"]), str(body.get("reason", "refused"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         detail, reason = response.reason_phrase or "no reason given", "refused"
     request_id = response.headers.get("x-request-id")
-    return refused(response.status_code)(
-        response.status_code, reason, detail, request_id, _seconds(response.headers.get("retry-after"))
+    return error_class(response.status_code)(
+        response.status_code, reason, detail, request_id, _parse_seconds(response.headers.get("retry-after"))
     )
 
 
-def _seconds(header: str | None) -> float | None:
+def _parse_seconds(header: str | None) -> float | None:
     try:
         return max(0.0, float(header)) if header is not None else None
-    except ValueError:  # a date, which our service does not send
+    except ValueError:  # an HTTP date, which the service does not send
         return None

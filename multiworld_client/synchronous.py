@@ -1,4 +1,4 @@
-"""The client for programs without an event loop."""
+"""The synchronous client."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Self
 
 import httpx
 
-from multiworld_client.exchange import INDEX, Exchange, exchange_of, model_name, predictions
-from multiworld_client.inputs import TensorInput, one, several
+from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
+from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries
 
 
 class Client:
-    """A client of one service; may be shared by threads. Use as `with Client(url) as client`, or close it.
+    """Synchronous client of one service; thread-safe. Use it as `with Client(url) as client`, or call `close`.
 
     Args:
-        url: of the service's HTTP API, such as "http://127.0.0.1:8000".
-        api_key: where the service wants one.
-        timeout_s: for each thing that is asked, all tries and pauses together; a call may say otherwise.
-        retries: how often and how fast is asked again.
-        verify: of TLS, as httpx takes it: False believes any certificate, a context may have authorities and a certificate of our own.
+        url: the service's HTTP API, such as "http://127.0.0.1:8000".
+        api_key: if the service requires one.
+        timeout_s: limit of one call in seconds, including retries and pauses; each call may override it.
+        retries: limits and pauses of retries; None uses the defaults.
+        verify: TLS verification as in httpx: True, False (accepts any certificate), or an SSLContext with CAs and a client certificate.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         self._http.close()
 
     def predict(
@@ -62,21 +62,21 @@ class Client:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> Prediction:
-        """What is in one picture.
+        """Classify one image.
 
         Args:
-            image: path of a JPEG, PNG or WebP file, its content as bytes, a Pillow image; or pixels as a numpy array or a torch tensor
-                [3, S, S], uint8 in 0..255 or float32 in 0..1, RGB, of the size S that the model takes.
-            top_k: how many classes; None leaves it to the service.
-            timeout_s: seconds until it is given up, all tries together; None takes that of the client.
-            request_id: stands in the service's log; None makes one up.
+            image: path of a JPEG, PNG or WebP file, its content as bytes, a Pillow image, or pixels as a numpy array or torch tensor
+                [3, S, S], RGB, uint8 in 0..255 or float32 in 0..1, where S is the model's image size.
+            top_k: number of classes; None uses the service's default.
+            timeout_s: limit in seconds, including retries; None uses the client's.
+            request_id: identifies the request in the service's log, 1 to 128 printable characters; None generates one.
         Raises:
-            ClientError: one of its leaves, see `multiworld_client.errors`.
+            ClientError: a subclass, see `multiworld_client.errors`.
         """
         call = self._call(timeout_s)
-        found = one(image)
-        exchange = exchange_of(found, self._model_for(call, found), top_k, request_id)
-        return predictions(self._ask(call, exchange), call.tries)[0]
+        encoded = encode_image(image)
+        request = inference_request(encoded, self._model_for(call, encoded), top_k, request_id)
+        return predictions(self._send(call, request), call.tries)[0]
 
     def predict_batch(
         self,
@@ -86,19 +86,19 @@ class Client:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> list[Prediction]:
-        """What is in several pictures that are answered together, by one version of the model, or not at all.
+        """Classify several images in one request: all by one version of the model, or the request fails.
 
         Args:
             images: an array or tensor [N, 3, S, S], or a list of paths, contents of files and Pillow images.
-        Otherwise as `predict`.
+            Other arguments and errors are as for `predict`.
         """
         call = self._call(timeout_s)
-        found = several(images)
-        exchange = exchange_of(found, self._model_for(call, found), top_k, request_id)
-        return predictions(self._ask(call, exchange), call.tries)
+        encoded = encode_batch(images)
+        request = inference_request(encoded, self._model_for(call, encoded), top_k, request_id)
+        return predictions(self._send(call, request), call.tries)
 
     def is_ready(self) -> bool:
-        """Whether the service answers requests now; asked once."""
+        """Whether the service is ready (`/readyz`), without retries."""
         try:
             return self._http.get("/readyz", timeout=self._timeout_s).is_success
         except httpx.TransportError:
@@ -108,21 +108,21 @@ class Client:
         return Call(self._url, self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
     def _model_for(self, call: Call, image: object) -> str:
-        """The model's name, which /v2 wants in its paths and /predict does not."""
+        """The model's name, which only tensor inputs need; requested once."""
         if self._model is None and isinstance(image, TensorInput):
-            self._model = model_name(self._ask(call, INDEX))
+            self._model = model_name(self._send(call, REPOSITORY_INDEX))
             call.tries = 0
         return self._model or ""
 
-    def _ask(self, call: Call, exchange: Exchange) -> httpx.Response:
+    def _send(self, call: Call, request: PreparedRequest) -> httpx.Response:
         while True:
-            left = call.begin_try()
+            remaining = call.begin_try()
             try:
-                response = self._http.send(exchange.request(self._http, left))
+                response = self._http.send(request.build(self._http, remaining))
             except httpx.TransportError as error:
-                pause_s = call.broke(error)
+                pause_s = call.on_connection_error(error)
             else:
-                pause = call.answered(response)
+                pause = call.on_response(response)
                 if pause is None:
                     return response
                 pause_s = pause

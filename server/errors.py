@@ -1,15 +1,15 @@
-"""Why a request gets no answer.
+"""Why a request is refused.
 
     RequestRefused                  reason, detail, retry_after_s
-    ├── OverloadedError             overloaded       try again after `retry_after_s`
-    ├── DeadlineError               deadline         try again, with more time
-    ├── NoReplicaError              no_replica       try again: a stage lost its last replica for longer than the grace
-    ├── NotReadyError               not_ready        try again: the pipeline has not been ready yet
-    ├── DrainingError               draining         try again elsewhere: this leader is going away
-    ├── PoisonError                 poison           do not try again: this request broke every world it was sent to
+    ├── OverloadedError             overloaded       retry after `retry_after_s`
+    ├── DeadlineError               deadline         retry with a longer deadline
+    ├── NoReplicaError              no_replica       retry: a stage had no replica for longer than `recovery_grace_s`
+    ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
+    ├── DrainingError               draining         retry elsewhere: this leader is stopping
+    ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
     ├── StageError                  stage_error      a stage raised an exception on this request
-    ├── WithdrawnError              cancelled        nobody waits for the answer any more
-    └── InvalidRequestError         invalid_request  the same bytes get the same refusal: send something else
+    ├── WithdrawnError              cancelled        the client went away
+    └── InvalidRequestError         invalid_request  do not retry without a change of the request
         ├── InvalidParameterError   invalid_parameter
         ├── InvalidBodyError        invalid_body
         ├── BodyTooLargeError       body_too_large
@@ -22,7 +22,7 @@
         └── ImageError              invalid_image
             └── ImageTooLargeError  image_too_large
 
-`server.http_errors` is the one place that turns a reason into an HTTP status.
+`multiworld_serving.server.http.errors` is the one place that turns a reason into an HTTP status.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import ClassVar
 
 
 class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
-    """A request that ends without an answer. Survives pickling.
+    """A request that ends without an answer. Can be pickled.
 
     Args:
         detail: one sentence for people: what was wrong, what was expected, what to do.
@@ -39,7 +39,7 @@ class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a f
     """
 
     reason: ClassVar[str] = "refused"
-    """One word for machines: a label in the metrics, a field of the answer. One class, one reason."""
+    """Machine-readable: a label in the metrics and a field of the response. Each class has its own reason."""
 
     def __init__(self, detail: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(detail)
@@ -51,7 +51,7 @@ class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a f
 
     @classmethod
     def for_reason(cls, reason: str, detail: str, *, retry_after_s: float | None = None) -> RequestRefused:
-        """The leaf whose reason is `reason`: how the scheduler's decisions become exceptions.
+        """The exception for a `reason` of the scheduler.
 
         Raises:
             KeyError: no class has that reason, which is a bug of the caller.
@@ -66,7 +66,7 @@ class OverloadedError(RequestRefused):
 
 
 class DeadlineError(RequestRefused):
-    """The request's deadline passed before its answer was there."""
+    """The request's deadline passed before it was answered."""
 
     reason = "deadline"
 
@@ -96,19 +96,19 @@ class PoisonError(RequestRefused):
 
 
 class StageError(RequestRefused):
-    """A stage raised an exception on this request, or gave something that is no answer."""
+    """A stage raised an exception on this request, or returned an invalid output."""
 
     reason = "stage_error"
 
 
 class WithdrawnError(RequestRefused):
-    """The client went away, or withdrew the request."""
+    """The client disconnected or cancelled the request."""
 
     reason = "cancelled"
 
 
 class InvalidRequestError(RequestRefused):
-    """What the client sent cannot be served, now or later."""
+    """The request is invalid: the same request will always be refused."""
 
     reason = "invalid_request"
 
@@ -120,7 +120,7 @@ class InvalidParameterError(InvalidRequestError):
 
 
 class InvalidBodyError(InvalidRequestError):
-    """The body is empty, or is not the form that its content type promises."""
+    """The body is empty, or does not match its content type."""
 
     reason = "invalid_body"
 
@@ -132,43 +132,43 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class BodyTimeoutError(InvalidRequestError):
-    """The client did not send its whole body within the request's time."""
+    """The client did not send the whole body before the deadline."""
 
     reason = "body_timeout"
 
 
 class MediaTypeError(InvalidRequestError):
-    """The body's content type or encoding is none of those that are served."""
+    """The body's content type or content encoding is not supported."""
 
     reason = "unsupported_media_type"
 
 
 class InferenceRequestError(InvalidRequestError):
-    """What an inference request of the Open Inference Protocol says is no request for this model."""
+    """An Open Inference Protocol request does not match the model's inputs or outputs."""
 
     reason = "invalid_inference_request"
 
 
 class UnknownModelError(InvalidRequestError):
-    """There is no such model, or not in that version."""
+    """The model or this version of it does not exist."""
 
     reason = "unknown_model"
 
 
 class UnauthenticatedError(InvalidRequestError):
-    """A key is needed, and there is none, or one that nobody was given."""
+    """An API key is required, and it is missing or unknown."""
 
     reason = "unauthenticated"
 
 
 class ForbiddenError(InvalidRequestError):
-    """Whoever this is may not do this."""
+    """The API key does not have the required permission."""
 
     reason = "forbidden"
 
 
 class ImageError(InvalidRequestError):
-    """The bytes are no image that can be used: not one at all, damaged, or too small."""
+    """The bytes are not a usable image: unknown format, damaged, or too small."""
 
     reason = "invalid_image"
 

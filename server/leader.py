@@ -1,6 +1,7 @@
-"""The leader: the pipeline as the frontend sees it, and the employer of the workers.
+"""The leader: connects the scheduler to the worker registry, and implements the pipeline for the HTTP frontend.
 
-What becomes of requests is the scheduler's to decide (server/shell.py does it), who serves what the recruiter's; here they meet.
+The scheduler (through `pipeline/driver.py`) decides about requests and batches. The registry (`replicas/registry.py`) decides which worker
+serves which stage. Versions are switched by `pipeline/rollout.py`.
 """
 
 import asyncio
@@ -13,38 +14,48 @@ from types import TracebackType
 from torch import Tensor
 
 from multiworld import WorldManager
-from server.batch_traces import BatchTraces
-from server.errors import RequestRefused
-from server.link import Link
-from server.maintenance import Maintenance
-from server.metrics import Metrics
-from server.operations_routes import why_not_ready
-from server.predictor import Answer, ModelVersion, PipelineSnapshot
-from server.recruiter import Recruiter
-from server.rolling_restart import RestartStep, RollingRestart
-from server.scheduling.events import Drain
-from server.settings import ServeSettings
-from server.shell import Shell, Surroundings
-from server.under_way import UnderWay
-from server.version_change import VersionChange, VersionSource
-from server.versions import VersionPlan, Versions, link_id
-from wire import Message
+from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.wire import Message
+from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.inflight import InflightTracker
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.pipeline.rollout import VersionRollout, VersionSource
+from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
+from multiworld_serving.server.readiness import readiness_error
+from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.registry import WorkerRegistry
+from multiworld_serving.server.replicas.replica_ids import (
+    activate,
+    draining_events,
+    link_id,
+    lost_events,
+    replica_id,
+    replica_ids,
+    version_number,
+)
+from multiworld_serving.server.replicas.rolling_restart import RestartStep, RollingRestart
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """Implements `server.predictor.Pipeline`. Use as `async with`: it listens on entry and frees everything on exit.
+    """Implements `multiworld_serving.server.predictor.Pipeline`. Use as `async with`: it listens on entry and frees everything on exit.
 
     Args:
-        model: its name.
-        plan: the version to begin with.
-        source: where further versions come from; None = there are none.
-        traces: follows traced requests; None = nothing is traced.
-        on_change: called when a replica changed its state, or the version changed.
+        model: the name of the model.
+        plan: the first version.
+        source: loads further versions; None: the version cannot be changed.
+        traces: records spans of traced requests; None: tracing is off.
+        on_change: called after every state change of a replica and every change of the version. Exceptions are logged and ignored.
 
     Attributes:
-        under_way: requests that have begun; answered before the leader stops.
+        inflight: requests that have begun; `drain` waits for them.
     """
 
     def __init__(
@@ -60,38 +71,44 @@ class Leader:
     ) -> None:
         self._model = model
         self._settings = settings
-        self._metrics = metrics
+        self._metrics = metrics = guarded(metrics)
         metrics.queue_limit(settings.queue_limit)
-        self._on_change = on_change
-        self._versions = Versions(plan)
+        self._on_change = guarded(on_change)
+        self._versions = VersionTable(plan)
         self._manager = WorldManager(
             secret=settings.secret,
-            checked=False,  # links agree on sizes by headers of their own
+            checked=False,  # the message headers of the links carry the sizes
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
         )
-        self._recruiter = Recruiter(plan, settings, metrics, self._manager, self, self._states_changed)
-        surroundings = Surroundings(
-            model, self._versions.number_served, self._recruiter.link, self._duty_done, self._turn_over, traces
+        self._registry = WorkerRegistry(plan, settings, metrics, self._manager, self, guarded(self._states_changed))
+        context = DriverContext(
+            model=model,
+            number_of=self._versions.number_served,
+            find_link=self._registry.link,
+            on_released=self._on_released,
+            after_event=guarded(self._after_event),
+            traces=guarded(traces) if traces is not None else None,
         )
-        self._shell = Shell(settings, len(plan.stages), metrics, surroundings)
-        self._maintenance = Maintenance()
-        self._rolling_restart = RollingRestart(self._recruiter.slots, settings.join_timeout_s, self._maintenance)
-        self._version_change = VersionChange(
-            self, self._recruiter.slots, self._versions, source, settings.join_timeout_s, self._maintenance
+        self._driver = SchedulerDriver(settings, len(plan.stages), metrics, context)
+        self._exclusive = ExclusiveOperation()
+        self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
+        self._rollout = VersionRollout(
+            self, self._registry.placement, self._versions, source, settings.join_timeout_s, self._exclusive
         )
-        self.under_way = UnderWay()
+        self.inflight = InflightTracker()
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
 
     @property
     def join_port(self) -> int:
-        """Where workers join; known once it listens."""
-        return self._recruiter.port
+        """The port on which workers join; final after `async with` is entered."""
+        return self._registry.port
 
     async def __aenter__(self) -> "Leader":
-        self._recruiter.listen()
+        self._registry.listen()
         self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
@@ -100,15 +117,16 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._draining = True
-        self._shell.close()
-        await self._recruiter.close()
+        self._driver.close()
+        await self._rollout.close()
+        await self._registry.close()
         await self._manager.aclose()
 
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
         """See `Predictor.predict`."""
-        return await self._shell.predict(image, deadline_s=deadline_s, request_id=request_id)
+        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id)
 
     @property
     def version(self) -> ModelVersion:
@@ -117,12 +135,12 @@ class Leader:
 
     @property
     def ready(self) -> bool:
-        """See `Pipeline.ready`: every stage has a replica now, and we are not stopping."""
-        return self._shell.scheduler.ready and not self._draining and not self._unloaded
+        """See `Pipeline.ready`."""
+        return self._driver.scheduler.ready and not self._draining and not self._unloaded
 
     def snapshot(self) -> PipelineSnapshot:
         """See `Pipeline.snapshot`."""
-        scheduler = self._shell.scheduler
+        scheduler = self._driver.scheduler
         return PipelineSnapshot(
             model=self._model,
             version=self.version.name,
@@ -131,10 +149,10 @@ class Leader:
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=scheduler.queue_depth,
             requests_in_flight=scheduler.open_requests,
-            stages=self._recruiter.stages(self._in_flight),
-            spares=self._recruiter.spares(),
+            stages=self._registry.stages(self._in_flight),
+            spares=self._registry.spares(),
             version_number=self.version.number,
-            version_loading=self._version_change.loading,
+            version_loading=self._rollout.loading,
             unloaded=self._unloaded,
         )
 
@@ -144,8 +162,8 @@ class Leader:
             raise refusal
 
     def refusal(self, deadline_s: float, ahead: int) -> RequestRefused | None:
-        """What `check` would raise."""
-        found = self._shell.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
+        """The exception that `check` would raise; None if the request would be accepted."""
+        found = self._driver.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
         if found is None:
             return None
         return RequestRefused.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
@@ -155,111 +173,121 @@ class Leader:
         """See `Predictor.request`."""
         if (closed := self.closed()) is not None:
             raise closed
-        with self.under_way.one():
+        with self.inflight.track():
             yield
 
     def closed(self) -> RequestRefused | None:
-        """Why requests are refused before they have begun, whatever the replicas do; None when they are not."""
-        return why_not_ready(self.snapshot()) if self._unloaded or self._draining else None
+        """Why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not."""
+        return readiness_error(self.snapshot()) if self._unloaded or self._draining else None
 
-    # -- what operators have done --------------------------------------------------------------------------------------------
+    # -- administration ------------------------------------------------------------------------------------------------------
 
     def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
-        """Restart every worker in turn while the others serve; yields each step. Raises MaintenanceError, RestartFailedError."""
+        """Restart every worker in turn while the others serve; yields each step. Raises OperationInProgressError, RestartFailedError."""
         return self._rolling_restart.run()
 
-    def let_in(self, *secrets: bytes) -> None:
-        """Workers that know one of these may join from now on, and no others. Who has joined stays."""
+    def set_accepted_secrets(self, *secrets: bytes) -> None:
+        """Accept only these secrets from joining workers. Connected workers stay connected."""
         self._manager.let_in(*secrets)
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        """Move to another version without failing a request; back into service, too, where the model was unloaded.
+        """Switch to another version without failing a request. Puts an unloaded model back into service.
 
         Args:
-            weights: as the source takes it; None for those of the settings.
+            weights: as accepted by the version source; None: the weights of the settings.
         Raises:
-            MaintenanceError, models.ModelError, VersionFailedError: nothing has changed.
+            OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
+        Cancelling is safe, see `VersionRollout.run`.
         """
-        version = await self._version_change.run(weights)
-        if self._unloaded:
-            self._unloaded = False
-            logger.info("the model is in service again")
+        version = await self._rollout.run(weights)
+        if self._unloaded:  # the current version was loaded again, so there was no switch
+            self._into_service()
             self._states_changed()
-        await self.under_way.informed()
+        await self.inflight.sync_state()
         return version
 
     async def unload(self) -> None:
-        """Take no more requests, and wait until those that there are have their answers. Workers stay as they are.
+        """Refuse new requests, and wait until the open ones are answered. Workers keep their versions.
 
         Raises:
-            MaintenanceError: something else is under way.
+            OperationInProgressError: another operation is in progress.
         """
-        with self._maintenance.of("unloading the model"):
+        with self._exclusive.acquire("unloading the model"):
             self._unloaded = True
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
-            await self.under_way.none()
+            await self.inflight.wait_idle()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests and wait until all have their answers, at the most for `timeout_s`."""
-        logger.info("stopping: %d requests to answer first", self.under_way.count)
+        """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
+        logger.info("stopping: waiting for %d open requests", self.inflight.count)
         self._draining = True
-        self._recruiter.stop()
-        self._shell.feed(Drain(admits=True))
+        self._registry.stop()
+        self._driver.submit_event(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self.under_way.none()  # some are being read or decoded, and the scheduler does not know them yet
-        self._shell.feed(Drain())
-        if self.under_way.count:
-            logger.warning("stopping with %d requests unanswered", self.under_way.count)
+                await (
+                    self.inflight.wait_idle()
+                )  # includes requests that are being read or decoded and have not reached the scheduler
+        self._driver.submit_event(Drain())
+        if self.inflight.count:
+            logger.warning("stopping with %d requests unanswered", self.inflight.count)
 
-    # -- what links do (see `Employer`) ------------------------------------------------------------------------------------------
+    # -- WorkerEvents --------------------------------------------------------------------------------------------------------
 
-    def on_serving(self, link: Link) -> None:
-        """See `Employer`."""
-        for event in self._versions.take_up(link):
-            self._shell.feed(event)
+    def on_serving(self, link: WorkerLink) -> None:
+        """See `WorkerEvents`."""
+        for event in activate(link, self._versions):
+            self._driver.submit_event(event)
 
-    def on_leaving(self, link: Link) -> None:
-        """See `Employer`."""
-        for event in self._versions.leave(link):
-            self._shell.feed(event)
-        if not link.duties:
+    def on_leaving(self, link: WorkerLink) -> None:
+        """See `WorkerEvents`."""
+        for event in draining_events(link):
+            self._driver.submit_event(event)
+        if not link.active_versions:
             link.close()
 
-    def on_ended(self, link: Link) -> None:
-        """See `Employer`."""
-        for event in self._versions.lose(link):
-            self._shell.feed(event)
-        link.duties.clear()
-        self._shell.on_ended(link)
+    def on_ended(self, link: WorkerLink) -> None:
+        """See `WorkerEvents`."""
+        for event in lost_events(link):
+            self._driver.submit_event(event)
+        link.active_versions.clear()
+        self._driver.on_ended(link)
 
-    def on_result(self, link: Link, message: Message) -> None:
+    def on_result(self, link: WorkerLink, message: Message) -> None:
         """See `BatchListener`."""
-        self._shell.on_result(link, message)
+        self._driver.on_result(link, message)
 
-    def on_failed(self, link: Link, message: Message) -> None:
+    def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `BatchListener`."""
-        self._shell.on_failed(link, message)
+        self._driver.on_failed(link, message)
 
     # -- versions --------------------------------------------------------------------------------------------------------------
 
-    def move_to(self, plan: VersionPlan) -> None:
-        """New requests go to `plan`, which the links that serve hold by now; what began with the version before ends with it."""
+    def switch_to(self, plan: VersionPlan) -> None:
+        """Send new requests to `plan`, which the serving links have loaded. Requests that have begun end with the old version."""
         former = self.version
-        self._versions.move_to(plan)
-        self._recruiter.plan = plan
+        forgotten = self._versions.switch_to(plan)
+        self._registry.plan = plan
         logger.info("version %s (number %d) -> %s (number %d)", former.name, former.number, *reversed(plan.version))
-        for link in self._recruiter.serving():
-            if link.state == "ready":  # who leaves would take new batches, and never be done
+        for link in self._registry.serving():
+            if link.state == "ready":  # a draining link must not get new batches, or it would never become empty
                 self.on_serving(link)
         self._metrics.version_serves(self._model, plan.version)
+        for version in forgotten:
+            self._metrics.version_retired(self._model, version)
+        self._into_service()
         self._states_changed()
 
-    def _turn_over(self) -> None:
-        """Something has happened: is the version before still in use?"""
-        self._version_change.look()
-        retiring, scheduler = self._versions.retiring, self._shell.scheduler
+    def _into_service(self) -> None:
+        if self._unloaded:
+            self._unloaded = False
+            logger.info("the model is in service again")
+
+    def _after_event(self) -> None:
+        """Retire the previous version when its last batch has ended."""
+        self._rollout.check_retired()
+        retiring, scheduler = self._versions.retiring, self._driver.scheduler
         if retiring is None or scheduler.current_version != self.version.name:
             return
         if not scheduler.batches_of(retiring.version.name):
@@ -267,32 +295,31 @@ class Leader:
             self._retire(retiring.version.number)
 
     def _retire(self, number: int) -> None:
-        for slot in (*self._recruiter.slots.all, *self._recruiter.slots.spares):
+        for slot in (*self._registry.placement.all, *self._registry.placement.spares):
             link = slot.link
             if link is None or slot.free:
                 continue
-            if number in link.duties:
-                for event in self._versions.lay_down(link, number):
-                    self._shell.feed(event)
-            elif number in link.holds:
-                link.drop(number)
+            if number in link.active_versions:
+                self._driver.submit_event(ReplicaDraining(replica_id(link, number)))
+            elif number in link.loaded_versions:
+                link.unload(number)
 
-    def _duty_done(self, duty: str) -> None:
-        link = self._recruiter.link(link_id(duty))
+    def _on_released(self, replica: ReplicaId) -> None:
+        link = self._registry.link(link_id(replica))
         if link is None:
             return
-        number = int(duty.partition("@")[2])
-        link.duties.discard(number)
+        number = version_number(replica)
+        link.active_versions.discard(number)
         if number != self.version.number and link.state == "ready":
-            link.drop(number)
-        elif not link.duties:
+            link.unload(number)
+        elif not link.active_versions:
             link.close()
 
-    def _in_flight(self, link: Link) -> int:
-        return sum(self._shell.scheduler.in_flight(duty) for duty in self._versions.duties_of(link))
+    def _in_flight(self, link: WorkerLink) -> int:
+        return sum(self._driver.scheduler.in_flight(replica) for replica in replica_ids(link))
 
     def _states_changed(self) -> None:
         snapshot = self.snapshot()
         self._metrics.replica_states(snapshot.stages)
-        self._metrics.spares(len(snapshot.spares), self._recruiter.kept_away())
+        self._metrics.spares(len(snapshot.spares), self._registry.quarantined())
         self._on_change(snapshot)

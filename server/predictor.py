@@ -1,6 +1,6 @@
-"""What the HTTP frontend knows of the pipeline behind it: ask for an answer, ask how it stands.
+"""The interface between the HTTP frontend and the pipeline.
 
-The leader implements `Pipeline`; the frontend, and its tests, know nothing else of it.
+The leader implements `Pipeline`. The HTTP code depends on this module only.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "broken"]
-"""A replica's way: its world forms, its weights are sent, it warms up, its canary is checked, it serves."""
+"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the frontend must know of the model: its name, its classes and the picture it wants."""
+    """The model's name, classes and preprocessing."""
 
     name: str
-    """Such as "resnet50"."""
+    """For example "resnet50"."""
     version: str
-    """Which weights it began with: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Predictor.version` serves now."""
+    """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Predictor.version` is the current one."""
     labels: tuple[str, ...]
-    """One for each class, in the order of the model's output."""
+    """One per class, in the order of the model's output."""
     resize_size: int
-    """Pixels: the image's shorter side is scaled to this."""
+    """Pixels: the image's shorter side is resized to this."""
     crop_size: int
-    """Pixels: side of the square that is cut from the middle; at most `resize_size`."""
+    """Pixels: side of the center crop; at most `resize_size`."""
 
 
 class ModelVersion(NamedTuple):
     """One set of weights."""
 
     number: int
-    """What clients of numbered versions call it: the first is 1. The same weights keep their number."""
+    """Starts at 1. A recent version keeps its number when it is loaded again."""
     name: str
-    """Such as "IMAGENET1K_V2"."""
+    """For example "IMAGENET1K_V2"."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the pipeline says of one image."""
+class Prediction:
+    """The model's output for one image, and how it was computed."""
 
     probabilities: Tensor
     """float32 [num_classes], on the CPU."""
     model: str
     version: str
     queue_s: float
-    """Seconds spent waiting in the leader, all stages together."""
+    """Seconds spent waiting in the leader, summed over the stages."""
     compute_s: float
-    """Seconds that the stages' workers computed."""
+    """Seconds of compute at the workers, summed over the stages."""
     transfer_s: float
-    """Seconds on the links, both ways."""
+    """Seconds on the links, both directions, summed over the stages."""
     attempts: int
-    """1, and one more for each time that a batch with this image had to be sent again."""
+    """1 + the number of times that a batch with this image was sent again. Hedges do not count."""
     path: tuple[str, ...]
-    """The world that answered for each stage, in order."""
+    """The world that computed each stage, in order."""
     batch_size: int = 1
-    """How many images the last stage answered together."""
+    """Images answered together by the last stage."""
     version_number: int = 1
-    """As in `ModelVersion`."""
+    """See `ModelVersion.number`."""
 
 
 @dataclass(frozen=True)
 class FailureSnapshot:
-    """How a replica failed last."""
+    """The last failure of a replica."""
 
     cause: str
     """`exit`, `hang`, `transport`, `error`, `left`, …"""
@@ -76,24 +76,25 @@ class FailureSnapshot:
 
 @dataclass(frozen=True)
 class ReplicaSnapshot:
-    """One slot of a stage. The slot stays when the worker in it is another."""
+    """One slot of a stage, and the worker in it. The slot stays when its worker is replaced."""
 
     slot: int
     state: ReplicaState
     world: str | None = None
     """Name of the world of its link; None while the slot is absent."""
     epoch: int = 0
-    """Which incarnation of that world; 0 = there was none yet."""
+    """Generation of that world; 0: there was none yet."""
     worker: str | None = None
-    """The name by which the worker joined."""
+    """The worker's name."""
     host: str | None = None
-    """Name of the machine or container that it runs on, and there its process id."""
+    """Name of the worker's machine or container."""
     pid: int | None = None
+    """Process id on that host."""
     device: str | None = None
     in_flight: int = 0
-    """Batches sent to it and not answered."""
+    """Batches sent and not returned."""
     batches_done: int = 0
-    """Batches it answered in this epoch."""
+    """Batches returned in this generation."""
     last_failure: FailureSnapshot | None = None
 
 
@@ -103,18 +104,18 @@ class StageSnapshot:
 
     index: int
     blocks: tuple[str, ...]
-    """The units of the model that it computes: "stem", "layer1.0", …"""
+    """The blocks of the model in this stage: "stem", "layer1.0", …"""
     replicas: tuple[ReplicaSnapshot, ...]
 
     @property
     def ready_replicas(self) -> int:
-        """How many replicas serve now."""
+        """How many replicas are ready now."""
         return sum(replica.state == "ready" for replica in self.replicas)
 
 
 @dataclass(frozen=True)
 class PipelineSnapshot:
-    """How the pipeline stands at one moment."""
+    """State of the pipeline at one moment."""
 
     model: str
     version: str
@@ -122,17 +123,17 @@ class PipelineSnapshot:
     draining: bool
     uptime_s: float
     queue_depth: int
-    """Requests accepted and not in flight."""
+    """Accepted requests that wait for a batch."""
     requests_in_flight: int
-    """Requests accepted and not answered."""
+    """Accepted requests that are not answered."""
     stages: tuple[StageSnapshot, ...]
     spares: tuple[ReplicaSnapshot, ...] = ()
-    """Workers that hold all stages ready and serve none: the next slot that falls empty is theirs."""
+    """Workers that have loaded all stages and serve none. A spare is promoted when a slot becomes free."""
     version_number: int = 1
     version_loading: str | None = None
-    """A version that is on its way to the workers."""
+    """The version that workers are loading."""
     unloaded: bool = False
-    """An operator has taken the model out of service."""
+    """An administrator has unloaded the model."""
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -141,39 +142,39 @@ class PipelineSnapshot:
 
     @property
     def redundancy(self) -> int:
-        """Fewest ready replicas of any stage, minus one: how many failures can surely be survived; -1 = not serving."""
+        """Number of arbitrary failures that are survived: the fewest ready replicas of any stage, minus one; -1: not serving."""
         return min((stage.ready_replicas for stage in self.stages), default=0) - 1
 
 
 class Predictor(Protocol):
-    """The pipeline, as inference sees it."""
+    """The pipeline for inference requests."""
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Answer:
-        """Take one image through all stages.
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        """Classify one image.
 
         Args:
             image: uint8 [3, crop_size, crop_size], RGB, contiguous, on the CPU.
-            deadline_s: the moment, on the clock of `time.monotonic()`, after which nobody waits for the answer.
-            request_id: stands in the log lines that concern this request.
+            deadline_s: deadline on the clock of `time.monotonic()`.
+            request_id: identifies this request in the log.
         Raises:
-            RequestRefused: one of its leaves (server.errors); the pipeline goes on.
-        Cancelling withdraws the request: it is not sent again, and an answer that still comes is dropped.
+            RequestRefused: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
+        Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         ...
 
     def request(self) -> AbstractContextManager[None]:
-        """The time from the beginning of a request to its answer: a service that is told to stop meanwhile answers it first.
+        """Context of one request, from its first byte to its response. A stopping service waits for open requests.
 
         Raises:
-            RequestRefused: on entering: it stops already, or its model is unloaded.
+            RequestRefused: on entry, if the service is stopping or the model is unloaded.
         """
         ...
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """Find out before work is put into a request whether it would be refused now.
+        """Check whether a request would be refused now, before work is spent on it.
 
         Args:
-            ahead: how many other requests are still being prepared.
+            ahead: number of other requests that are still being prepared.
         Raises:
             RequestRefused: as `predict` would.
         """
@@ -181,18 +182,18 @@ class Predictor(Protocol):
 
     @property
     def version(self) -> ModelVersion:
-        """The version that new requests go to."""
+        """The version that serves new requests."""
         ...
 
 
 class Pipeline(Predictor, Protocol):
-    """The pipeline, as operators see it."""
+    """The pipeline for administration and status."""
 
     @property
     def ready(self) -> bool:
-        """Every stage has a replica that passed its canary, and the leader is not draining."""
+        """Every stage has a ready replica, the model is loaded, and the leader is not draining."""
         ...
 
     def snapshot(self) -> PipelineSnapshot:
-        """How the pipeline stands now. Cheap: it may be asked several times a second."""
+        """State of the pipeline now. Cheap: may be called several times a second."""
         ...

@@ -1,4 +1,4 @@
-"""The other processes of a service: what the leader tells them, and how it has them started without knowing how that is done."""
+"""Protocols for the child processes of the service (workers and frontends). The launcher in `deploy` implements them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from server.settings import ServeSettings
+from multiworld_serving.server.settings import ServeSettings
 
 
 class LocalWorkers(Protocol):
     """The processes of the local workers."""
 
     def proven(self, worker: str) -> None:
-        """That worker serves: should it end, it is worth starting again at once."""
+        """This worker serves: reset its restart backoff."""
 
     def present(self, names: Collection[str]) -> None:
-        """These workers are with the leader, and no others."""
+        """Exactly these workers are connected to the leader."""
 
 
 class FrontendProcesses(Protocol):
     """The processes of the frontends."""
 
     def proven(self, name: str) -> None:
-        """That one serves: should it end, it is worth starting again at once."""
+        """This frontend serves: reset its restart backoff."""
 
     def present(self, names: Collection[str]) -> None:
-        """These are with the leader, and no others."""
+        """Exactly these frontends are connected to the leader."""
 
     def end(self, name: str) -> None:
-        """That one is of no use: kill it."""
+        """Kill this frontend, because it does not work any more."""
 
 
 class WorkerStarter(Protocol):
@@ -51,11 +51,11 @@ class FrontendStarter(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """How the service's other processes are started.
+    """How the service starts its child processes.
 
     Attributes:
-        workers: the local ones; None when workers come from elsewhere.
-        frontends: for settings that want several.
+        workers: starts the local workers; None if all workers are external.
+        frontends: starts the frontends, if the settings ask for several.
     """
 
     workers: WorkerStarter | None

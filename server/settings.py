@@ -1,4 +1,4 @@
-"""The settings of `multiworld serve`: every field once, with its unit, bounds, default and sentence."""
+"""The settings of `multiworld serve`: every field with its unit, bounds, default and help text."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,20 +6,20 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import SecretStr, field_validator, model_validator
 
-from config import DEVICE_PATTERN, Settings, SettingsError, setting
-from config.addresses import parse_address
-from config.tokens import new_token
+from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsError, setting
+from multiworld_serving.common.config.addresses import parse_address
+from multiworld_serving.common.config.tokens import new_token
 
 _GENERATED = "generated"
 _TUNING_S = 2.0
 
 
 class ServeSettings(Settings):
-    """What the leader, its HTTP API and its local workers are told."""
+    """Settings of the leader, its HTTP API and its local workers."""
 
     section: ClassVar[str] = "serve"
-    rivals: ClassVar[tuple[frozenset[str], ...]] = (
-        *Settings.rivals,
+    mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
+        *Settings.mutually_exclusive,
         frozenset({"api_keys", "api_keys_file"}),
         frozenset({"admin_keys", "admin_keys_file"}),
     )
@@ -29,42 +29,42 @@ class ServeSettings(Settings):
         "DEFAULT",
         "Model",
         "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
-        "(DEFAULT if it can be had at once, else random:0 and a warning).",
+        "(DEFAULT if available, else random:0 with a warning).",
     )
     weights_dir: Path | None = setting(
         None,
         "Model",
-        "Folder of the files with further versions of the weights that an operator may load while it serves; none allows no files.",
+        "Folder with weight files that an administrator may load as new versions while the service runs; none allows no files.",
     )
     labels: str | None = setting(
-        None, "Model", "File with one label a line, in the order of the classes; none takes those of the weights."
+        None, "Model", "File with one label per line, in the order of the classes; none uses the labels of the weights."
     )
     image_size: int | None = setting(
         None,
         "Model",
-        "Side in pixels of the square that is cut from each image; none takes that of the weights.",
+        "Side in pixels of the square that is cropped from each image; none uses the size of the weights.",
         ge=8,
         le=4096,
     )
     decoding: Literal["fast", "exact"] = setting(
         "fast",
         "Model",
-        "How images are made small: exact as torchvision does it, within one grey level; fast decodes large JPEGs at a fraction "
-        "of their size (less than one grey level off on average).",
+        "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
+        "size (differs by less than one grey level on average).",
     )
-    top_k: int = setting(5, "Model", "Number of most probable labels in an answer.", ge=1, le=1000)
+    top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
 
-    stages: int = setting(2, "Pipeline", "Number of slices that the model is cut into.", ge=1, le=64)
-    replicas: int = setting(2, "Pipeline", "Number of workers for each stage.", ge=1, le=256)
+    stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
+    replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
     spares: int = setting(
         0,
         "Pipeline",
-        "Further workers that hold all stages ready and take over at once when one fails.",
+        "Number of spare workers, which hold all stages and replace a failed worker immediately.",
         ge=0,
         le=256,
     )
     external_workers: bool = setting(
-        False, "Pipeline", "Start no local workers: wait for `multiworld worker` processes to join from anywhere."
+        False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
     )
     device: str = setting(
         "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
@@ -72,7 +72,7 @@ class ServeSettings(Settings):
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores: a worker that computes while others are idle takes theirs too.",
+        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
         ge=0,
         le=1024,
     )
@@ -80,207 +80,209 @@ class ServeSettings(Settings):
     cut: Literal["counted", "measured"] = setting(
         "counted",
         "Pipeline",
-        "By what the model is cut: the multiply-adds of each block, the same everywhere; or measured on this machine at start, as "
-        "`multiworld plan` shows it.",
+        "What balances the stages: counted uses the multiply-adds of each block, the same on every machine; measured uses the time "
+        "of each block on this machine, measured at start like `multiworld plan`.",
     )
     optimize: Literal["none", "eager", "compile", "auto"] = setting(
         "eager",
         "Pipeline",
-        "How workers compute: none as the model is written, bit for bit; eager with batch normalisation folded into the "
-        "convolutions and channels-last tensors (1e-6 off); compile begins with eager, compiles beside it, and keeps the code on the "
-        "disk; auto measures all of these when it warms up, compiled code where there is some.",
+        "Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the "
+        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background and "
+        "caches the code on disk; auto measures these at warm-up, and compiled code if it is cached.",
     )
     precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
         "float32",
         "Pipeline",
-        "Precision inside the stages; auto takes bfloat16 where a worker's device has it in hardware and it is faster.",
+        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
 
     host: str = setting(
         "127.0.0.1",
         "Network",
-        "Address that the HTTP API listens on, and the operators' port unless --metrics-host says otherwise; 0.0.0.0 for all.",
+        "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
     )
-    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 takes any free one.", ge=0, le=65535)
+    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
     frontends: int = setting(
         1,
         "Network",
-        "Number of processes that answer HTTP: read requests, decode images, write answers; 1 is the leader itself. More where one "
-        "core cannot do it.",
+        "Number of processes that serve HTTP: read requests, decode images, write responses. 1 = the leader itself; use more if "
+        "one core is not enough.",
         ge=1,
         le=64,
     )
     join_host: str = setting(
-        "127.0.0.1", "Network", "Address that workers join at: an inner network, never a public one."
+        "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
     )
     advertise_host: str | None = setting(
         None,
         "Network",
-        "Address that workers are told to join at, where it is not the one that they ask at: HOST, or HOST:PORT where the port "
-        "is another outside.",
+        "Address that workers are told to join at, if it differs from the one that they connect to first: HOST, or HOST:PORT if "
+        "the port differs too.",
         allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
     )
-    join_port: int = setting(8001, "Network", "Port that workers join at; 0 takes any free one.", ge=0, le=65535)
+    join_port: int = setting(8001, "Network", "Port at which workers join; 0 selects a free one.", ge=0, le=65535)
     metrics_port: int = setting(
         8002,
         "Network",
-        "The operators' port, of the Prometheus metrics and the admin verbs; 0 takes any free one.",
+        "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one.",
         ge=0,
         le=65535,
     )
-    metrics_host: str | None = setting(
-        None, "Network", "Address that the operators' port listens on; none takes that of --host."
-    )
+    metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
 
     api_keys_file: Path | None = setting(
         None,
         "Access",
-        "File with the keys for inference, one NAME:HASH a line, as `multiworld key` makes them; none lets everybody in.",
+        "File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`; none disables authentication.",
     )
     api_keys: SecretStr | None = setting(
         None,
         "Access",
-        "The same keys in the environment, with spaces between.",
-        allowed="NAME:HASH, as `multiworld key` makes it, with spaces between",
+        "The same keys in an environment variable, separated by spaces.",
+        allowed="NAME:HASH as printed by `multiworld key`, separated by spaces",
         in_argv=False,
     )
     admin_keys_file: Path | None = setting(
         None,
         "Access",
-        "File with the keys for admin verbs; none takes the join token instead, or where nobody was told it, this machine only.",
+        "File with the admin keys; none uses the join token instead, or, if it was generated, accepts only this machine.",
     )
     admin_keys: SecretStr | None = setting(
         None,
         "Access",
-        "The same keys in the environment, with spaces between.",
-        allowed="NAME:HASH, as `multiworld key` makes it, with spaces between",
+        "The same keys in an environment variable, separated by spaces.",
+        allowed="NAME:HASH as printed by `multiworld key`, separated by spaces",
         in_argv=False,
     )
     tls_cert_file: Path | None = setting(
-        None, "Access", "Certificate chain (PEM): HTTP API and operators' port speak TLS 1.2 or newer only."
+        None, "Access", "Certificate chain (PEM); HTTP API and admin port then use TLS 1.2 or newer only."
     )
     tls_key_file: Path | None = setting(
-        None, "Access", "Private key (PEM) of the certificate; none looks for it in --tls-cert-file."
+        None, "Access", "Private key (PEM) of the certificate; none reads it from --tls-cert-file."
     )
     tls_client_ca_file: Path | None = setting(
         None,
         "Access",
-        "Authorities (PEM) of which one must have signed the certificate of every client of the HTTP API.",
+        "CA certificates (PEM); every client of the HTTP API must present a certificate signed by one of them.",
     )
     metrics_client_ca_file: Path | None = setting(
         None,
         "Access",
-        "Authorities (PEM) of which one must have signed the certificate of every client of the operators' port.",
+        "CA certificates (PEM); every client of the admin port must present a certificate signed by one of them.",
     )
 
-    max_batch_size: int = setting(8, "Batching", "Most images that travel together.", ge=1, le=1024)
+    max_batch_size: int = setting(8, "Batching", "Maximum number of images in a batch.", ge=1, le=1024)
     batching: Literal["adaptive", "fixed"] = setting(
         "adaptive",
         "Batching",
-        "adaptive sends a batch at once to a replica that idles, and while all are busy waits for others to share it until one is "
-        "nearly free; fixed always waits.",
+        "adaptive sends a batch immediately if a replica is idle, and otherwise waits for more images until one is nearly idle; "
+        "fixed always waits.",
     )
     batch_timeout_s: float = setting(
-        0.002, "Batching", "How long an image waits for others to share its batch.", ge=0, le=60
+        0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
     )
-    window: int = setting(2, "Batching", "Most batches in flight on one link.", ge=1, le=64)
+    window: int = setting(2, "Batching", "Maximum number of batches in flight on one link.", ge=1, le=64)
 
     max_attempts: int = setting(
-        3, "Failure", "Worlds that one image may break before it is refused as poison.", ge=2, le=100
+        3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
     )
     recovery_grace_s: float = setting(
-        15.0, "Failure", "How long a stage without a replica keeps its batches before it refuses them.", ge=0, le=3600
+        15.0, "Failure", "How long a stage without a replica keeps its batches before it rejects them.", ge=0, le=3600
     )
     hang_timeout_s: float = setting(
-        10.0, "Failure", "Longest time that a worker may take for one batch before its link is broken.", gt=0, le=3600
+        10.0,
+        "Failure",
+        "Maximum time of a worker for one batch; after it, its link is closed as failed.",
+        gt=0,
+        le=3600,
     )
     hedge_factor: float = setting(
         2.0,
         "Failure",
-        "A batch that takes so many times what its stage usually takes is sent to a second replica; 0 never does.",
+        "A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging.",
         ge=0,
         le=1000,
         allowed="0, or a number from 1 to 1000",
     )
-    hedge_floor_s: float = setting(0.05, "Failure", "No batch counts as late before this.", ge=0, le=3600)
+    hedge_floor_s: float = setting(0.05, "Failure", "Minimum time before a batch is hedged.", ge=0, le=3600)
     hedge_budget: float = setting(
-        0.05, "Failure", "Extra work that second copies may cost, as a share of all images sent.", ge=0, le=1
+        0.05, "Failure", "Maximum share of images that are sent a second time by hedging.", ge=0, le=1
     )
     breaker_s: float = setting(
         0.5,
         "Failure",
-        "How long a worker that fails twice in a row is kept away; doubles with each further failure.",
+        "How long a worker that fails twice in a row is quarantined; doubles with each further failure.",
         gt=0,
         le=3600,
     )
-    breaker_max_s: float = setting(
-        30.0, "Failure", "Longest time that a failing worker is kept away; 0 keeps nobody away.", ge=0, le=86400
-    )
+    breaker_max_s: float = setting(30.0, "Failure", "Maximum time of a quarantine; 0 disables it.", ge=0, le=86400)
     reassign_after_s: float = setting(
         3.0,
         "Failure",
-        "How long a stage may have no worker before one of a stage with several goes there; 0 never does.",
+        "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
         ge=0,
         le=3600,
     )
     drain_timeout_s: float = setting(
-        10.0, "Failure", "Longest time for what is in flight to end when the service stops.", ge=0, le=3600
+        10.0, "Failure", "Maximum time for requests in flight to complete when the service stops.", ge=0, le=3600
     )
 
     timeout_s: float = setting(
-        30.0, "Limits", "Longest time for one request; its own header may shorten it.", gt=0, le=3600
+        30.0, "Limits", "Timeout of a request; the client's header may shorten it.", gt=0, le=3600
     )
     queue_limit: int = setting(
         256,
         "Limits",
-        "Most images that wait for a batch; beyond it, requests are refused with 429.",
+        "Maximum number of images that wait for a batch; above it, requests are rejected with 429.",
         ge=1,
         le=1_000_000,
     )
-    max_body_bytes: int = setting(10 * 2**20, "Limits", "Largest body of a request.", ge=1, le=2**31)
-    max_image_pixels: int = setting(50_000_000, "Limits", "Largest image, width times height.", ge=1, le=2**31)
+    max_body_bytes: int = setting(10 * 2**20, "Limits", "Maximum size of a request body.", ge=1, le=2**31)
+    max_image_pixels: int = setting(
+        50_000_000, "Limits", "Maximum size of an image, width times height.", ge=1, le=2**31
+    )
 
     max_connections: int = setting(
         10_000,
         "Limits",
-        "Most HTTP connections at once, as far as there are descriptors; beyond it the longest idle one is closed.",
+        "Maximum number of HTTP connections, limited by the file descriptors; above it, the longest idle one is closed.",
         ge=1,
         le=1_000_000,
     )
     idle_timeout_s: float = setting(
-        75.0, "Limits", "Longest time that an HTTP connection may be open without a request.", gt=0, le=86400
+        75.0, "Limits", "Maximum time of an HTTP connection without a request.", gt=0, le=86400
     )
     header_timeout_s: float = setting(
-        10.0, "Limits", "Longest time for the head of a request, and for the handshake of TLS.", gt=0, le=600
+        10.0, "Limits", "Maximum time to receive the head of a request, and for the TLS handshake.", gt=0, le=600
     )
     stall_timeout_s: float = setting(
         10.0,
         "Limits",
-        "Longest time for which a client may send nothing of a body that it has begun, or take nothing of its answer.",
+        "Maximum time without progress while a client sends a body or reads a response.",
         gt=0,
         le=3600,
     )
     max_header_bytes: int = setting(
-        32 * 2**10, "Limits", "Longest head of a request: its line and all headers.", ge=1024, le=2**20
+        32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
     )
-    max_headers: int = setting(100, "Limits", "Most headers of a request.", ge=16, le=10_000)
+    max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
 
     trace_ratio: float = setting(
         0.01,
         "Logging",
-        "Share of the requests without a `traceparent` of their own that are traced, where traces are sent anywhere.",
+        "Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set.",
         ge=0,
         le=1,
     )
-    access_log: bool = setting(False, "Logging", "Log one line for every HTTP request.")
+    access_log: bool = setting(False, "Logging", "Log one line per HTTP request.")
 
     @property
     def num_workers(self) -> int:
-        """How many workers the pipeline wants: one for each replica of each stage, and the spares."""
+        """Number of workers of the full pipeline: replicas of all stages, and spares."""
         return self.stages * self.replicas + self.spares
 
     def advertised(self, join_port: int) -> str:
-        """HOST:PORT that workers are to join at; empty for where they ask."""
+        """HOST:PORT at which workers join; empty = the address that they connected to."""
         if self.advertise_host is None:
             return ""
         address = parse_address(self.advertise_host, default_port=join_port)
@@ -288,12 +290,12 @@ class ServeSettings(Settings):
 
     @property
     def tuning_limit_s(self) -> float:
-        """How long a worker may measure for each stage: a spare holds all stages, and must have joined in time."""
+        """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
         return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
 
     @property
-    def token_is_ours(self) -> bool:
-        """Nobody gave a token, and so we made one up for our own local workers."""
+    def token_is_generated(self) -> bool:
+        """Whether the join token was generated for the local workers, because none was configured."""
         return self._origins.get("token") == _GENERATED
 
     @field_validator("advertise_host")
@@ -305,32 +307,32 @@ class ServeSettings(Settings):
 
     @property
     def needs_keys(self) -> bool:
-        """Whether inference needs a key."""
+        """Whether inference requires a key."""
         return self.api_keys is not None or self.api_keys_file is not None
 
     @property
-    def operators_host(self) -> str:
-        """Address of the operators' port."""
+    def admin_host(self) -> str:
+        """Address of the admin port."""
         return self.host if self.metrics_host is None else self.metrics_host
 
     @field_validator("hedge_factor")
     @classmethod
     def _hedge_factor_is_off_or_more_than_usual(cls, factor: float) -> float:
         if 0 < factor < 1:
-            raise ValueError("must be 0, or 1 and more")
+            raise ValueError("must be 0, or at least 1")
         return factor
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
         if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
-            raise ValueError(f"precision {self.precision} needs optimize eager, compile or auto; none is float32")
+            raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
         return self
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
         for name in ("tls_key_file", "tls_client_ca_file", "metrics_client_ca_file"):
             if getattr(self, name) is not None and self.tls_cert_file is None:
-                raise ValueError(f"{name} needs tls_cert_file, the certificate that the service shows")
+                raise ValueError(f"{name} requires tls_cert_file, the certificate of the service")
         return self
 
     @model_validator(mode="after")
@@ -339,13 +341,13 @@ class ServeSettings(Settings):
         for port, count in Counter(ports.values()).items():
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)
-                raise ValueError(f"{names} are both {port}: give each a port of its own, or 0 for any free one")
+                raise ValueError(f"{names} are both {port}; choose different ports, or 0 for a free one")
         return self
 
     def _without_token(self) -> Self:
         if not self.external_workers:
             return self.replace("token", new_token(), _GENERATED)
         raise SettingsError(
-            "no join token, which workers from outside need: make one with `openssl rand -hex 32 > token`, "
-            "then give --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"
+            "no join token, which external workers require; create one with `openssl rand -hex 32 > token`, "
+            "then pass --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"
         )

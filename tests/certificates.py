@@ -1,4 +1,4 @@
-"""Certificates for tests, made with openssl: an authority, the service's, and a client's."""
+"""Certificates for tests, created with openssl: a CA, the service's, and a client's."""
 
 import subprocess
 from dataclasses import dataclass

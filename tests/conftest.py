@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from deploy.service import LocalService
 from examples.digits.train import IMAGE_SIZE, LABELS, train
+from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
-    for name in ("COLUMNS", "LINES"):
+    for name in ("COLUMNS", "TCP"):
         os.environ.pop(name, None)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background jobs begin, and whatever they start
     signal.signal(signal.SIGINT, signal.default_int_handler)

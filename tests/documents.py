@@ -1,4 +1,4 @@
-"""The pages of the documentation as what they are for: commands that somebody types, one after the other, in one folder."""
+"""Runs the code blocks of documentation pages, in order, in one folder."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from deploy.service import LocalService
+from multiworld_serving.testing.local_service import LocalService
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_S = 100.0
+BLOCK_TIMEOUT_S = 100.0
 _FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _SERVE = re.compile(r"multiworld serve\b(?P<options>.*)")
 
 
 class Block(NamedTuple):
-    """What stands between two fences."""
+    """A fenced code block."""
 
     language: str
     code: str
 
 
 def blocks(page: Path) -> list[Block]:
-    """Those of a page that are to be run: shell and Python."""
+    """The shell and Python blocks of a page, which are executed."""
     found = _FENCED.finditer(page.read_text(encoding="utf-8"))
     return [Block(match["language"], match["code"]) for match in found if match["language"] in ("sh", "python")]
 
 
 def documents() -> list[Path]:
-    """Every page that is read by people."""
+    """README, pages and guides."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
 
 @dataclass
-class Reader:
-    """Somebody who follows a page to the letter, in a folder of their own. Use as a context.
+class PageRunner:
+    """Executes the blocks of one page in a folder. Use as a context manager.
 
     Args:
-        folder: where they are.
-        changes: what they read otherwise than it stands there, so that it takes seconds and not minutes: a smaller model, smaller pictures.
-        service: the one that they have started before they came to this page; None when the page says how.
+        folder: working directory.
+        changes: text replacements that make the page faster to run: a smaller model, smaller images.
+        service: a running service for the page; None if the page starts one.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Reader:
         self._running = ExitStack()
         bin_folder = self.folder / ".bin"
         bin_folder.mkdir()
-        program = f'#!/bin/sh\nexec "{sys.executable}" -P -m cli.main "$@"\n'
+        program = f'#!/bin/sh\nexec "{sys.executable}" -P -m multiworld_serving.cli.main "$@"\n'
         for name, text in {"multiworld": program, "python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'}.items():
             (bin_folder / name).write_text(text)
             (bin_folder / name).chmod(0o755)
@@ -68,9 +68,9 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self._running.close()
 
-    def follow(self, block: Block) -> str:
-        """Do what a block says; gives what it prints. Raises AssertionError when it fails."""
-        code = self._read(block.code)
+    def run(self, block: Block) -> str:
+        """Execute a block and return its output. Raises AssertionError if it fails."""
+        code = self._replace(block.code)
         if block.language == "sh" and (serve := _SERVE.fullmatch(code.strip())):
             self._serve(serve["options"])
             return ""
@@ -78,16 +78,16 @@ class Reader:
             [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
         )
         done = subprocess.run(
-            command, cwd=self.folder, env=self._environment(), capture_output=True, timeout=PATIENCE_S, check=False
+            command, cwd=self.folder, env=self._environment(), capture_output=True, timeout=BLOCK_TIMEOUT_S, check=False
         )
-        said = f"{code}\n{done.stdout!r}\n{done.stderr.decode(errors='replace')}"
-        assert done.returncode == 0, said
-        assert b'"error"' not in done.stdout, said
+        output = f"{code}\n{done.stdout!r}\n{done.stderr.decode(errors='replace')}"
+        assert done.returncode == 0, output
+        assert b'"error"' not in done.stdout, output
         return done.stdout.decode(errors="replace")
 
-    def _read(self, code: str) -> str:
-        for there, here in self.changes.items():
-            code = code.replace(there, here)
+    def _replace(self, code: str) -> str:
+        for old, new in self.changes.items():
+            code = code.replace(old, new)
         if self.service is not None:
             for port, url in {
                 "8000": self.service.url,
@@ -98,10 +98,10 @@ class Reader:
         return code
 
     def _serve(self, options: str) -> None:
-        """Start what is to be started, on free ports; what was started before on this page ends."""
+        """Start the page's service on free ports, after stopping the previous one."""
         self._running.close()
         settings: dict[str, Any] = dict(_settings(shlex.split(options)))
-        settings.setdefault("heartbeat_timeout_s", "10")  # however busy the machine is, nobody counts as frozen
+        settings.setdefault("heartbeat_timeout_s", "10")  # no false detection on a busy machine
         for name in ("weights", "labels", "weights_dir"):
             if name in settings and (self.folder / settings[name]).exists():
                 settings[name] = str(self.folder / settings[name])
@@ -118,7 +118,7 @@ class Reader:
 
 
 def _settings(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Names and values, as `LocalService` takes them."""
+    """Names and values for `LocalService`."""
     names = iter(options)
     for name in names:
         yield name.removeprefix("--").replace("-", "_"), next(names)

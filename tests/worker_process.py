@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.service import LocalService
+from multiworld_serving.testing.local_service import LocalService
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _worker(leader: str, token: Path, metrics_port: int) -> Iterator[MeteredWork
     options = {"leader": leader, "token-file": token, "metrics-port": metrics_port, "threads": 1, "log-format": "json"}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cli.main", "worker", *arguments],
+        [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "worker", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},

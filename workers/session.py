@@ -1,38 +1,59 @@
-"""One stay in one world: take orders and weights, warm up, answer batches, until the world ends."""
+"""Serves one leader in one world: receives stages and weights, loads them, and computes batches until the world ends."""
 
 import asyncio
 import contextlib
 import json
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from config import check_memory
-from models import ModelError, Optimized, Tuning
+import torch
+
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from wire import Channel, Kind, Message, StageOrder, TraceContext, WireError, trace_contexts
-from workers.engine import Engine
-from workers.last_resort import NO_MEMORY_S, end_within, lacks_memory
-from workers.metrics import Outcome, WorkerMetrics
-from workers.orders import IncomingOrder
-from workers.traces import ComputeTraces
+from multiworld.texts import shown
+from multiworld_serving.common.config import check_memory
+from multiworld_serving.common.wire import (
+    MAX_TRACE_BYTES,
+    Channel,
+    Header,
+    Message,
+    MessageKind,
+    StageAssignment,
+    TraceContext,
+    WireError,
+    trace_contexts,
+)
+from multiworld_serving.models import ModelError, OptimizedStage, Tuning, stage_input_dtype
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer, is_out_of_memory
+from multiworld_serving.workers.incoming_assignment import IncomingAssignment
+from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
+from multiworld_serving.workers.observability.traces import ComputeTraces
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGE_BYTES = 1 << 30
 _COPIES_OF_WEIGHTS = 3
-"""At the same time, while a stage is loaded: the pieces, the tensors in them, the stage's own."""
-_LAST_WORD_S = 30.0
-"""So long a leader has to read that its stage cannot be loaded, and to end the world for it."""
+"""Held at once while a stage is loaded: the received bytes, the parsed tensors, and the stage's parameters."""
+_FAILURE_GRACE_S = 30.0
+"""After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
 
 
+class _ExpectedInput(NamedTuple):
+    """Input that an assigned stage accepts, in the order of `Header.require_batch`'s parameters."""
+
+    dtype: torch.dtype
+    sample_shape: tuple[int, ...]
+    min_batch_size: int
+    max_batch_size: int
+
+
 class Session:
-    """Holds and serves the stages that one leader orders, in one world.
+    """Loads and serves the stages that one leader assigns, in one world.
 
     Args:
-        world: ready, of two, the leader is rank 0.
-        on_restart: called when the leader wants this process to end and come back.
+        world: ready, of size 2; the leader is rank 0.
+        on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
     """
 
     def __init__(
@@ -44,76 +65,102 @@ class Session:
         traces: ComputeTraces | None = None,
     ) -> None:
         self.serving = False
-        """True once a stage is loaded and warm."""
+        """True once a stage is loaded and warmed up."""
         self.out_of_memory = False
-        """True once a batch could not be computed for a lack of memory."""
-        self.place = engine.place()
+        """True once a batch failed because the host is out of memory."""
+        self.queue = engine.new_queue()
         self._world = world
         self._on_restart = on_restart
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
         self._traced: tuple[int, list[TraceContext]] = (0, [])
-        """Whose traces the batch of that number, which comes next, belongs to."""
-        self._channel = Channel(world, LEADER_RANK, _MAX_MESSAGE_BYTES)
-        self._room = asyncio.Semaphore(1)
-        self._incoming: IncomingOrder | None = None
-        """Whose weights have not all come yet."""
+        """Number of the next batch, and the spans of its traced requests."""
+        self._channel = Channel(world, LEADER_RANK, self._check)
+        self._slots = asyncio.Semaphore(1)
+        self._incoming: IncomingAssignment | None = None
+        """The assignment whose weights are being received."""
+        self._inputs: dict[tuple[int, int], _ExpectedInput] = {}
+        """By version and stage: the stages that are assigned and not unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> BrokenWorldException:
-        """Serve until the world ends; gives what ended it.
+        """Serve until the world ends. Returns the exception that ended it.
 
         Raises:
-            WorldClosedError: we closed it.
+            WorldClosedError: this process closed the world.
         """
         try:
             await self._serve()
         except BrokenWorldException as ending:
             return ending
         except (WireError, ModelError) as error:
-            logger.error("world=%s the leader's orders make no sense: %s", self._world.name, error)  # noqa: TRY400
+            logger.error("world=%s the leader sent an invalid message: %s", self._world.name, error)  # noqa: TRY400
             self._world.break_(Cause.ABORTED, self._world.rank, str(error))
             return BrokenWorldException(self._world.name, Cause.ABORTED, self._world.rank, str(error))
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.place.close()
+            self.queue.close()
 
     async def leave(self) -> None:
-        """Tell the leader that we go; it stops sending, and closes the world when everything is answered."""
-        await self._channel.send(Message(Kind.LEAVING))
+        """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
+        await self._channel.send(Message(MessageKind.LEAVING))
 
     async def _serve(self) -> NoReturn:
         while True:
-            await self._room.acquire()
+            await self._slots.acquire()
             message = await self._channel.receive()
-            if message.kind is Kind.BATCH:
+            if message.kind is MessageKind.BATCH:
                 traced, self._traced = self._traced, (0, [])
                 parents = traced[1] if traced[0] == message.batch else []
-                self._start(self._answer(message, parents)).add_done_callback(lambda _: self._room.release())
+                self._start(self._answer(message, parents)).add_done_callback(lambda _: self._slots.release())
             else:
-                self._room.release()
-                self._obey(message)
+                self._slots.release()
+                self._handle(message)
 
-    def _obey(self, message: Message) -> None:
+    def _check(self, header: Header) -> None:
+        """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
+        match header.kind:
+            case MessageKind.BATCH:
+                expected = self._inputs.get((header.version, header.stage))
+                if expected is None:
+                    raise WireError(f"BATCH of stage {header.stage}, version {header.version}, which is not assigned")
+                header.require_batch(*expected)
+            case MessageKind.ASSIGN:
+                header.require_text()
+            case MessageKind.WEIGHTS if self._incoming is not None:
+                header.require_batch(torch.uint8, (), 1, self._incoming.missing_bytes)
+            case MessageKind.TRACE:
+                header.require_batch(torch.uint8, (), 0, MAX_TRACE_BYTES)
+            case MessageKind.UNLOAD | MessageKind.RESTART:
+                header.require_no_payload()
+            case _:
+                raise WireError(f"{header.kind.name} was not expected here")
+
+    def _handle(self, message: Message) -> None:
         match message.kind:
-            case Kind.ORDER if self._incoming is None:
-                self._incoming = IncomingOrder(message)
-            case Kind.WEIGHTS if self._incoming is not None:
+            case MessageKind.ASSIGN if self._incoming is None:
+                self._incoming = incoming = IncomingAssignment(message)
+                spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
+                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(
+                    stage_input_dtype(spec), shape, 1, most
+                )
+            case MessageKind.WEIGHTS if self._incoming is not None:
                 if self._incoming.add(message):
-                    order, self._incoming = self._incoming, None
-                    self._start(self._fulfil(order))
-            case Kind.TRACE:
+                    complete, self._incoming = self._incoming, None
+                    self._start(self._serve_assignment(complete))
+            case MessageKind.TRACE:
                 self._traced = (message.batch, trace_contexts(message.payload))
-            case Kind.DROP:
-                logger.info("world=%s version number %d is not wanted any more", self._world.name, message.version)
-                self.place.drop(message.version)
-            case Kind.RESTART:
+            case MessageKind.UNLOAD:
+                logger.info("world=%s unloaded version number %d", self._world.name, message.version)
+                self.queue.unload(message.version)
+                self._inputs = {key: expected for key, expected in self._inputs.items() if key[0] != message.version}
+            case MessageKind.RESTART:
                 logger.info("world=%s the leader asks for a restart", self._world.name)
                 self._on_restart()
             case _:
-                raise WireError(f"{message.kind.name} was not to be expected here")
+                raise WireError(f"{message.kind.name} was not expected here")
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -121,110 +168,118 @@ class Session:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _fulfil(self, incoming: IncomingOrder) -> None:
-        """Load what was ordered, while batches of what is held already go on, and tell the leader what came of it."""
+    async def _serve_assignment(self, incoming: IncomingAssignment) -> None:
+        """Load a stage, report the outcome to the leader, and compile the stage if asked for. Other stages keep serving meanwhile."""
         weights = incoming.take_weights()
         try:
-            took_s, made = await self._load(incoming, weights)
+            load_s, made = await self._load(incoming, weights)
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._fail(incoming, error)
             return
-        order, spec = incoming.order, incoming.spec
+        assignment, spec = incoming.assignment, incoming.spec
         self._metrics.stage_loaded(spec.index)
         if not self.serving:
             self.serving = True
-            # One more than the leader has in flight: a liar waits in its own link.
-            for _ in range(order.window):
-                self._room.release()
-        self._tell_of(incoming, took_s, made)
-        ready = {"warm_up_s": round(took_s, 3), "computes": str(made.recipe), "why": made.why}
+            # One more slot than the leader's window: a leader that exceeds its window blocks only its own link.
+            for _ in range(assignment.window):
+                self._slots.release()
+        self._log_loaded(incoming, load_s, made)
+        ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(Kind.READY, json.dumps(ready)))
-        if order.optimize == "compile" and made.recipe.form != "compiled":
+            await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
+        if assignment.optimize == "compile" and made.mode.method != "compiled":
             await self._compile(incoming, weights)
 
-    def _tell_of(self, incoming: IncomingOrder, took_s: float, made: Optimized) -> None:
+    def _log_loaded(self, incoming: IncomingAssignment, load_s: float, made: OptimizedStage) -> None:
         spec = incoming.spec
         logger.info(
-            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s warm after %.2f s computes=%s (%s)",
+            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s loaded in %.2f s execution_mode=%s (%s)",
             *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
-            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], took_s, made.recipe, made.why),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], load_s, made.mode, made.why),
         )
 
-    async def _compile(self, incoming: IncomingOrder, weights: bytes) -> None:
-        """Serve with what was loaded meanwhile, then load again."""
-        order, spec = incoming.order, incoming.spec
-        if not await self.place.compile(spec, weights, incoming.row_shape, order.max_batch_size, _tuning(order)):
+    async def _compile(self, incoming: IncomingAssignment, weights: bytes) -> None:
+        """Compile a stage in the background, while the loaded one serves, then replace the loaded one."""
+        assignment, spec = incoming.assignment, incoming.spec
+        if not await self.queue.compile(
+            spec, weights, incoming.sample_shape, assignment.max_batch_size, _tuning(assignment)
+        ):
             return
-        if not self.place.holds(order.version, spec.index):
+        if not self.queue.has_stage(assignment.version, spec.index):
             return
         try:
-            took_s, made = await self._load(incoming, weights)
+            load_s, made = await self._load(incoming, weights)
         except Exception:
-            logger.exception("world=%s stage=%d goes on without its compiled code", self._world.name, spec.index)
+            logger.exception("world=%s stage=%d continues without compiled code", self._world.name, spec.index)
         else:
-            self._tell_of(incoming, took_s, made)
+            self._log_loaded(incoming, load_s, made)
 
-    async def _load(self, incoming: IncomingOrder, weights: bytes) -> tuple[float, Optimized]:
-        order = incoming.order
-        if self.serving:  # what it serves must not be lost for what comes on top of it
-            check_memory(_COPIES_OF_WEIGHTS * order.weights_bytes)
-        return await self.place.load(
-            order.version, incoming.spec, weights, incoming.row_shape, order.max_batch_size, _tuning(order)
+    async def _load(self, incoming: IncomingAssignment, weights: bytes) -> tuple[float, OptimizedStage]:
+        assignment = incoming.assignment
+        if self.serving:  # the kernel's OOM killer would end the stages that serve as well
+            check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
+        return await self.queue.load(
+            assignment.version,
+            incoming.spec,
+            weights,
+            incoming.sample_shape,
+            assignment.max_batch_size,
+            _tuning(assignment),
         )
 
-    async def _fail(self, incoming: IncomingOrder, error: Exception) -> None:
-        """Who serves already goes on with what it has; who has nothing else to serve is of no use in this world."""
+    async def _fail(self, incoming: IncomingAssignment, error: Exception) -> None:
+        """Report that a stage cannot be loaded. Without another stage to serve, the world ends."""
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
-            await self._channel.send(incoming.reply(Kind.FAILED, _describe(error)))
+            await self._channel.send(incoming.reply(MessageKind.FAILED, _describe(error)))
             if not self.serving:
-                # Were we the ones to break the world, that could reach the leader before the reason does.
-                await asyncio.sleep(_LAST_WORD_S)
+                # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
+                await asyncio.sleep(_FAILURE_GRACE_S)
                 self._world.break_(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
     async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
-        """Compute one batch, send what came of it, and count it."""
-        outcome: Outcome = "unwanted"
+        """Compute one batch, send its result, and count the outcome."""
+        outcome: Outcome = "discarded"
         try:
             outcome = await self._compute_and_send(message, parents)
         finally:
             self._metrics.batch_ended(message.stage, outcome)
 
     async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
-        """What came of the batch; an exception of the stage is an answer too."""
+        """Compute a batch and send RESULT, or FAILED when the stage raises. Returns the outcome."""
         outcome: Outcome = "answered"
         try:
-            if message.payload is None:
-                raise WireError("a batch without a payload")
-            output, compute_ns, waited_ns = await self.place.compute(message.version, message.stage, message.payload)
+            assert message.payload is not None, "`_check` requires a payload"
+            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, message.payload)
             self._metrics.computed(message.stage, compute_ns / 1e9)
             if self._traces is not None and parents:
                 images = len(message.payload)
                 self._traces.computed(
                     parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
                 )
-            answer = Message(Kind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+            answer = Message(
+                MessageKind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version
+            )
         except Exception as error:
-            if lacks_memory(error):  # the leader takes the batch elsewhere; a new process is soon here
+            if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
-                end_within(NO_MEMORY_S)
+                arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
-            answer = Message.of_text(
-                Kind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
+            answer = Message.from_text(
+                MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
             )
             outcome = "failed"
         try:
             await self._channel.send(answer)
         except (BrokenWorldException, WorldClosedError):
-            logger.debug("world=%s batch=%d is not wanted any more", self._world.name, message.batch)
-            return "unwanted"
+            logger.debug("world=%s batch=%d discarded: the world ended", self._world.name, message.batch)
+            return "discarded"
         return outcome
 
 
-def _tuning(order: StageOrder) -> Tuning:
-    return Tuning(order.precision, order.optimize, order.tuning_ms / 1e3)
+def _tuning(assignment: StageAssignment) -> Tuning:
+    return Tuning(assignment.precision, assignment.optimize, assignment.tuning_ms / 1e3)
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
+    return shown(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The settings of `multiworld worker`: every field once, with its unit, bounds, default and sentence."""
+"""Settings of `multiworld worker`: each field with its unit, bounds, default and description."""
 
 import ipaddress
 import os
@@ -7,23 +7,28 @@ from typing import ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
-from config import DEVICE_PATTERN, Settings, setting
-from config.addresses import Address, parse_address
+from multiworld_serving.common.config import DEVICE_PATTERN, Settings, setting
+from multiworld_serving.common.config.addresses import Address, parse_address
+
+MAX_NAME_CHARS = 64
+"""Equal to `multiworld.texts.MAX_NAME_CHARS`, which is not imported here because that would import torch for every command."""
 
 
 def _default_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+    """HOSTNAME-PID, the host name truncated to fit the limit."""
+    process = f"-{os.getpid()}"
+    return socket.gethostname()[: MAX_NAME_CHARS - len(process)] + process
 
 
 class WorkerSettings(Settings):
-    """What one worker process is told: whom to join, and on which device to compute."""
+    """Settings of one worker process: which leaders to join, and the device to compute on."""
 
     section: ClassVar[str] = "worker"
 
     leader: str = setting(
         ...,
         "Network",
-        "Where to join: HOST:PORT of a leader's join port; give it once for each leader, or with commas between.",
+        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
         allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
         repeatable=True,
     )
@@ -32,13 +37,13 @@ class WorkerSettings(Settings):
         "Network",
         "Name of this worker in logs, metrics and the status page; by default HOSTNAME-PID.",
         default_factory=_default_name,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
-        allowed="1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit",
+        pattern=rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}$",
+        allowed=f"1 to {MAX_NAME_CHARS} letters, digits, dots, dashes or underscores, beginning with a letter or digit",
     )
     advertise_host: str = setting(
         None,
         "Network",
-        "Host name or address that this worker is known by in the leader's log and status; by default the host's name.",
+        "Host name or address of this worker, shown in the leader's log and status; by default the host name.",
         default_factory=socket.gethostname,
         pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}$",
         allowed="a host name or an address",
@@ -46,50 +51,52 @@ class WorkerSettings(Settings):
     bind_host: str | None = setting(
         None,
         "Network",
-        "Address of this machine that connections to leaders leave from, where it has several; none lets the kernel choose.",
+        "Local address to connect to leaders from; by default the kernel chooses.",
         allowed="an address of this machine, such as 10.0.0.5",
     )
-    metrics_host: str = setting("127.0.0.1", "Network", "Address that the metrics listen on; 0.0.0.0 for all.")
+    metrics_host: str = setting("127.0.0.1", "Network", "Address to serve metrics on; 0.0.0.0 for all interfaces.")
     metrics_port: int | None = setting(
         None,
         "Network",
-        "Port of this worker's own Prometheus metrics, and of /healthz and /readyz for probes, such as 8003; 0 takes any free "
-        "one, without it there are none.",
+        "Port of this worker's Prometheus metrics and of /healthz and /readyz, such as 8003; 0 takes any free port; by default "
+        "there are none.",
         ge=0,
         le=65535,
     )
     device: str = setting(
         "cpu", "Compute", "Device to compute on.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
     )
-    threads: int = setting(0, "Compute", "Compute threads; 0 takes one for each core.", ge=0, le=1024)
+    threads: int = setting(0, "Compute", "Compute threads; 0 takes one per core.", ge=0, le=1024)
 
     cores_file: str | None = setting(
         None,
         "Compute",
-        "File by which the workers of one machine tell each other who computes; they share the cores then.",
+        "Lock file by which the workers of one machine share its cores.",
         hidden=True,
     )
-    cores_seat: int = setting(0, "Compute", "Number of this worker among those that share.", ge=0, hidden=True)
-    cores_seats: int = setting(1, "Compute", "How many workers share.", ge=1, hidden=True)
+    cores_index: int = setting(
+        0, "Compute", "Index of this worker among those that share the cores.", ge=0, hidden=True
+    )
+    cores_workers: int = setting(1, "Compute", "Number of workers that share the cores.", ge=1, hidden=True)
 
     rejoin_backoff_s: float = setting(
         0.1,
         "Failure",
-        "First pause before joining again when the leader is gone; doubles with each attempt.",
+        "First pause before rejoining after the leader is lost; doubles with each attempt.",
         gt=0,
         le=60,
     )
-    rejoin_backoff_max_s: float = setting(5.0, "Failure", "Longest pause between two attempts to join.", gt=0, le=3600)
+    rejoin_backoff_max_s: float = setting(5.0, "Failure", "Longest pause between attempts to join.", gt=0, le=3600)
     exit_with_parent: bool = setting(
         False,
         "Process",
-        "Exit when standard input ends: a supervisor holds its other end, so that no worker outlives it.",
+        "Exit at end of file on standard input; the supervisor holds the other end, so no worker outlives it.",
         hidden=True,
     )
 
     @property
     def leaders(self) -> tuple[Address, ...]:
-        """Where to join."""
+        """Join addresses of the leaders."""
         return _addresses(self.leader)
 
     @field_validator("leader")
@@ -116,7 +123,7 @@ class WorkerSettings(Settings):
 
 
 def _addresses(leaders: str) -> tuple[Address, ...]:
-    """Split "host:port,host:port". Raises ValueError for what is no address, and for one that is there twice."""
+    """Split "host:port,host:port". Raises ValueError for an invalid or repeated address."""
     addresses = tuple(parse_address(part.strip()) for part in leaders.split(","))
     if len(set(addresses)) < len(addresses):
         raise ValueError("must name each leader once")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks.hostile.requests import HostileRequest
-from chaos.images import photo
+from multiworld_serving.testing.load.images import photo
 
 PATIENCE_S = 60.0
 _CLOSED = "closed"
@@ -30,11 +30,16 @@ class HostileConnections:
 
 
 async def ask(host: str, port: int, request: HostileRequest) -> str:
-    """Status and reason of the answer."""
+    """Status and reason of each answer, in order; equal ones that follow each other count once."""
     reader, writer = await asyncio.open_connection(host, port)
     sending = asyncio.create_task(_send(writer, request.data))
+    answers: list[str] = []
     try:
-        return await _ending(reader)
+        answers.append(await _ending(reader))
+        while len(answers) <= request.answer.count(","):
+            if (answer := await _ending(reader)) != answers[-1]:
+                answers.append(answer)
+        return ", ".join(answers)
     finally:
         sending.cancel()
         await _close(writer)
@@ -47,7 +52,7 @@ async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def _ending(reader: asyncio.StreamReader) -> str:
-    """The first answer, or that there was none before the end."""
+    """The next answer, or that there was none before the end."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -55,7 +60,8 @@ async def _ending(reader: asyncio.StreamReader) -> str:
             length = next(
                 (line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length:")), "0"
             )
-            reason = json.loads(await reader.readexactly(int(length)) or b"{}").get("reason", "")
+            body = await reader.readexactly(int(length))
+            reason = json.loads(body).get("reason", "") if body and "application/json" in head else ""
             return f"{status} {reason}".strip()
     except (asyncio.IncompleteReadError, OSError):
         return _CLOSED

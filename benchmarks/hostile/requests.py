@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from chaos.images import photo
+from multiworld_serving.testing.load.images import photo
 
 SIDE = 32
 _SHAPE = [1, 3, SIDE, SIDE]
@@ -22,7 +22,7 @@ class HostileRequest:
     """One request on a connection of its own.
 
     Attributes:
-        answer: status and reason, as they must be.
+        answer: status and reason, as they must be; several answers are parted by commas.
     """
 
     name: str
@@ -34,6 +34,17 @@ def _http(path: str, body: bytes = b"", method: str = "POST", **headers: str) ->
     lines = [f"{method} {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _get(*lines: str, path: str = "/healthz") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
+def _post(*lines: str, body: bytes = b"") -> bytes:
+    """An image for /predict, framed as these headers say."""
+    return (
+        "\r\n".join(["POST /predict HTTP/1.1", "Host: x", "Content-Type: image/jpeg", *lines, "", ""]).encode() + body
+    )
 
 
 def _image(body: bytes, **headers: str) -> bytes:
@@ -74,6 +85,10 @@ _HEAD = "431 head_too_large"
 _RAW = "400 malformed"
 _NAN, _INF = (struct.pack("<f", value) * _VALUES for value in (float("nan"), float("inf")))
 
+_CHUNKED = "Transfer-Encoding: chunked"
+_END = b"0\r\n\r\n"
+_GOOD = _post(f"Content-Length: {len(photo())}", body=photo())
+
 HOSTILE_REQUESTS = (
     # the head
     HostileRequest("no HTTP at all", b"hello\r\n\r\n", _RAW),
@@ -87,15 +102,58 @@ HOSTILE_REQUESTS = (
     HostileRequest("a zero byte in a header", _http("/predict", X_Zero="\0"), _RAW),
     HostileRequest(
         "Content-Length and chunks (smuggling)",
-        b"POST /predict HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         _RAW,
     ),
     HostileRequest(
-        "two Content-Lengths", b"POST /predict HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", _RAW
+        "two Content-Lengths",
+        b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+        _RAW,
     ),
-    HostileRequest("a negative Content-Length", b"POST /predict HTTP/1.1\r\nContent-Length: -1\r\n\r\n", _RAW),
-    HostileRequest("a chunk of no size", b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", _RAW),
-    HostileRequest("10,000 requests at once", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000, "429 pipelined"),
+    HostileRequest(
+        "a negative Content-Length", b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", _RAW
+    ),
+    HostileRequest("the same Content-Length twice", _post("Content-Length: 3", "Content-Length: 3", body=b"abc"), _RAW),
+    HostileRequest("a list of Content-Lengths", _post("Content-Length: 3, 3", body=b"abc"), _RAW),
+    HostileRequest(
+        "5,000 zeros before a Content-Length", _post(f"Content-Length: {len(photo()):05000}", body=photo()), "200"
+    ),
+    HostileRequest("no Host", _get("Accept: */*"), _RAW),
+    HostileRequest("two Hosts", _get("Host: x", "Host: x"), _RAW),
+    HostileRequest("a Host that is none", _get("Host: x/y"), _RAW),
+    HostileRequest("a header over two lines", _get("Host: x", "A: b", " c"), _RAW),
+    HostileRequest("a carriage return in a header", _get("Host: x", "A: b\rc"), _RAW),
+    HostileRequest("a space before a colon", _get("Host: x", "A : b"), _RAW),
+    HostileRequest("chunks in gzip", _post("Transfer-Encoding: gzip, chunked", body=_END), "501 not_implemented"),
+    HostileRequest("gzip in chunks", _post("Transfer-Encoding: chunked, gzip", body=_END), _RAW),
+    HostileRequest("gzip without chunks", _post("Transfer-Encoding: gzip", body=b"abc"), _RAW),
+    HostileRequest("chunks in HTTP/1.0", _post(_CHUNKED, body=_END).replace(b"HTTP/1.1", b"HTTP/1.0"), _RAW),
+    HostileRequest("a chunk of no size", _post(_CHUNKED, body=b"xyz\r\n"), _RAW),
+    HostileRequest("a chunk of a negative size", _post(_CHUNKED, body=b"-1\r\n"), _RAW),
+    HostileRequest("a chunk beyond 64 bits", _post(_CHUNKED, body=b"f" * 17 + b"\r\na\r\n"), _RAW),
+    HostileRequest("a chunk longer than it says", _post(_CHUNKED, body=b"1\r\nabc\r\n" + _END), _RAW),
+    HostileRequest("a chunk extension of 1 MiB", _post(_CHUNKED, body=b"1;" + b"a" * 2**20), _HEAD),
+    HostileRequest("a trailer of 1 MiB", _post(_CHUNKED, body=b"0\r\nX: " + b"a" * 2**20), _HEAD),
+    HostileRequest("HTTP/2.0 by its name", b"GET / HTTP/2.0\r\nHost: x\r\n\r\n", "505 http_version_not_supported"),
+    HostileRequest("CONNECT", b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", "501 not_implemented"),
+    HostileRequest(
+        "an upgrade to h2c with a body",
+        _post("Connection: Upgrade", "Upgrade: h2c", f"Content-Length: {len(photo())}", body=photo()),
+        "200",
+    ),
+    HostileRequest(
+        "a scrape in a format of no version",
+        _get("Host: x", "Accept: application/openmetrics-text; version=abc", path="/metrics"),
+        "200",
+    ),
+    HostileRequest("no HTTP behind a good request", _GOOD + b"hello\r\n\r\n", f"200, {_RAW}"),
+    HostileRequest("a bad chunk behind a good request", _GOOD + _post(_CHUNKED, body=b"xyz\r\n"), f"200, {_RAW}"),
+    HostileRequest(
+        "a long header behind a good request", _GOOD + _get("Host: x", "X: " + "a" * 2**20), f"200, {_HEAD}"
+    ),
+    HostileRequest(
+        "10,000 requests at once", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 10_000, "200, 429 pipelined"
+    ),
     # paths and methods
     HostileRequest("/../../etc/passwd", _http("/../../etc/passwd", method="GET"), "404 not_found"),
     HostileRequest("the same, escaped", _http("/status-page/..%2f..%2fsettings.py", method="GET"), "404 not_found"),

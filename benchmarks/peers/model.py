@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.models import get_model, get_model_weights
 from torchvision.transforms import v2
 
-from models import Tuning, build_stage, cut, load_model, optimize, stage_weights
+from multiworld_serving.models import Tuning, build_stage, load_model, optimize, split_model, stage_weights
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002
@@ -74,7 +74,7 @@ def _torchvisions(name: str) -> tuple[Callable[[Image.Image], Tensor], Callable[
 def _ours(name: str, precision: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
     """The same sizes; what a worker of this service computes when it holds the whole model."""
     model = load_model(name, "random:0")
-    spec = cut(model, 1)[0]
+    spec = split_model(model, 1)[0]
     stage = build_stage(spec)
     stage.load_state_dict(stage_weights(model, spec))
     tuning = Tuning(precision, "eager")

@@ -1,1 +1,1 @@
-"""What brings the service up in a cluster: kustomize's base and overlays, and the rules as a resource of the Prometheus operator."""
+"""Kubernetes deployment: kustomize base and overlays, and the generator of the PrometheusRule resource (`rules.py`)."""

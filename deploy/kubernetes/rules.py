@@ -1,5 +1,6 @@
-"""Prometheus's rules as a resource of its operator. The rules stand in deploy/prometheus/rules alone; `python -m deploy.kubernetes.rules`
-writes the resource anew after a change, and a test says when that was forgotten.
+"""Generates the PrometheusRule resource of the Prometheus operator from deploy/prometheus/rules.
+
+Run `python -m multiworld_serving.deploy.kubernetes.rules` after a change of the rules; a test checks that it was run.
 """
 
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 RULES = Path(__file__).parents[1] / "prometheus" / "rules"
 RESOURCE = Path(__file__).parent / "base" / "prometheus-rules.yaml"
 _HEAD = """\
-# Made from deploy/prometheus/rules by `python -m deploy.kubernetes.rules`: change those.
+# Generated from deploy/prometheus/rules by `python -m multiworld_serving.deploy.kubernetes.rules`. Do not edit.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -21,7 +22,7 @@ spec:
 
 
 def rendered() -> str:
-    """The resource as it should be. The groups go over line by line: what a person wrote there stays as it was written."""
+    """Return the resource as YAML. Groups are copied line by line, so formatting and comments are kept."""
     return _HEAD + "".join(_groups(path) for path in sorted(RULES.glob("*.yml")))
 
 
@@ -33,7 +34,7 @@ def _groups(path: Path) -> str:
 
 
 def main() -> int:
-    """Write it. Gives the exit status."""
+    """Write the resource. Returns the exit status."""
     RESOURCE.write_text(rendered(), encoding="utf-8")
     return 0
 

@@ -1,7 +1,7 @@
-"""Griffe extension: reads the house's docstrings, which are a little terser than Google's style.
+"""Griffe extension for docstrings that are shorter than Google style allows.
 
-A section may follow upon a line of text or another section without a blank line, its title may say more (`Raises, when awaited:`),
-and one line may tell of several names (`host, pid: where it runs`).
+A section may follow text or another section without a blank line, its title may have more words (`Raises, when awaited:`),
+and one line may describe several names (`host, pid: where it runs`).
 """
 
 import re
@@ -13,10 +13,12 @@ SECTION = re.compile(r"(?<=[^\n])\n(?=(?:Args|Attributes|Raises)\b.*:\n    )")
 LONGER_TITLE = re.compile(r"^(Raises)(, [\w ]+):$", re.MULTILINE)
 NAMES = re.compile(r"^    \w+(?:, \w+)+(?=: )", re.MULTILINE)
 NO_BREAK = "\N{NO-BREAK SPACE}"
-"""Griffe takes what follows upon a plain space for the type."""
+"""Griffe would read the text after a plain space as a type."""
 
 
-class HouseStyle(Extension):
+class CompactDocstrings(Extension):
+    """Rewrites docstrings to Google style before Griffe parses them."""
+
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:
             text = LONGER_TITLE.sub(r"\1: \1\2", SECTION.sub("\n\n", obj.docstring.value))

@@ -1,8 +1,7 @@
-"""MkDocs hook: the repository's own Markdown files as pages of the site, without copies.
+"""MkDocs hook: adds Markdown files from outside docs/ to the site, without copies.
 
-Links are written as they hold in the repository, from file to file, so that they work wherever the files are read. Here each is
-led to the page that the file has become. What is no page of the site (a script, say) keeps its words and loses its link. A list
-may follow upon a line of text, as on GitHub; Python-Markdown wants a blank line between them.
+Links are relative paths in the repository, so that they also work on GitHub. This hook rewrites each to the page of its target. A link to a
+file without a page is replaced by its text. It also adds the blank line before lists that Python-Markdown needs and GitHub does not.
 """
 
 import os
@@ -24,7 +23,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Path in the repository → path in the site."""
+"""Path in the repository → path on the site."""
 LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<path>[^()\s#:]+)(?P<anchor>#[^()\s]*)?\)")
 
 FENCED = re.compile(r"(^(`{3,}|~{3,}).*?^\2[^\n]*$)", re.MULTILINE | re.DOTALL)
@@ -32,7 +31,7 @@ LIST_AFTER_TEXT = re.compile(r"^(?![-*] |\d+\. |\s)(.+)\n(?=[-*] |1\. )", re.MUL
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill in the parts of the navigation that follow what is there."""
+    """Fill the empty lists of the navigation with the files that exist."""
     docs = Path(config.docs_dir)
     parts = {
         "Guides": [
@@ -63,18 +62,18 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     here = page.file.src_uri
     folder = os.path.dirname(origins.get(here, f"docs/{here}"))
 
-    def led(link: re.Match[str]) -> str:
+    def rewritten(link: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(folder, link["path"]))
         if not (ROOT / target).exists():
-            return link[0]  # no link at all, or one that MkDocs complains of
+            return link[0]  # not a link, or a broken one, which MkDocs reports
         site_path = _site_path(target)
         if files.get_file_from_path(site_path) is None:
             return link["text"]
         return f"[{link['text']}]({os.path.relpath(site_path, os.path.dirname(here) or '.')}{link['anchor'] or ''})"
 
     pieces = FENCED.split(markdown)
-    pieces[::3] = [LINK.sub(led, LIST_AFTER_TEXT.sub(r"\1\n\n", text)) for text in pieces[::3]]
-    del pieces[2::3]  # the fences by themselves
+    pieces[::3] = [LINK.sub(rewritten, LIST_AFTER_TEXT.sub(r"\1\n\n", text)) for text in pieces[::3]]
+    del pieces[2::3]  # the fence strings
     return "".join(pieces)
 
 
@@ -94,11 +93,11 @@ def _decisions() -> list[Path]:
 def _list_of_decisions() -> str:
     titles = {path.name: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in _decisions()}
     lines = [f"- [{title}]({name})" for name, title in titles.items()]
-    return "\n".join(["# Decisions", "", "What was decided, why, and what else was tried.", "", *lines, ""])
+    return "\n".join(["# Decisions", "", "Decisions, their reasons, and the alternatives.", "", *lines, ""])
 
 
 def _site_path(repository_path: str) -> str:
-    """The page that a file of the repository, or the index of one of its folders, is in the site, if it is there."""
+    """Path on the site of a file or folder of the repository; "" if it has none."""
     pages = _pages()
     if repository_path == "docs/decisions":
         return DECISIONS

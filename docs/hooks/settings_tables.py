@@ -1,4 +1,4 @@
-"""MkDocs hook: a line `<!-- settings: serve -->` becomes the tables of that program's settings, from where they are declared."""
+"""MkDocs hook: replaces a line `<!-- settings: serve -->` with tables of the settings that the program declares."""
 
 import re
 import sys
@@ -11,16 +11,16 @@ from pydantic_core import PydanticUndefined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from config.settings import Settings, allowed, facts, fields_of
-from config.sources import option, variable
-from server.settings import ServeSettings
-from workers.settings import WorkerSettings
+from multiworld_serving.common.config.settings import Settings, allowed, declaration, fields_of
+from multiworld_serving.common.config.sources import option, variable
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
 
 PROGRAMS: dict[str, type[Settings]] = {cls.section: cls for cls in (ServeSettings, WorkerSettings)}
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_pixels": "pixels"}
-"""The names of settings end with their units."""
+"""Suffix of a setting's name → unit."""
 MARKER = re.compile(r"^<!-- settings: (\w+) -->$", re.MULTILINE)
-HEAD = ["| setting | default | may be | meaning |", "|---|---|---|---|"]
+HEAD = ["| setting | default | values | meaning |", "|---|---|---|---|"]
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -28,8 +28,8 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def tables(cls: type[Settings]) -> str:
-    """The settings of a program as Markdown: one table a panel of `--help`, without what only our own programs give."""
-    shown = [item for item in fields_of(cls).items() if not facts(item[1])["hidden"]]
+    """The settings of a program as Markdown tables, one per panel of `--help`, without hidden settings."""
+    shown = [item for item in fields_of(cls).items() if not declaration(item[1])["hidden"]]
     panels = list(dict.fromkeys(_panel(item) for item in shown))
     shown.sort(key=lambda item: panels.index(_panel(item)))  # stable: within a panel as declared
     blocks = []
@@ -41,11 +41,11 @@ def tables(cls: type[Settings]) -> str:
 
 
 def _panel(item: tuple[str, FieldInfo]) -> str:
-    return str(facts(item[1])["panel"])
+    return str(declaration(item[1])["panel"])
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    names = [option(name)] if facts(field)["in_argv"] else []
+    names = [option(name)] if declaration(field)["in_argv"] else []
     setting = "<br>".join(f"`{text}`" for text in (*names, variable(name)))
     unit = next((f", in {unit}" for suffix, unit in UNITS.items() if name.endswith(suffix)), "")
     cells = [setting, _default(field), allowed(field) + unit, field.description or ""]
@@ -54,10 +54,10 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
-        return "made up at the start"
+        return "generated at start"
     default: Any = field.default
     if default in (..., PydanticUndefined):
-        return "**must be given**"
+        return "**required**"
     if default is None:
         return "none"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"

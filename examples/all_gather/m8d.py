@@ -1,4 +1,4 @@
-"""Everybody gets what each one has.
+"""Every rank gets the tensors of all ranks.
 
 Run: python -m examples.launch all_gather
 """

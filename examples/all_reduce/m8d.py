@@ -1,4 +1,4 @@
-"""Everybody gets the sum of what all have.
+"""Every rank gets the sum of the tensors of all ranks.
 
 Run: python -m examples.launch all_reduce
 """

@@ -1,4 +1,4 @@
-"""What `all_reduce_multiple_with_retry` does, made by hand of the operations below it: `all_reduce_async`, `agree` and `reformed`.
+"""Implements `all_reduce_multiple_with_retry` with the operations below it: `all_reduce_async`, `agree` and `reformed`.
 
 Run: python -m examples.launch all_reduce_by_hand --kill-rank 1,2
 """
@@ -14,14 +14,14 @@ IN_FLIGHT = 16
 
 
 async def all_reduce(world: ElasticWorld, tensors: list[torch.Tensor]) -> int:
-    """Add up all tensors, whoever is lost meanwhile. Gives how many retries it took."""
+    """Sum all tensors, in place, even if members are lost. Returns the number of retries."""
     originals = [tensor.clone() for tensor in tensors]
     finished = [False] * len(tensors)
     retries = 0
     while True:
         epoch = world.epoch
         try:
-            # Before we run anything in an epoch, and after: what has finished at some members only has not finished.
+            # Call `agree` before and after operations run in an epoch. It clears the flags of operations that only some members finished.
             finished = await world.agree(finished)
             if all(finished):
                 return retries
@@ -38,7 +38,7 @@ async def all_reduce(world: ElasticWorld, tensors: list[torch.Tensor]) -> int:
 async def _reduce_some(
     world: ElasticWorld, tensors: list[torch.Tensor], indices: list[int], finished: list[bool]
 ) -> None:
-    """Run some at once, and wait for all of them, also when some fail. Raises BrokenWorldException then."""
+    """Run some all-reduces at once and wait for all of them. Raises BrokenWorldException when any of them failed."""
     handles = {index: world.all_reduce_async(tensors[index], tag=index) for index in indices}
     failure = None
     for index, handle in handles.items():
@@ -52,7 +52,7 @@ async def _reduce_some(
 
 
 async def step(world: ElasticWorld, number: int, _step_number: int) -> None:
-    """Member N puts in 10**N: the digits of a sum say whose parts are in it."""
+    """Member N contributes 10**N, so the digits of a sum show the members that contributed to it."""
     tensors = [torch.full((ELEMENTS,), float(10**number)) for _ in range(TENSORS)]
     retries = await all_reduce(world, tensors)
     sums = sorted({int(value) for tensor in tensors for value in tensor.aminmax()})

@@ -1,4 +1,4 @@
-"""Sums over four processes that go on when one is killed, and take it in again when it comes back.
+"""Sums over four processes that continue when one is killed, and readmit it when it comes back.
 
 Run: python -m examples.launch all_reduce_with_retry --kill-rank 1,2
 """
@@ -8,11 +8,11 @@ import torch
 from examples.elastic_members import run
 from multiworld.elastic import ElasticWorld
 
-TENSORS, ELEMENTS = 32, 65_536  # 8 MB in all
+TENSORS, ELEMENTS = 32, 65_536  # 8 MiB in total
 
 
 async def step(world: ElasticWorld, number: int, step_number: int) -> None:
-    """Add up many tensors at once. Member N puts in 10**N: the digits of a sum say whose parts are in it."""
+    """Sum many tensors at once. Member N contributes 10**N, so the digits of a sum show the members that contributed to it."""
     tensors = [torch.full((ELEMENTS,), float(10**number)) for _ in range(TENSORS)]
     outcome = await world.all_reduce_multiple_with_retry(tensors, max_in_flight=16)
     sums = sorted({int(value) for tensor in tensors for value in tensor.aminmax()})

@@ -1,0 +1,1 @@
+"""Example of `all_to_all`. Start reading at README.md and `m8d.py`."""

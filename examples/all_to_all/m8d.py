@@ -1,4 +1,4 @@
-"""Everybody has something for each one.
+"""Every rank sends a different tensor to every rank.
 
 Run: python -m examples.launch all_to_all
 """

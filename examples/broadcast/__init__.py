@@ -1,0 +1,1 @@
+"""Example of `broadcast`. Start reading at README.md and `m8d.py`."""

@@ -1,4 +1,4 @@
-"""The leader gives everybody what it has.
+"""Every rank gets the tensor of the leader.
 
 Run: python -m examples.launch broadcast
 """

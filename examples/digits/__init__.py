@@ -1,1 +1,1 @@
-"""A ResNet-18 trained on scikit-learn's digits, to be served."""
+"""Trains a ResNet-18 on scikit-learn's digits, to be served. Start reading at README.md and `train.py`."""

@@ -1,4 +1,4 @@
-"""Train a ResNet-18 on scikit-learn's digits and write what serving it takes. About 45 s on one CPU core.
+"""Trains a ResNet-18 on scikit-learn's digits and writes the files to serve it. Takes about 45 s on one CPU core.
 
 Run: python -m examples.digits.train OUT
 """
@@ -18,11 +18,11 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from models import Normalize
+from multiworld_serving.models import Normalize
 
 IMAGE_SIZE = 32
 LABELS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# ImageNet's, which the server normalises by unless it is told otherwise.
+# The normalisation of ImageNet, which is the default of the server.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EPOCHS = 4
 BATCH_SIZE = 64
@@ -30,7 +30,7 @@ HELD_OUT_FRACTION = 0.2
 
 
 def digit_images() -> tuple[Tensor, Tensor]:
-    """All 1797 digits: uint8 [N,3,32,32] in 0..255 (scaled up from 8x8 by Pillow, bilinear), and int64 [N] labels."""
+    """Return all 1797 digits: uint8 [N,3,32,32] in 0..255 (scaled up from 8x8 by Pillow, bilinear), and int64 [N] labels."""
     digits = load_digits()
     grey = (digits.images * (255 / 16)).round().astype(np.uint8)
     return torch.stack([_enlarged(image) for image in grey]), torch.from_numpy(digits.target).long()
@@ -42,12 +42,12 @@ def _enlarged(grey: np.ndarray) -> Tensor:
 
 
 def train(seed: int, *, epochs: int = EPOCHS) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Train on four fifths of the digits; the same result every time for a seed. The global generator is left alone.
+    """Train on four fifths of the digits. The result depends only on the seed. The global random generator is unchanged.
 
-    One thread: twice as many gain little on images this small, lose much on a busy machine, and change the last bits.
+    Uses one thread: two threads gain little on small images, lose much on a busy machine, and change the last bits of the result.
 
     Returns:
-        State dict with torchvision's names (10 classes, float32), and the fifth that was held out:
+        The state dict with torchvision's names (10 classes, float32), and the held-out fifth:
         uint8 [N,3,32,32] images and int64 [N] labels.
     """
     with torch.random.fork_rng(devices=[]), _one_thread():
@@ -90,7 +90,7 @@ def _fit(model: nn.Module, images: Tensor, labels: Tensor, epochs: int) -> None:
 
 @torch.inference_mode()
 def accuracy(state: dict[str, Tensor], images: Tensor, labels: Tensor) -> float:
-    """Share of the uint8 [N,3,32,32] images whose likeliest class is their label, unsplit."""
+    """Return the fraction of the uint8 [N,3,32,32] images whose most likely class is their label, computed in one batch."""
     model = resnet18(weights=None, num_classes=len(LABELS)).eval()
     model.load_state_dict(state)
     predicted = model(Normalize(MEAN, STD)(images)).argmax(dim=1)
@@ -98,7 +98,7 @@ def accuracy(state: dict[str, Tensor], images: Tensor, labels: Tensor) -> float:
 
 
 def write(out: Path, state: dict[str, Tensor], images: Tensor, labels: Tensor) -> None:
-    """Write weights, labels, and the held-out images with a table of what they show, into the folder `out`."""
+    """Write the weights, the labels, the held-out images and a table of their labels into the folder `out`."""
     folder = out / "held_out"
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(state, out / "digits.safetensors")

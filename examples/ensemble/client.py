@@ -1,4 +1,4 @@
-"""Asks an ensemble about pictures, one after the other: two that come with scikit-learn, or yours."""
+"""Sends images to the ensemble one after the other: two from scikit-learn, or one from a file."""
 
 import argparse
 import asyncio
@@ -16,10 +16,10 @@ RETRY_S = 0.2
 
 
 def pictures(path: Path | None) -> dict[str, bytes]:
-    """By name, each a file as a browser would send it."""
+    """Return encoded image files by name, as a browser would send them."""
     if path is not None:
         return {path.name: path.read_bytes()}
-    from sklearn.datasets import load_sample_image  # noqa: PLC0415 - takes seconds
+    from sklearn.datasets import load_sample_image  # noqa: PLC0415 - this import takes seconds
 
     files = {}
     for name in ("china.jpg", "flower.jpg"):
@@ -45,7 +45,7 @@ async def main() -> int:
 
 
 async def ask(client: httpx.AsyncClient, file: bytes) -> str:
-    """The answer of the ensemble. Waits for a front that is starting."""
+    """Return the answer of the ensemble. Retries while the front is starting, for up to `JOIN_TIMEOUT_S`."""
     async with asyncio.timeout(JOIN_TIMEOUT_S):
         while True:
             try:

@@ -1,4 +1,4 @@
-"""The front of an ensemble: takes images over HTTP, and decides who is in the ensemble. It computes nothing, and is no member.
+"""The front of an ensemble: accepts images over HTTP and runs the rendezvous. It is not a member and computes nothing.
 
 curl --data-binary @photo.jpg http://127.0.0.1:8000/predict
 """
@@ -19,7 +19,7 @@ MAX_IMAGE_BYTES = 20 << 20
 
 
 class Desk:
-    """Images and their answers, by number, from 1."""
+    """Images and their answers by number. Numbers start at 1."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -28,21 +28,21 @@ class Desk:
         self._answers: defaultdict[int, asyncio.Future[dict[str, Any]]] = defaultdict(loop.create_future)
 
     async def ask(self, image: bytes) -> dict[str, Any]:
-        """Give the next number to an image, and wait for its answer."""
+        """Assign the next number to an image and wait for its answer."""
         self._count += 1
         number = self._count
         self._images[number].set_result(image)
         answer = await self._answers[number]
-        self._images.pop(number - MEMBERS, None)  # who is that far behind is no member any more
+        self._images.pop(number - MEMBERS, None)  # no current member is this far behind
         self._answers.pop(number - MEMBERS, None)
         return answer
 
     async def image(self, number: int) -> bytes:
-        """Wait for somebody to ask about image `number`."""
+        """Wait for the request with number `number` and return its image."""
         return await asyncio.shield(self._images[number])
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """All members say the same; the first counts."""
+        """Store the answer of a member. All members send the same answer; the first one counts."""
         if not self._answers[number].done():
             self._answers[number].set_result(answer)
 

@@ -1,4 +1,4 @@
-"""One of four ResNets that answer together: their logits are averaged, by those that are there.
+"""One of four ResNets that answer together: the answer is the average of the logits of all current members.
 
 Run: python -m examples.launch ensemble --kill-rank 1,2
 """
@@ -15,15 +15,15 @@ from torch.distributed import ReduceOp
 
 from examples.elastic_members import parser_of_members, take_part
 from examples.resnet.pictures import prepared
-from models import MODEL_NAMES, LoadedModel, Normalize, load_model
 from multiworld.elastic import ElasticWorld
+from multiworld_serving.models import MODEL_NAMES, LoadedModel, Normalize, load_model
 
 PATIENCE_S = 600.0
-"""How long a member waits for somebody to ask about an image."""
+"""Seconds that a member waits for the next image."""
 
 
 class Expert:
-    """A member of the ensemble: fetches each image by its number, and answers it together with the others."""
+    """A member of the ensemble. It fetches the images by number and classifies each one together with the other members."""
 
     def __init__(self, model: LoadedModel, front: httpx.AsyncClient) -> None:
         self._model = model
@@ -31,10 +31,11 @@ class Expert:
         self._front = front
 
     async def answer(self, world: ElasticWorld, number: int, step_number: int) -> None:
-        """Classify image `step_number`. Whoever is left says so to the front, which takes the first answer: all are the same."""
+        """Classify image `step_number`. Every member sends the answer to the front, which takes the first one; all are equal."""
         image = await self._front.get(f"/images/{step_number}")
         image.raise_for_status()
-        logits = await asyncio.to_thread(self._logits, image.content)  # messages and heartbeats go on meanwhile
+        # In a thread, so that the event loop keeps running.
+        logits = await asyncio.to_thread(self._logits, image.content)
         outcome = await world.all_reduce_with_retry(logits, ReduceOp.AVG)
         probability, class_id = logits.softmax(dim=1)[0].max(dim=0)
         label, models = self._model.labels[int(class_id)], max(outcome.took_part[0], 1)
@@ -43,7 +44,7 @@ class Expert:
         (await self._front.post(f"/answers/{step_number}", json=said)).raise_for_status()
 
     def _logits(self, image: bytes) -> torch.Tensor:
-        """float32 [1,num_classes]."""
+        """Return the logits of an encoded image, float32 [1,num_classes]."""
         with torch.inference_mode():
             pixels = prepared(Image.open(io.BytesIO(image)), self._model.preprocessing)
             logits: torch.Tensor = self._model.module(self._normalize(pixels))

@@ -1,0 +1,1 @@
+"""Example of `gather`. Start reading at README.md and `m8d.py`."""

@@ -1,4 +1,4 @@
-"""The leader gets what each one has.
+"""The leader gets the tensors of all ranks.
 
 Run: python -m examples.launch gather
 """

@@ -1,4 +1,4 @@
-"""The leader gets the sum of what all have.
+"""The leader gets the sum of the tensors of all ranks.
 
 Run: python -m examples.launch reduce
 """
@@ -13,7 +13,7 @@ async def step(member: Member, number: int) -> None:
     tensor = member.tensor(10 * number + rank)
     print(f"rank: {rank} has tensor to be reduced: {tensor}")
     await communicator.reduce(tensor, 0, ReduceOp.SUM, world)
-    if rank == 0:  # what the others hold now is undefined
+    if rank == 0:  # the tensors of the other ranks are undefined now
         print(f"rank: {rank} from {world} has reduced tensor: {tensor}")
 
 

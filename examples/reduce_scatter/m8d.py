@@ -1,4 +1,4 @@
-"""Everybody has a part for each one; each one gets the sum of its parts.
+"""Every rank has one part per rank and gets the sum of the parts for it.
 
 Run: python -m examples.launch reduce_scatter
 """

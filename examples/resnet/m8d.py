@@ -1,4 +1,4 @@
-"""A ResNet on each worker, and a leader that sends pictures to them in turn. Each worker is in a world of its own with the leader.
+"""A leader sends images to the workers in turn, and each worker runs a ResNet. Each worker has its own world with the leader.
 
 Run: python -m examples.launch resnet --num_workers 2
 """
@@ -13,14 +13,14 @@ import torch
 
 from examples.resnet.pictures import load_pictures
 from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options, device_of, place
-from models import MODEL_NAMES, LoadedModel, load_model, reference
 from multiworld import BrokenWorldException, Cause, WorldError, WorldManager
+from multiworld_serving.models import MODEL_NAMES, LoadedModel, Reference, load_model
 
 RETRY_S = 0.2
 
 
 class Leader:
-    """Rank 0 of every world. A world is either in `free`, or busy with a picture, or being joined."""
+    """Rank 0 of every world. A world is in `free`, is processing an image, or is being joined."""
 
     def __init__(self, manager: WorldManager, model: LoadedModel, options: argparse.Namespace) -> None:
         self._manager = manager
@@ -32,12 +32,12 @@ class Leader:
         self._joining: set[asyncio.Task[None]] = set()
 
     async def lead(self) -> None:
-        """Have every picture answered, by whoever is there."""
+        """Get an answer for every image from the available workers."""
         async with self._tasks:
             for index in range(1, self._options.num_workers + 1):
                 self._start_to_join(f"world{index}")
             await self._send_all()
-            for task in self._joining:  # for workers that never came
+            for task in self._joining:  # of workers that did not connect
                 task.cancel()
 
     async def _send_all(self) -> None:
@@ -74,7 +74,7 @@ class Leader:
         task.add_done_callback(self._joining.discard)
 
     async def _join(self, name: str) -> None:
-        """Wait for the worker, however long it takes: the other worlds do not wait for it."""
+        """Wait for the worker without a time limit. The other worlds do not wait for it."""
         options = self._options
         while True:
             try:
@@ -90,9 +90,9 @@ class Leader:
 
 
 async def work(manager: WorldManager, model: LoadedModel, options: argparse.Namespace, index: int) -> None:
-    """Answer pictures until the leader goes."""
+    """Classify images until the leader closes the world."""
     name, device = f"world{index}", device_of(options.backend, index)
-    classify, communicator = reference(model), manager.communicator
+    classify, communicator = Reference(model), manager.communicator
     crop_size = model.preprocessing.crop_size
     picture = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
     await manager.initialize_world(name, 1, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device)
@@ -105,7 +105,7 @@ async def work(manager: WorldManager, model: LoadedModel, options: argparse.Name
 
 
 def described(model: LoadedModel, probabilities: torch.Tensor) -> str:
-    """The likeliest class of float32 [1,num_classes]."""
+    """Return the most likely class of float32 [1,num_classes], with its probability."""
     probability, class_id = probabilities[0].max(dim=0)
     return f"{model.labels[int(class_id)]} ({float(probability):.1%})"
 

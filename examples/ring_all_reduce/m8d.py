@@ -1,4 +1,4 @@
-"""An all-reduce made of `isend` and `irecv` around a ring, and checked against `all_reduce`.
+"""A ring all-reduce made of `isend` and `irecv`, checked against `all_reduce`.
 
 Run: python -m examples.launch ring_all_reduce
 """
@@ -9,10 +9,10 @@ from examples.two_worlds import WORLD_SIZE, Member, run
 
 
 async def ring_all_reduce(member: Member, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of everybody's `tensor`; that one is left as it is.
+    """Return the sum of the `tensor` of all ranks; `tensor` is unchanged.
 
-    Each tensor goes once around the ring. Two buffers: what came in one turn is passed on in the next, out of the same memory, while
-    the following one comes into the other.
+    Each tensor passes once around the ring. There are two buffers: a rank forwards the tensor received in the previous turn from one
+    buffer, while it receives the next one into the other.
     """
     communicator, world = member.communicator, member.world_name
     left, right = (member.rank - 1) % WORLD_SIZE, (member.rank + 1) % WORLD_SIZE
@@ -22,14 +22,14 @@ async def ring_all_reduce(member: Member, tensor: torch.Tensor) -> torch.Tensor:
         receiving = communicator.irecv(incoming, left, world)
         await receiving
         total += incoming
-        await sending  # its buffer is written to in the next turn
+        await sending  # the next turn writes to its buffer
         outgoing, incoming = incoming, outgoing
     return total
 
 
 async def step(member: Member, number: int) -> None:
     communicator, world, rank = member.communicator, member.world_name, member.rank
-    tensor = member.tensor(10 * number + rank)  # whole numbers: their sum is exact in whatever order they are added
+    tensor = member.tensor(10 * number + rank)  # integers: their sum is exact in any order
     tensor *= torch.arange(1, 4, device=member.device)
     print(f"rank: {rank} has tensor: {tensor}")
     around = await ring_all_reduce(member, tensor)

@@ -1,4 +1,4 @@
-"""The leader gives each one its own.
+"""The leader sends a different tensor to every rank.
 
 Run: python -m examples.launch scatter
 """

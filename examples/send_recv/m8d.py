@@ -1,4 +1,4 @@
-"""Ranks 1 and 2 send, the leader receives from them in turn.
+"""Ranks 1 and 2 send a tensor to the leader, which receives them one after the other.
 
 Run: python -m examples.launch send_recv
 """

@@ -1,6 +1,6 @@
-"""The same on the stock package: one process group for all, so that one failure takes everything.
+"""The same with stock `torch.distributed`: one process group for all ranks, so one failure breaks everything.
 
-Four ranks send to the leader, and everybody learns the sum of the step. Run: python -m examples.launch single_world
+Four ranks send a tensor to the leader, and all ranks get the sum. Run: python -m examples.launch single_world
 """
 
 import argparse

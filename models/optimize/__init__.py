@@ -1,29 +1,41 @@
-"""A stage made fast for one device: how it may be computed, how far its output may be off, and which way is the fastest here."""
+"""Optimizes a stage for one device: execution modes, their accuracy, and the choice of the fastest.
 
-from models.optimize.closeness import TOLERANCE, deviation
-from models.optimize.compiling import UNAVAILABLE, CompiledStages, CompileError, CompileRequest
-from models.optimize.fusing import computing_on
-from models.optimize.optimizing import Optimized, optimize
-from models.optimize.recipes import AS_IT_IS, OPTIMIZE, PRECISION, Optimize, Precision, Recipe, Tuning, compiled_recipe
-from models.optimize.sizes import FixedSizes
+Start reading at `selection` and `execution_modes`.
+"""
+
+from multiworld_serving.models.optimize.compiling import UNAVAILABLE, CompiledStageCache, CompileError, CompileRequest
+from multiworld_serving.models.optimize.execution_modes import (
+    NO_TUNING,
+    OPTIMIZE,
+    PRECISION,
+    ExecutionMode,
+    Optimize,
+    Precision,
+    Tuning,
+    compiled_mode,
+)
+from multiworld_serving.models.optimize.fusing import torch_threads
+from multiworld_serving.models.optimize.padded_stage import PaddedStage
+from multiworld_serving.models.optimize.selection import OptimizedStage, optimize
+from multiworld_serving.models.optimize.tolerance import TOLERANCE, deviation
 
 __all__ = [
-    "AS_IT_IS",
+    "NO_TUNING",
     "OPTIMIZE",
     "PRECISION",
     "TOLERANCE",
     "UNAVAILABLE",
     "CompileError",
     "CompileRequest",
-    "CompiledStages",
-    "FixedSizes",
+    "CompiledStageCache",
+    "ExecutionMode",
     "Optimize",
-    "Optimized",
+    "OptimizedStage",
+    "PaddedStage",
     "Precision",
-    "Recipe",
     "Tuning",
-    "compiled_recipe",
-    "computing_on",
+    "compiled_mode",
     "deviation",
     "optimize",
+    "torch_threads",
 ]

@@ -1,7 +1,7 @@
-"""Compiles one stage: python -m models.optimize PACKAGES FOLDER. See `compiling.main`."""
+"""Compiles one stage: python -m multiworld_serving.models.optimize PACKAGES FOLDER. See `compiling.main`."""
 
 import sys
 
-from models.optimize.compiling import main
+from multiworld_serving.models.optimize.compiling import main
 
 sys.exit(main(*sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""Stages compiled ahead of time by inductor, kept on the disk, and loaded in a fraction of a second.
+"""Compiles stages ahead of time with AOTInductor and caches them on disk. Loading takes a fraction of a second.
 
-Compiling takes a compiler, and minutes in which nothing interrupts it, so a process of its own does it (`python -m models.optimize`),
-beside a worker that serves already. What it makes is a folder with a package of AOTInductor for each batch size; between them a batch
-is filled up with zeros. Weights are frozen into the code, so the folder's name says all that it depends on.
+Compiling takes minutes and cannot be interrupted, so a child process does it (`python -m multiworld_serving.models.optimize`) while the
+worker serves. Its result is a folder with one AOTInductor package per batch size. Weights are frozen into the code; the folder's name is
+a hash of everything that the code depends on.
 """
 
 import fcntl
@@ -25,97 +25,102 @@ import torch
 import torch._inductor
 from torch import Tensor
 
-from models.errors import ModelError
-from models.optimize.folding import FoldedStage
-from models.optimize.recipes import Recipe, StagePrecision, processor_says
-from models.optimize.sizes import FixedSizes, batch_sizes
-from models.optimize.unpacking import unpacking_in
-from models.stage_spec import StageSpec
-from models.stages import Stage, build_stage, stage_input_dtype
+from multiworld_serving.models.errors import ModelError
+from multiworld_serving.models.optimize.execution_modes import ExecutionMode, StagePrecision, cpuinfo_lines
+from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
+from multiworld_serving.models.optimize.unpacking import unpack_under
+from multiworld_serving.models.stage_spec import StageSpec
+from multiworld_serving.models.stages import Stage, build_stage, stage_input_dtype
 
-MOST_BYTES = 8 << 30
-"""What all packages may take on the disk; the ones that were not used for longest go first."""
+MAX_CACHE_BYTES = 8 << 30
+"""Limit of the cache; the least recently used packages are removed first."""
 UNAVAILABLE = 3
-"""Exit status of the program where nothing can be compiled, whatever the stage."""
+"""Exit status of the compile process if this machine cannot compile any stage."""
 _REQUEST, _WEIGHTS = "request.json", "weights.safetensors"
 _UNPACKED = "unpacked"
 
 
 class CompileError(ModelError):
-    """A stage cannot be compiled here. The message says why in one line."""
+    """A stage cannot be compiled or its code cannot be loaded. The message is one line."""
 
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What is to be compiled.
+    """A stage to compile.
 
     Attributes:
-        row_shape: of one row of the stage's input.
-        max_batch_size: rows of the largest batch.
-        precision: of the blocks, as in `Recipe`.
+        sample_shape: shape of one sample of the stage's input.
+        max_batch_size: largest batch size.
+        precision: precision of the blocks, as in `ExecutionMode`.
         weights: the stage's parameters and buffers as a safetensors file.
     """
 
     spec: StageSpec
-    row_shape: tuple[int, ...]
+    sample_shape: tuple[int, ...]
     max_batch_size: int
     precision: StagePrecision
     weights: bytes
 
     @property
     def key(self) -> str:
-        """Names what comes of it: other weights, another torch or another processor make other code."""
-        processor = sorted(set(processor_says("model name", "flags", "features")))  # what code made here may use
+        """Cache key: a hash of spec, shapes, precision, weights, torch version and processor."""
+        processor = sorted(
+            set(cpuinfo_lines("model name", "flags", "features"))
+        )  # the instruction set that the code may use
         text = json.dumps(
-            [self.spec.to_json(), self.row_shape, self.max_batch_size, self.precision, torch.__version__, processor]
+            [self.spec.to_json(), self.sample_shape, self.max_batch_size, self.precision, torch.__version__, processor]
         )
         return hashlib.sha256(text.encode() + hashlib.sha256(self.weights).digest()).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
-        """Into a folder, for `read` of another process. Raises OSError."""
-        fields = {"row_shape": self.row_shape, "max_batch_size": self.max_batch_size, "precision": self.precision}
+        """Write to a folder, for `read` in another process. Raises OSError."""
+        fields = {"sample_shape": self.sample_shape, "max_batch_size": self.max_batch_size, "precision": self.precision}
         (folder / _REQUEST).write_text(json.dumps({"spec": self.spec.to_json(), **fields}))
         (folder / _WEIGHTS).write_bytes(self.weights)
 
     @classmethod
     def read(cls, folder: Path) -> "CompileRequest":
-        """What `write` wrote. Raises OSError, StageError."""
+        """Read what `write` has written. Raises OSError, StageError."""
         fields = json.loads((folder / _REQUEST).read_text())
-        shape = tuple(fields["row_shape"])
+        shape = tuple(fields["sample_shape"])
         weights = (folder / _WEIGHTS).read_bytes()
         return cls(StageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
 
 
-class CompiledStages:
-    """The packages on this machine's disk, for all its processes.
+class CompiledStageCache:
+    """Compiled stages on disk, shared by all processes of the machine.
 
     Args:
-        folder: `$XDG_CACHE_HOME/multiworld/compiled` by default, or that in `~/.cache`.
+        folder: by default `$XDG_CACHE_HOME/multiworld/compiled` or `~/.cache/multiworld/compiled`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        # Not Path.home(), which raises for a user who has none.
+        # Not Path.home(), which raises for a user without a home directory.
         cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir()) / ".cache"
         self.folder = folder or Path(cache) / "multiworld" / "compiled"
 
-    def load(self, request: CompileRequest) -> FixedSizes | None:
-        """What was compiled of this; None when nothing was. Raises CompileError when it cannot be loaded."""
+    def load(self, request: CompileRequest) -> PaddedStage | None:
+        """The compiled stage; None if it is not in the cache. Raises CompileError if it cannot be loaded."""
         found = self.folder / request.key
         if not found.is_dir():
             return None
         try:
             os.utime(found)
-            with unpacking_in(self.folder / _UNPACKED):
-                packages = {rows: _load_package(found / f"{rows}.pt2") for rows in batch_sizes(request.max_batch_size)}
+            with unpack_under(self.folder / _UNPACKED):
+                packages = {
+                    batch_size: _load_package(found / f"{batch_size}.pt2")
+                    for batch_size in batch_sizes(request.max_batch_size)
+                }
         except (OSError, RuntimeError) as error:
-            self._put_away(found)  # or it would be found again each time, and never made anew
+            self._discard(found)  # so that it is compiled again
             raise CompileError(f"{found} cannot be loaded: {_first_line(error)}") from error
-        return FixedSizes(request.spec, packages)
+        return PaddedStage(request.spec, packages)
 
     def compile(self, request: CompileRequest) -> None:
-        """Make the packages, unless they are there, or another process makes them now: then wait for it.
+        """Compile the packages unless they are in the cache. Waits while another process compiles.
 
-        Takes minutes, and cannot be interrupted but by the end of the process. Raises CompileError, OSError.
+        Takes minutes and can be interrupted only by ending the process. Raises CompileError, OSError.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._one_at_a_time():
@@ -125,61 +130,61 @@ class CompiledStages:
             stage = build_stage(request.spec)
             stage.load_state_dict(safetensors.torch.load(request.weights), strict=True)
             with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
-                for rows in batch_sizes(request.max_batch_size):
-                    _make_package(stage, request, rows, Path(making) / f"{rows}.pt2")
+                for batch_size in batch_sizes(request.max_batch_size):
+                    _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2")
                 Path(making).rename(made)
-                Path(making).mkdir()  # for the block to remove
-            self._make_room(made)
+                Path(making).mkdir()  # TemporaryDirectory removes it
+            self._evict(made)
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """The kernel ends it with whoever holds it."""
+        """Hold the cache's lock. The kernel releases it if this process dies."""
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _put_away(self, made: Path) -> Path:
-        """Have it gone at once and whole, whatever becomes of us while its files are removed."""
+    def _discard(self, made: Path) -> Path:
+        """Rename a folder out of the cache atomically, so that a crash while its files are deleted leaves no partial folder."""
         away = self.folder / f"making-no-more-{uuid.uuid4().hex}"
-        with suppress(OSError):  # somebody else has done it, or the folder is not ours to write
+        with suppress(OSError):  # another process has done it, or the folder is not writable
             made.rename(away)
         return away
 
-    def _make_room(self, newest: Path) -> None:
-        """Remove what was not used for longest, and what processes that were killed left behind."""
+    def _evict(self, newest: Path) -> None:
+        """Remove the least recently used folders above the limit, and leftovers of killed processes."""
         kept = 0
         folders = [
             path for path in self.folder.iterdir() if path.is_dir() and path not in (newest, self.folder / _UNPACKED)
         ]
         for path in [newest, *sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]:
             kept += sum(file.stat().st_size for file in path.iterdir())
-            if path != newest and (kept > MOST_BYTES or path.name.startswith("making-")):
-                shutil.rmtree(path if path.name.startswith("making-") else self._put_away(path), ignore_errors=True)
+            if path != newest and (kept > MAX_CACHE_BYTES or path.name.startswith("making-")):
+                shutil.rmtree(path if path.name.startswith("making-") else self._discard(path), ignore_errors=True)
 
 
-def why_not_compiled() -> str:
-    """Why nothing can be compiled on this machine; empty when it can."""
-    # It takes a second to import, and most processes never compile.
+def compile_unavailable_reason() -> str:
+    """Why this machine cannot compile; empty if it can."""
+    # Importing takes a second, and most processes never compile.
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "there is no C++ compiler: install g++, or name one in CXX"
+        return "there is no C++ compiler: install g++, or set CXX"
     return ""
 
 
-def _make_package(stage: Stage, request: CompileRequest, rows: int, file: Path) -> None:
-    folded = FoldedStage(stage, Recipe("compiled", request.precision).dtype)
-    sample = torch.zeros((rows, *request.row_shape), dtype=stage_input_dtype(request.spec))
-    # Workers that share their cores compute with other numbers of threads from batch to batch.
+def _make_package(stage: Stage, request: CompileRequest, batch_size: int, file: Path) -> None:
+    folded = FoldedStage(stage, ExecutionMode("compiled", request.precision).dtype)
+    example = torch.zeros((batch_size, *request.sample_shape), dtype=stage_input_dtype(request.spec))
+    # Workers that share cores change the number of threads between batches.
     settings = {"freezing": True, "cpp.dynamic_threads": True}
     try:
         with torch.no_grad():
-            program = torch.export.export(folded, (sample,))
+            program = torch.export.export(folded, (example,))
             torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
-    except Exception as error:  # of a dozen kinds, down to the C++ compiler's
+    except Exception as error:  # no common base class, and includes errors of the C++ compiler
         raise CompileError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
@@ -193,16 +198,16 @@ def _load_package(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def main(packages: str, folder: str) -> int:
-    """Compile the request in a folder, out of the way of who else computes. Gives the exit status; says why not on standard error."""
+    """Compile the request in `folder` at the lowest priority. Returns the exit status; writes the error to standard error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(19)
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:
-        if reason := why_not_compiled():
+        if reason := compile_unavailable_reason():
             sys.stderr.write(reason)
             return UNAVAILABLE
-        CompiledStages(Path(packages)).compile(CompileRequest.read(Path(folder)))
+        CompiledStageCache(Path(packages)).compile(CompileRequest.read(Path(folder)))
     except (ModelError, OSError) as error:
         sys.stderr.write(str(error))
         return 1
@@ -210,6 +215,6 @@ def main(packages: str, folder: str) -> int:
 
 
 def _end_with_parent() -> None:
-    """Our standard input is a pipe that whoever started us holds; it ends when they do, even by SIGKILL."""
-    os.read(0, 1)  # not by sys.stdin, whose lock the end of the interpreter wants
+    """Kill this process group at end of file on standard input: the parent holds the other end of the pipe until it dies."""
+    os.read(0, 1)  # not sys.stdin, whose lock would block the interpreter's exit
     os.killpg(0, signal.SIGKILL)

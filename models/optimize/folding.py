@@ -1,4 +1,4 @@
-"""Arithmetic that need not be done for every image: batch normalisation, scaling, the layout of tensors."""
+"""Folds batch normalisation and input scaling into convolution weights, and uses channels-last layout."""
 
 import copy
 
@@ -6,18 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from models.errors import PreprocessingError
-from models.optimize.fusing import Uses, fuse
-from models.preprocessing import Normalize
-from models.stages import Stage
+from multiworld_serving.models.errors import PreprocessingError
+from multiworld_serving.models.optimize.fusing import Workload, fuse
+from multiworld_serving.models.preprocessing import Normalize
+from multiworld_serving.models.stages import Stage
 
 
-class Centre(nn.Module):
-    """uint8 [B,3,H,W] to channels-last float32: the mean of each colour subtracted, in one pass over the image.
+class SubtractMean(nn.Module):
+    """Subtract the mean of each channel: uint8 [B,3,H,W] to channels-last float32, in one pass.
 
-    The rest of the normalisation, a division by 255 and one by the deviation, is in the weights of the convolution that
-    follows. The mean cannot go there too: the convolution pads with zeros, which stand for the mean colour and not for
-    black, so at the borders the result would be another.
+    The rest of the normalisation (division by 255 and by std) is folded into the weights of the next convolution. The mean cannot be
+    folded: the convolution pads with zeros, which represent the mean colour, not black, so results at the borders would differ.
     """
 
     offset: Tensor
@@ -40,24 +39,25 @@ class Centre(nn.Module):
 
 
 class FoldedStage(nn.Module):
-    """A stage that computes the same in fewer passes, inside in channels-last layout and a precision of choice.
+    """A stage with folded weights, in channels-last layout and any precision inside.
 
-    Takes and returns what the stage does: uint8 or float32 in, contiguous float32 out.
+    Same interface as `Stage`: uint8 or float32 in, contiguous float32 out.
 
     Args:
-        stage: left as it is; the weights are copied.
+        stage: not changed; the weights are copied.
         dtype: of weights and activations inside.
-        fuse_for: for what its convolutions are to be fused with what follows them (see `fusing`; the caller has asked `fusable`).
-            None leaves them as they are.
+        fuse_for: the workload to fuse convolutions for (see `fusing`; check `fusable` first). None does not fuse.
     """
 
-    def __init__(self, stage: Stage, dtype: torch.dtype = torch.float32, *, fuse_for: Uses | None = None) -> None:
+    def __init__(self, stage: Stage, dtype: torch.dtype = torch.float32, *, fuse_for: Workload | None = None) -> None:
         super().__init__()
         self.spec = stage.spec
         self._dtype = dtype
         body = copy.deepcopy(stage)
         fold_batch_norm(body)
-        self.centre = _fold_normalisation(body, exact_scale=dtype == torch.float16) if stage.spec.is_first else None
+        self.subtract_mean = (
+            _fold_normalisation(body, exact_scale=dtype == torch.float16) if stage.spec.is_first else None
+        )
         blocks = [
             module
             for name, module in body.named_children()
@@ -73,10 +73,10 @@ class FoldedStage(nn.Module):
         """See `Stage`.
 
         Raises:
-            PreprocessingError: the first stage was given something else than uint8 [B,3,H,W].
+            PreprocessingError: the input of the first stage is not uint8 [B,3,H,W].
         """
-        if self.centre is not None:
-            batch = self.centre(batch)
+        if self.subtract_mean is not None:
+            batch = self.subtract_mean(batch)
         layout = torch.channels_last if batch.ndim == 4 else torch.contiguous_format
         output: Tensor = self.blocks(batch.to(dtype=self._dtype, memory_format=layout)).to(torch.float32)
         if self.spec.is_last:
@@ -85,10 +85,10 @@ class FoldedStage(nn.Module):
 
 
 def fold_batch_norm(module: nn.Module) -> None:
-    """Move every batch normalisation that follows a convolution into its weights, in place.
+    """Fold every batch normalisation that follows a convolution into its weights, in place.
 
-    torchvision's ResNets name such pairs conv1 and bn1, conv2 and bn2 and so on, or put them one after the other into a
-    Sequential (the shortcut that changes the shape).
+    torchvision's ResNets name such pairs conv1 and bn1, conv2 and bn2, and so on, or put them next to each other in a Sequential
+    (the downsampling shortcut).
     """
     for parent in list(module.modules()):
         children = dict(parent.named_children())
@@ -102,12 +102,12 @@ def fold_batch_norm(module: nn.Module) -> None:
 
 
 def _fold_normalisation(stage: nn.Module, *, exact_scale: bool) -> nn.Module:
-    """What is left to do before the first convolution, whose weights take the rest."""
+    """Fold scaling into the first convolution. Returns the module that does the remaining normalisation."""
     normalize, conv = stage.get_submodule("normalize"), stage.get_submodule("conv1")
     assert isinstance(normalize, Normalize)
     assert isinstance(conv, nn.Conv2d)
-    if exact_scale:  # divided by 255, weights would fall below the normal numbers of float16
+    if exact_scale:  # weights divided by 255 would be subnormal in float16
         return normalize
     with torch.no_grad():
         conv.weight.div_(normalize.std.view(1, 3, 1, 1) * 255)
-    return Centre(normalize)
+    return SubtractMean(normalize)

@@ -1,12 +1,11 @@
-"""Convolutions that add, clip and write once: bias, shortcut and ReLU in the same pass, weights laid out once as oneDNN wants them.
+"""Fused oneDNN convolutions: bias, shortcut addition and ReLU in one pass, with weights in oneDNN's preferred layout.
 
-These are the operations that inductor makes of a frozen model on a CPU. Called directly, they need no compiler and no time
-to compile. torch offers them to its own compiler: `fusable` asks whether this torch has them, and whoever has not is served
-as before.
+Inductor generates the same operations for a frozen model on a CPU. Calling them directly needs no compiler. They are private
+operations of torch: `fusable` checks whether this torch has them; without them stages run unfused.
 
-What layout oneDNN wants depends on how many threads compute how many rows: with AVX-512, a seventh of ResNet-50's convolutions want
-one of their own for a lone row on two threads. Weights in another layout are laid out anew in every call, which takes longer than the
-convolution: 2 to 3 times for the whole model. So the weights are kept in every layout that is wanted, which is one for nearly all.
+oneDNN's preferred layout depends on the number of threads and the batch size: with AVX-512, a seventh of ResNet-50's convolutions prefer
+their own layout for one sample on two threads. Weights in another layout are reordered in every call, which makes the whole model 2 to 3
+times slower. So the weights are kept in each preferred layout, which for most convolutions is a single one.
 """
 
 import ctypes
@@ -29,23 +28,23 @@ _NEEDED = (
 
 
 @dataclass(frozen=True)
-class Uses:
-    """For what layouts are chosen. Other batches, and other numbers of threads, work too, and may take longer.
+class Workload:
+    """Input shapes and thread counts to optimize for. Others work too, but may be slower.
 
     Attributes:
-        row_shape: of one row of the input.
-        max_batch_size: rows of the largest batch; a lone row is the other size that is looked at.
-        threads: how many may compute a batch.
+        sample_shape: shape of one sample of the input.
+        max_batch_size: largest batch size; layouts are chosen for this size and for 1.
+        threads: numbers of threads that may compute a batch.
     """
 
-    row_shape: tuple[int, ...]
+    sample_shape: tuple[int, ...]
     max_batch_size: int
     threads: tuple[int, ...]
 
 
 @contextmanager
-def computing_on(threads: int) -> Iterator[None]:
-    """Have torch compute on so many, called from this thread, while the block lasts."""
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's number of threads while the block runs."""
     before = torch.get_num_threads()
     if threads == before:
         yield
@@ -58,7 +57,7 @@ def computing_on(threads: int) -> Iterator[None]:
 
 
 def fusable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether convolutions can be fused there: on a CPU with oneDNN, in a precision that it computes."""
+    """Whether convolutions can be fused: on a CPU with oneDNN, in a precision that oneDNN supports there."""
     operations = torch.ops.mkldnn
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
@@ -71,32 +70,34 @@ def fusable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Weight:
-    """A convolution's weights, in each layout that is wanted. No parameter: such tensors can neither be saved nor moved."""
+    """A convolution's weights in each preferred layout. Not a parameter: such tensors can be neither saved nor moved."""
 
-    def __init__(self, conv: nn.Conv2d, window: tuple[Any, ...], row_shape: Sequence[int], uses: Uses) -> None:
+    def __init__(
+        self, conv: nn.Conv2d, window: tuple[Any, ...], sample_shape: Sequence[int], workload: Workload
+    ) -> None:
         self._layouts: dict[tuple[int, bool], Tensor] = {}
-        """By the number of threads, and whether there are several rows."""
+        """By number of threads, and whether the batch has more than one sample."""
         kept: list[Tensor] = []
-        for threads in uses.threads:
-            with computing_on(threads):
-                for rows in sorted({1, uses.max_batch_size}):
+        for threads in workload.threads:
+            with torch_threads(threads):
+                for batch_size in sorted({1, workload.max_batch_size}):
                     packed = torch.ops.mkldnn._reorder_convolution_weight(
-                        conv.weight.detach(), *window, (rows, *row_shape)
+                        conv.weight.detach(), *window, (batch_size, *sample_shape)
                     )
                     same = next((other for other in kept if _identical(packed, other)), packed)
                     if same is packed:
                         kept.append(packed)
-                    self._layouts[threads, rows > 1] = same
+                    self._layouts[threads, batch_size > 1] = same
         self.num_layouts = len(kept)
         self._otherwise = same
 
     def wanted_for(self, batch: Tensor) -> Tensor:
-        """The one for such a batch on the threads that torch computes with now."""
+        """The weights for this batch size and torch's current number of threads."""
         return self._layouts.get((torch.get_num_threads(), len(batch) > 1), self._otherwise)
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors in oneDNN's own layouts are the same, byte for byte."""
+    """Whether two tensors in oneDNN layouts are equal byte for byte."""
     size = torch.ops.mkldnn._nbytes(one)
     if size != torch.ops.mkldnn._nbytes(other):
         return False
@@ -106,18 +107,18 @@ def _identical(one: Tensor, other: Tensor) -> bool:
 
 
 class FusedConv(nn.Module):
-    """A convolution with a bias, and a ReLU behind it if wanted. Channels-last in and out.
+    """A convolution with bias and optional ReLU. Channels-last input and output.
 
     Args:
-        row_shape: [C,H,W] of its input.
-        uses: of the stage that it is in.
+        sample_shape: [C,H,W] of its input.
+        workload: the stage's workload.
     """
 
-    def __init__(self, conv: nn.Conv2d, row_shape: Sequence[int], uses: Uses, *, relu: bool) -> None:
+    def __init__(self, conv: nn.Conv2d, sample_shape: Sequence[int], workload: Workload, *, relu: bool) -> None:
         super().__init__()
         self._window = (conv.padding, conv.stride, conv.dilation, conv.groups)
         self._then = "relu" if relu else "none"
-        self.weight = _Weight(conv, self._window, row_shape, uses)
+        self.weight = _Weight(conv, self._window, sample_shape, workload)
         self._bias = None if conv.bias is None else conv.bias.detach()
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ class FusedConv(nn.Module):
         return output
 
     def add_to(self, shortcut: Tensor, batch: Tensor, *, in_place: bool) -> Tensor:
-        """ReLU of the sum of the convolution and `shortcut`, which is overwritten if `in_place`."""
+        """ReLU of convolution plus `shortcut`, which is overwritten if `in_place`."""
         operations = torch.ops.mkldnn
         add = operations._convolution_pointwise_.binary if in_place else operations._convolution_pointwise.binary
         settings: tuple[Any, ...] = (*self._window, "add", 1.0, "relu", [], "")
@@ -138,25 +139,27 @@ class FusedConv(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """A residual block of torchvision's ResNets, its batch normalisation folded already.
+    """A residual block of torchvision's ResNets, with batch normalisation already folded.
 
     Args:
-        sample: a batch of input, channels-last; only the shape of its rows counts.
-        uses: of the stage that it is in.
-        owns_input: whether the input may be overwritten when nothing else needs it any more.
+        example: an input batch, channels-last; only the shape of its samples is used.
+        workload: the stage's workload.
+        owns_input: whether the input may be overwritten.
     """
 
-    def __init__(self, block: BasicBlock | Bottleneck, sample: Tensor, uses: Uses, *, owns_input: bool) -> None:
+    def __init__(
+        self, block: BasicBlock | Bottleneck, example: Tensor, workload: Workload, *, owns_input: bool
+    ) -> None:
         super().__init__()
         found = [getattr(block, name) for name in ("conv1", "conv2", "conv3") if hasattr(block, name)]
         self.downsample: FusedConv | None = None
         if block.downsample is not None:
-            self.downsample = FusedConv(block.downsample[0], sample.shape[1:], uses, relu=False)
+            self.downsample = FusedConv(block.downsample[0], example.shape[1:], workload, relu=False)
         self._in_place = owns_input or self.downsample is not None
         self.convs = nn.ModuleList()
         for conv in found:
-            self.convs.append(FusedConv(conv, sample.shape[1:], uses, relu=conv is not found[-1]))
-            sample = conv(sample)
+            self.convs.append(FusedConv(conv, example.shape[1:], workload, relu=conv is not found[-1]))
+            example = conv(example)
 
     def forward(self, batch: Tensor) -> Tensor:
         """The block's output; `batch` may be overwritten."""
@@ -168,21 +171,21 @@ class FusedBlock(nn.Module):
         return output
 
 
-def fuse(blocks: nn.Sequential, uses: Uses, dtype: torch.dtype) -> nn.Sequential:
-    """The same in fewer passes. `blocks` are a stage's, folded, channels-last and of that dtype; what cannot be fused stays."""
-    sample = torch.zeros((1, *uses.row_shape), dtype=dtype)
-    if sample.ndim == 4:
-        sample = sample.contiguous(memory_format=torch.channels_last)
+def fuse(blocks: nn.Sequential, workload: Workload, dtype: torch.dtype) -> nn.Sequential:
+    """Fuse a stage's blocks, which must be folded, channels-last and of `dtype`. Modules that cannot be fused are kept."""
+    example = torch.zeros((1, *workload.sample_shape), dtype=dtype)
+    if example.ndim == 4:
+        example = example.contiguous(memory_format=torch.channels_last)
     fused: list[nn.Module] = []
     modules = [inner for module in blocks for inner in (module if isinstance(module, nn.Sequential) else [module])]
     for module, following in zip(modules, [*modules[1:], None], strict=True):
         made = module
         if isinstance(module, BasicBlock | Bottleneck):
-            made = FusedBlock(module, sample, uses, owns_input=bool(fused))
+            made = FusedBlock(module, example, workload, owns_input=bool(fused))
         elif isinstance(module, nn.Conv2d):
-            made = FusedConv(module, sample.shape[1:], uses, relu=isinstance(following, nn.ReLU))
+            made = FusedConv(module, example.shape[1:], workload, relu=isinstance(following, nn.ReLU))
         elif isinstance(module, nn.ReLU) and fused and isinstance(fused[-1], FusedConv):
             continue
         fused.append(made)
-        sample = module(sample)
+        example = module(example)
     return nn.Sequential(*fused)

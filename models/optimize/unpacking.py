@@ -1,7 +1,7 @@
-"""Where compiled packages are unpacked: in a folder of each process's own, which others remove once it is gone, however it ended.
+"""Unpacks compiled packages into a folder per process, which other processes remove after that process has ended.
 
-AOTInductor unpacks a package, frozen weights included, in `$TMPDIR`, and removes that only when the package is let go of. A process that is
-killed would leave it there, for each batch size of each stage.
+AOTInductor unpacks a package, including frozen weights, into `$TMPDIR` and removes it only when the package is freed. A process that is
+killed would leave the files behind.
 """
 
 import fcntl
@@ -17,18 +17,18 @@ _LOCK = "held"
 _PREFIX = "of-"
 
 _ours: dict[tuple[Path, int], tuple[Path, TextIO]] = {}
-"""By the folder that has it, and the process: a forked one makes its own. The lock is held as long as the file is open."""
+"""By parent folder and process id, because a forked process needs its own. The lock is held while the file is open."""
 
 
 @contextmanager
-def unpacking_in(folder: Path) -> Iterator[None]:
-    """While the block lasts, torch unpacks in a folder of ours below this one; where that cannot be had, where it always does."""
+def unpack_under(folder: Path) -> Iterator[None]:
+    """Make torch unpack into this process's folder below `folder` while the block runs; no effect if it cannot be created."""
     try:
         ours = _own(folder)
     except OSError:
         yield
         return
-    tempfile.gettempdir()  # keeps what it says first, and this is for torch alone
+    tempfile.gettempdir()  # caches its result first, so that the change affects only torch
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(ours)
     try:
@@ -45,10 +45,10 @@ def _own(folder: Path) -> Path:
     known = _ours.get((folder, os.getpid()))
     if known is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as one_at_a_time:  # else one just made would be taken for one that was left
+        with (folder / "lock").open("w") as one_at_a_time:  # a folder that was just created is not locked yet
             fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
             for other in folder.glob(f"{_PREFIX}*"):
-                if _is_left(other):
+                if _is_abandoned(other):
                     shutil.rmtree(other, ignore_errors=True)
             ours = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
             held = (ours / _LOCK).open("w")
@@ -57,13 +57,13 @@ def _own(folder: Path) -> Path:
     return known[0]
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether nobody holds it any more."""
+def _is_abandoned(folder: Path) -> bool:
+    """Whether its process has ended."""
     try:
         with (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return True
-    except OSError:  # somebody does, or it is not ours to look at
+    except OSError:  # locked by its process, or not accessible
         return False
     return True

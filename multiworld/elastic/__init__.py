@@ -1,20 +1,23 @@
-"""Elastic worlds: members join and leave while they live, and all-reduces survive the loss of one.
+"""Elastic worlds: members join and leave at run time, and all-reduces survive the loss of members.
 
     async with ElasticManager() as elastic:
         world = await elastic.join("averages", "10.0.0.1", 29600)
         outcome = await world.all_reduce_multiple_with_retry(tensors, ReduceOp.AVG)
 
-A rendezvous outside of the members says who makes up each epoch: `python -m multiworld.elastic`. Each epoch is an ordinary world of
-multiworld, formed anew. docs/decisions/0013-elastic-worlds.md tells what is decided where, and why.
+A separate rendezvous process (`python -m multiworld.elastic`) decides the members of each epoch. Each epoch is an ordinary world
+that is formed anew. The design and its reasons are in docs/decisions/0013-elastic-worlds.md.
+
+This package is the top layer of the library: it may import every other package of `multiworld`, and none of them imports it.
+Start reading at `world.py` (the API), then `protocol/` (the decisions, without I/O), then `agent.py` (the I/O of a member).
 """
 
-from multiworld.elastic.elastic_manager import ElasticManager
-from multiworld.elastic.elastic_world import ElasticWorld
+from multiworld.elastic.allreduce.quantization import Quantization
 from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, ReformError, RendezvousError
 from multiworld.elastic.handle import AllReduceHandle
-from multiworld.elastic.quantise import Quantization
+from multiworld.elastic.manager import ElasticManager
 from multiworld.elastic.rendezvous import ElasticRendezvous
 from multiworld.elastic.retry import AllReduceOutcome
+from multiworld.elastic.world import ElasticWorld
 
 __all__ = [
     "AllReduceHandle",

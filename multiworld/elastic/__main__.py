@@ -1,4 +1,4 @@
-"""Run a rendezvous: python -m multiworld.elastic --port 29600 --first-size 4 --state-file elastic.json"""
+"""Runs a rendezvous: python -m multiworld.elastic --port 29600 --first-size 4 --state-file elastic.json"""
 
 import argparse
 import asyncio
@@ -11,7 +11,7 @@ from multiworld.elastic.rendezvous import DEFAULT_PORT, ElasticRendezvous
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Decide until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT."""
     secret = options.secret_file.read_text().strip() if options.secret_file else ""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

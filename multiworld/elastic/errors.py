@@ -1,26 +1,26 @@
-"""What can go wrong with an elastic world, beyond what can with any (multiworld/errors.py).
+"""Errors of elastic worlds. The errors of all worlds are in multiworld/errors.py.
 
 WorldError
-└── ElasticError            this process is no member any more; what is not finished holds what it held before. Join again
-    ├── EvictedError        the world goes on without us: frozen, cut off, or too late for the next epoch
-    ├── RendezvousError     who decides the next epoch cannot be reached, or has forgotten the world
+└── ElasticError            this process is no longer a member; unfinished tensors hold their original values; join again to go on
+    ├── EvictedError        the world continues without this process, which was frozen, disconnected or too late for an epoch
+    ├── RendezvousError     the rendezvous cannot be reached or does not know the world
     ├── ReformError         no epoch formed within `reform_timeout_s`
-    └── DesyncError         the members do not do the same: a bug of the program
+    └── DesyncError         the members call different operations: a bug of the application
 """
 
 from multiworld.errors import WorldError
 
 
 class ElasticError(WorldError):
-    """This process is no member of the elastic world any more."""
+    """This process is no longer a member of the elastic world. It may join again."""
 
 
 class EvictedError(ElasticError):
-    """The world goes on without us: we were frozen or cut off for too long, or did not ask in time. Joining again makes us a newcomer."""
+    """The world continues without this process, which was frozen or disconnected, or asked too late. It may join again as a newcomer."""
 
 
 class RendezvousError(ElasticError):
-    """The rendezvous cannot be reached, or has forgotten this world. An epoch that is well goes on without it; no other follows."""
+    """The rendezvous cannot be reached or does not know this world. A working epoch continues, but no other follows."""
 
 
 class ReformError(ElasticError):
@@ -28,4 +28,4 @@ class ReformError(ElasticError):
 
 
 class DesyncError(ElasticError):
-    """The members do not do the same: other operations, other tensors, or some are a call ahead. A bug of the program."""
+    """The members call different operations, pass different tensors, or some are one call ahead. A bug of the application."""

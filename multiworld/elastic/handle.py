@@ -1,23 +1,24 @@
-"""An all-reduce under way, to be awaited or asked."""
+"""The handle of an all-reduce in progress."""
 
 import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Literal
 
-from multiworld.elastic.epoch import Traffic
+from multiworld.elastic.allreduce.channel import Traffic
 
 Status = Literal["pending", "done", "failed"]
 
 
 class AllReduceHandle:
-    """Made by `ElasticWorld.all_reduce_async`. Await it, or ask `done` and `status`.
+    """An all-reduce started by `ElasticWorld.all_reduce_async`. Await it, or poll `done` and `status`.
 
-    Raises, when awaited, BrokenWorldException when a member was lost; the tensor holds what it held then.
-    Cancelling who awaits it gives this epoch up, for all members.
+    Awaiting it raises BrokenWorldException when a member is lost; the tensor then holds its original value.
+    Cancelling the task that awaits it fails this epoch for all members.
 
     Attributes:
-        epoch, world_size: in which epoch it runs, and of how many members.
-        traffic: bytes of tensors that went over the wire so far.
+        epoch: number of the epoch in which it runs.
+        world_size: number of members of that epoch.
+        traffic: bytes of tensors sent and received so far.
     """
 
     def __init__(self, work: Coroutine[Any, Any, None], epoch: int, world_size: int, traffic: Traffic) -> None:
@@ -28,11 +29,12 @@ class AllReduceHandle:
         self._task.add_done_callback(_mark_read)
 
     def done(self) -> bool:
-        """Whether it completed or failed."""
+        """Return whether it completed or failed."""
         return self._task.done()
 
     @property
     def status(self) -> Status:
+        """ "pending", "done" or "failed"."""
         if not self._task.done():
             return "pending"
         return "failed" if self._task.cancelled() or self._task.exception() is not None else "done"
@@ -42,6 +44,6 @@ class AllReduceHandle:
 
 
 def _mark_read(task: asyncio.Task[None]) -> None:
-    """A handle that nobody awaits is no reason for asyncio to complain."""
+    """Retrieve the exception, so that asyncio does not log it if the handle is never awaited."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
-"""Many all-reduces at once that survive the loss of members: run, agree on what has finished, run the rest again.
+"""Runs many all-reduces that survive the loss of members: run, agree on the finished ones, run the others again.
 
-What is agreed on, and why all survivors hold the same bits, is in multiworld/elastic/rounds.py.
+The agreement, and why the results are bitwise equal on all survivors, is in multiworld/elastic/protocol/rounds.py.
 """
 
 import asyncio
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 
 import torch
 
-from multiworld.elastic.bundle import Bundle, Workspace
-from multiworld.elastic.epoch import Epoch, Traffic
-from multiworld.elastic.exchange import quantised_all_reduce
-from multiworld.elastic.quantise import Quantization
-from multiworld.elastic.reduction import Reduction
-from multiworld.elastic.ring import gloo_all_reduce, prefers_ring, ring_all_reduce
-from multiworld.elastic.rounds import Round
+from multiworld.elastic.allreduce.bucket import Bucket, Workspace
+from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.quantization import Quantization
+from multiworld.elastic.allreduce.quantized import quantised_all_reduce
+from multiworld.elastic.allreduce.reduction import Reduction
+from multiworld.elastic.allreduce.ring import direct_all_reduce, prefers_ring, ring_all_reduce
+from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import WorldError
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOutcome:
-    """What became of a call.
+    """The outcome of a call.
 
     Attributes:
-        success: all tensors hold their results. False when everybody else had left before that (`world_size` is 1 then).
-        bytes_sent, bytes_received: of tensors, by this member, attempts that failed included.
-        retries: how often what was unfinished was run again, after a failure.
-        world_size: members that are left.
-        took_part: for each tensor how many members its result is made of, which is what AVG divided by; 0 where it holds what it held.
+        success: all tensors hold their results. False when all other members left before that; then `world_size` is 1.
+        bytes_sent, bytes_received: bytes of tensors that this member sent and received, failed attempts included.
+        retries: how often unfinished operations were run again after a failure.
+        world_size: number of members at the end of the call.
+        took_part: for each tensor, the number of members that contributed to its result, which is the divisor of AVG; 0 if the tensor
+            holds its original value.
     """
 
     success: bool
@@ -41,25 +42,29 @@ class AllReduceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a call is to do; the same at all members but for what the tensors hold."""
+    """The operations of one call. All members have the same, except for the values of the tensors."""
 
-    bundles: Sequence[Bundle]
+    bundles: Sequence[Bucket]
     reduction: Reduction
     quantization: Quantization | None
     max_in_flight: int
 
     @property
     def signature(self) -> str:
-        sizes = [(str(bundle.dtype), [tensor.numel() for tensor in bundle.tensors]) for bundle in self.bundles]
+        """Describes the operations; equal on all members whose calls match."""
+        sizes = [
+            (str(bundle.dtype), bundle.indices, [tensor.numel() for tensor in bundle.tensors])
+            for bundle in self.bundles
+        ]
         return f"{self.reduction.name} {self.quantization} {sizes}"
 
 
 class Attempts:
-    """One call at one member.
+    """The execution of one call on one member.
 
     Attributes:
-        sizes: for each bundle in how large an epoch it finished here last.
-        retries: how often what was unfinished was run again.
+        sizes: for each bucket, the number of members of the epoch in which it finished here last; 0 before.
+        retries: how often unfinished operations were run again.
     """
 
     def __init__(self, job: Job, workspace: Workspace, traffic: Traffic) -> None:
@@ -71,14 +76,14 @@ class Attempts:
         self._traffic = traffic
 
     async def run(self, epoch: Epoch, round_: Round) -> None:
-        """Run what is unfinished, and mark what finishes. Waits for all that is under way, also when some of it fails.
+        """Run the unfinished operations and mark those that finish. Wait for all operations in flight, even if some of them fail.
 
         Raises WorldError when the epoch is over.
         """
         await in_window(round_.unfinished, self._job.max_in_flight, lambda index: self._reduce(epoch, index, round_))
 
     def renew(self, round_: Round) -> None:
-        """Have what is unfinished written elsewhere: Gloo may not have let go of the memory that it was to write to."""
+        """Allocate new memory for the unfinished results: operations of the previous epoch may still write to the old memory."""
         self.retries += 1
         self._workspace.free()
         for index in round_.unfinished:
@@ -86,7 +91,7 @@ class Attempts:
             self._results[index] = torch.empty_like(self._results[index])
 
     def deliver(self, index: int) -> None:
-        """Write a result into its tensors: it has finished at all members."""
+        """Copy a result into its tensors. The operation has finished on all members."""
         self._job.bundles[index].deliver(self._results[index])
 
     async def _reduce(self, epoch: Epoch, index: int, round_: Round) -> None:
@@ -98,15 +103,15 @@ class Attempts:
             await ring_all_reduce(epoch, bundle.operand(), result, job.reduction, index, self._traffic)
         else:
             bundle.pack(result)
-            await gloo_all_reduce(epoch, result, result, job.reduction, self._traffic)
+            await direct_all_reduce(epoch, result, result, job.reduction, self._traffic)
         self.sizes[index] = epoch.size
         round_.finish(index)
 
 
 async def in_window(indices: Sequence[int], width: int, start: Callable[[int], Awaitable[None]]) -> None:
-    """Do `start(index)` for all, in order, at most `width` at once. After an error nothing more is started, and what runs is awaited.
+    """Run `start(index)` for all indices, in order, at most `width` at once. After an error nothing more is started.
 
-    Raises the first WorldError. Cancelling cancels what runs.
+    Waits until everything that was started has ended, then raises the first WorldError. Cancelling cancels what runs.
     """
     waiting = iter(indices)
     running: set[asyncio.Future[None]] = set()

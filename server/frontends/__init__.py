@@ -1,8 +1,11 @@
-"""HTTP in several processes: each frontend reads requests, decodes images and writes answers; the leader decides and drives the workers.
+"""HTTP in several processes: frontends read requests, decode images and write responses; the leader schedules batches.
 
-frontend: process.py      a process with an HTTP server on the socket that all share
-          remote_predictor.py, remote_accounts.py    what the leader is to it
-          forwarding.py   what is no inference is answered by the leader
-leader:   desk.py         where frontends come to
-both:     frames.py, messages.py     what travels between them, over a Unix socket
+frontend: process.py              HTTP server on the socket that all frontends share; start reading here
+          remote_predictor.py, remote_recorder.py    send images and request statistics to the leader
+leader:   manager.py              starts and monitors the frontends, handles their frames
+both:     asgi_proxy.py           forwards requests that are not inference to the leader
+          frames.py, messages.py  frames on the Unix socket between frontend and leader, and their content
+          credential_files.py     keys and certificates, as read by the leader
+
+May import server.api, server.auth, server.http, server.observability and server.leader.
 """

@@ -1,4 +1,4 @@
-"""Keys and certificates as the leader has read them: a frontend that starts later has the same, whatever became of the files."""
+"""Keys and certificates as the leader read them. Frontends that start later use the same, even if the files changed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from config import SettingsError
-from server.credentials import Credentials, read_credentials
-from server.settings import ServeSettings
+from multiworld_serving.common.config import SettingsError
+from multiworld_serving.server.auth.credential_reloader import Credentials, read_credentials
+from multiworld_serving.server.settings import ServeSettings
 
 _NAMES = ("api_keys_file", "admin_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 
 
-def read_files(settings: ServeSettings) -> dict[str, str]:
-    """What is in the files that a frontend needs, by the setting that names each; their bytes as Latin-1.
+def read_credential_files(settings: ServeSettings) -> dict[str, str]:
+    """The content of the files that a frontend needs, by setting; bytes decoded as Latin-1.
 
     Raises:
-        UserError: one cannot be read, or does not hold what it should; names it.
+        UserError: a file cannot be read or has invalid content; the message names it.
     """
     read_credentials(settings)
     found = {}
@@ -29,16 +29,16 @@ def read_files(settings: ServeSettings) -> dict[str, str]:
                 found[name] = path.read_bytes().decode("latin-1")
             except OSError as error:
                 raise SettingsError(f"cannot read {path}: {error.strerror}") from error
-    credentials_of(settings, found)  # they may have been written between the two
+    load_credentials(settings, found)  # the files may have changed since `read_credentials`
     return found
 
 
-def credentials_of(settings: ServeSettings, files: Mapping[str, str]) -> Credentials:
-    """The same as of those files. Raises UserError, which cannot be where `read_files` has raised none."""
+def load_credentials(settings: ServeSettings, files: Mapping[str, str]) -> Credentials:
+    """The credentials in these files. Raises UserError, but not for the result of `read_credential_files`."""
     settings = settings.replace("metrics_client_ca_file", None, "leader")  # a frontend has no such port
     with ExitStack() as stack:
         for name, text in files.items():
-            # In memory: a private key is not to be on the disk twice. OpenSSL reads from nothing but files.
+            # In memory, to keep the private key off the disk. OpenSSL can only load files.
             file = stack.enter_context(open(os.memfd_create(name), "wb"))
             file.write(text.encode("latin-1"))
             file.flush()

@@ -1,4 +1,4 @@
-"""A frontend: a process that serves HTTP on the socket that all of them share, and asks the leader."""
+"""The process of a frontend: serves HTTP on the socket that all frontends share, and sends inference to the leader."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from typing import Any
 import torch
 import uvloop
 
-from config import UserError, end_with_parent, raise_descriptor_limit
-from server.access import Gate
-from server.connections import Connections
-from server.frontend import create_inference_app
-from server.frontends.credential_files import credentials_of
-from server.frontends.forwarding import Forwarding
-from server.frontends.frames import Frame, FrameLink, Kind
-from server.frontends.remote_accounts import RemoteAccounts
-from server.frontends.remote_predictor import RemotePredictor
-from server.http_server import HttpServer, affordable, serving
-from server.limits import connection_limits, frontend_limits
-from server.predictor import ServedModel
-from server.request_traces import RequestTraces
-from server.settings import ServeSettings
-from tracing import start_tracing
-from tracing.provider import closing
+from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.tracing import start_tracing
+from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.server.api.app import create_inference_app
+from multiworld_serving.server.auth.authorizer import Authorizer
+from multiworld_serving.server.auth.credential_reloader import Credentials
+from multiworld_serving.server.frontends.asgi_proxy import AsgiProxy
+from multiworld_serving.server.frontends.credential_files import load_credentials
+from multiworld_serving.server.frontends.frames import Frame, FrameConnection, FrameKind
+from multiworld_serving.server.frontends.remote_predictor import RemotePredictor
+from multiworld_serving.server.frontends.remote_recorder import RemoteRequestRecorder
+from multiworld_serving.server.http.connection_table import ConnectionTable
+from multiworld_serving.server.http.limits import connection_limits, request_limits
+from multiworld_serving.server.http.server import HttpServer, serving, within_descriptor_limit
+from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
 
 def run(leader: str, name: str) -> int:
-    """Serve until SIGTERM, or until the leader is gone. Gives the exit status.
+    """Serve until SIGTERM or until the connection to the leader is lost. Returns the exit status.
 
     Args:
-        leader: path of the Unix socket at which it listens.
+        leader: path of the leader's Unix socket.
         name: of this frontend.
     Raises:
-        UserError: there is no leader.
+        UserError: no leader listens there.
     """
-    # The leader's end shall be ours, even when we are frozen: else the port would not be free for the next one.
+    # End with the leader, even if this process is blocked: otherwise the next leader could not use the port.
     with contextlib.suppress(OSError):
-        end_with_parent()
+        kill_on_parent_death()
     raise_descriptor_limit()
     torch.set_num_threads(1)
     gc.collect()
@@ -58,10 +59,10 @@ def run(leader: str, name: str) -> int:
             _, fds, _, _ = socket.recv_fds(link, 1, 1)
         except OSError as error:
             raise UserError(
-                f"there is no leader at {leader}: {error.strerror}; `multiworld serve` starts frontends"
+                f"no leader listens at {leader}: {error.strerror}; `multiworld serve` starts frontends"
             ) from error
         if not fds:
-            raise UserError(f"the leader at {leader} has ended")
+            raise UserError(f"the leader at {leader} closed the connection; start the service again")
         http = stack.enter_context(socket.socket(fileno=fds[0]))
         http.setblocking(False)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -72,10 +73,10 @@ async def _serve(name: str, connection: socket.socket, http: socket.socket) -> i
     frontend = _Frontend()
     connection.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: frontend.link, sock=connection)
-    frontend.link.send(Kind.HERE, facts={"name": name})
+    frontend.link.send(FrameKind.HELLO, fields={"name": name})
     welcome = await frontend.welcome
     if welcome is None:
-        logger.error("the leader has ended")
+        logger.error("the leader closed the connection")
         return 1
     settings = ServeSettings(**welcome["settings"])
     tracing = start_tracing(
@@ -84,27 +85,28 @@ async def _serve(name: str, connection: socket.socket, http: socket.socket) -> i
         instance=f"{socket.gethostname()}-{os.getpid()}",
         ratio=settings.trace_ratio,
     )
-    with closing(tracing):
+    with close_on_exit(tracing):
         traces = RequestTraces(tracing) if tracing else None
         await frontend.serve(settings, welcome["files"], _model(welcome["model"]), http, traces)
     return 0
 
 
 class _Frontend:
-    """What the leader says, and who is to know of it.
+    """Handles the leader's frames and runs the HTTP server.
 
     Attributes:
-        welcome: what the leader wants its frontends to know; None when it has ended.
+        welcome: fields of the leader's WELCOME frame; None if the connection was lost.
     """
 
     def __init__(self) -> None:
-        self.link = FrameLink(self._on_frame, self._on_lost)
+        self.link = FrameConnection(self._on_frame, self._on_lost)
         self.welcome: asyncio.Future[Mapping[str, Any] | None] = asyncio.get_running_loop().create_future()
         self._predictor = RemotePredictor(self.link)
-        self._forwarding: Forwarding | None = None
+        self._proxy: AsgiProxy | None = None
         self._stop = asyncio.Event()
-        self._server: asyncio.Future[tuple[HttpServer, Gate]] = asyncio.get_running_loop().create_future()
+        self._server: asyncio.Future[tuple[HttpServer, Authorizer]] = asyncio.get_running_loop().create_future()
         self._settings: ServeSettings | None = None
+        self._prepared: Credentials | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(
@@ -115,90 +117,98 @@ class _Frontend:
         http: socket.socket,
         traces: RequestTraces | None,
     ) -> None:
-        """Serve HTTP until SIGTERM, or until the leader is gone."""
+        """Serve HTTP until SIGTERM or until the connection to the leader is lost."""
         self._settings = settings
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._stop.set)
-        credentials = credentials_of(settings, files)
-        gate = Gate(credentials.rings)
-        accounts = RemoteAccounts(self.link)
-        inference = create_inference_app(self._predictor, model, frontend_limits(settings), accounts, gate, traces)
-        self._forwarding = Forwarding(inference, self.link)
-        limits = affordable(connection_limits(settings, shares=settings.frontends))
+        credentials = load_credentials(settings, files)
+        authorizer = Authorizer(credentials.keys)
+        recorder = RemoteRequestRecorder(self.link)
+        inference = create_inference_app(self._predictor, model, request_limits(settings), recorder, authorizer, traces)
+        self._proxy = AsgiProxy(inference, self.link)
+        limits = within_descriptor_limit(connection_limits(settings, shares=settings.frontends))
         server = HttpServer(
-            self._forwarding,
+            self._proxy,
             http,
-            Connections(limits, accounts.connection_closed, accounts.connections),
+            ConnectionTable(limits, recorder.connection_closed, recorder.connections),
             context=credentials.contexts["http_port"],
             access_log=settings.access_log,
         )
         async with serving(server):
             if await _first(server.listening, server.stopped) is server.listening:
-                self._server.set_result((server, gate))
-                self.link.send(Kind.SERVES)
+                self._server.set_result((server, authorizer))
+                self.link.send(FrameKind.SERVING)
                 await _first(self._stop, server.stopped)
-            http.close()  # so that whoever serves next may have the port while we answer what has begun
+            http.close()  # frees the port for the next service while this process finishes its requests
             if not self._predictor.closed:
-                server.answer_within(settings.drain_timeout_s)
+                server.set_graceful_timeout(settings.drain_timeout_s)
 
     def _on_frame(self, frame: Frame) -> None:
         match frame.kind:
-            case Kind.ANSWER | Kind.REFUSED | Kind.FINE:
+            case FrameKind.PREDICTION | FrameKind.REFUSED | FrameKind.ADMITTED:
                 self._predictor.on_reply(frame)
-            case Kind.RESPONSE | Kind.OVER if self._forwarding is not None:
-                self._forwarding.on_frame(frame)
-            case Kind.STATE:
-                self._predictor.on_state(frame.facts)
+            case FrameKind.RESPONSE | FrameKind.END if self._proxy is not None:
+                self._proxy.on_frame(frame)
+            case FrameKind.STATE:
+                self._predictor.on_state(frame.fields)
                 if frame.number:
-                    self.link.send(Kind.DONE, frame.number)
-            case Kind.PING:
-                self.link.send(Kind.PONG)
-            case Kind.SETTLE:
-                self._do(frame.number, self._predictor.under_way.none())
-            case Kind.RENEW:
-                self._do(frame.number, self._renew(frame.facts))
-            case Kind.WELCOME:
-                self.welcome.set_result(frame.facts)
+                    self.link.send(FrameKind.DONE, frame.number)
+            case FrameKind.PING:
+                self.link.send(FrameKind.PONG)
+            case FrameKind.QUIESCE:
+                self._run_and_reply(frame.number, self._predictor.inflight.wait_idle())
+            case FrameKind.PREPARE_CREDENTIALS:
+                self._run_and_reply(frame.number, self._prepare(frame.fields))
+            case FrameKind.APPLY_CREDENTIALS:
+                self._run_and_reply(frame.number, self._use())
+            case FrameKind.WELCOME:
+                self.welcome.set_result(frame.fields)
             case _:
-                raise ValueError(f"{frame.kind.name} was not to be expected here")
+                raise ValueError(f"unexpected frame {frame.kind.name}")
 
-    def _do(self, number: int, work: Coroutine[Any, Any, None]) -> None:
-        """Something that the leader waits for."""
+    def _run_and_reply(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as a task and send DONE with its error, if any."""
 
         async def do() -> None:
+            fields = {"error": "the frontend is stopping"}
             try:
                 await work
-            except Exception:
-                logger.exception("what the leader asked for cannot be done")
+                fields = {}
+            except Exception as error:
+                logger.exception("a request of the leader failed")
+                fields = {"error": str(error) or type(error).__name__}
             finally:
-                self.link.send(Kind.DONE, number)
+                self.link.send(FrameKind.DONE, number, fields)
 
         task = asyncio.create_task(do())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _renew(self, files: Mapping[str, str]) -> None:
-        server, gate = await self._server  # until then it has those of its welcome
+    async def _prepare(self, files: Mapping[str, str]) -> None:
+        await self._server  # until then it uses the credentials of WELCOME
         assert self._settings is not None
-        credentials = credentials_of(self._settings, files)
-        context = credentials.contexts["http_port"]
-        if context is not None:
-            await server.exchange(context)
-        gate.rings = credentials.rings
+        self._prepared = None
+        self._prepared = load_credentials(self._settings, files)
+
+    async def _use(self) -> None:
+        server, authorizer = await self._server
+        prepared, self._prepared = self._prepared, None
+        assert prepared is not None, "the leader sends PREPARE_CREDENTIALS first"
+        prepared.apply(authorizer, {"http_port": server})
 
     def _on_lost(self) -> None:
         if not self._stop.is_set():
-            logger.warning("the leader is gone: stopping")
+            logger.warning("the connection to the leader was lost: stopping")
         self._stop.set()
         self._predictor.on_lost()
-        if self._forwarding is not None:
-            self._forwarding.on_lost()
+        if self._proxy is not None:
+            self._proxy.on_lost()
         if not self.welcome.done():
             self.welcome.set_result(None)
 
 
 async def _first(*events: asyncio.Event) -> asyncio.Event:
-    """Wait until one of them is set; gives that one."""
+    """Wait until one of the events is set; returns that one."""
     tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -208,5 +218,5 @@ async def _first(*events: asyncio.Event) -> asyncio.Event:
     return next(event for event in events if event.is_set())
 
 
-def _model(facts: Mapping[str, Any]) -> ServedModel:
-    return ServedModel(**{**facts, "labels": tuple(facts["labels"])})
+def _model(fields: Mapping[str, Any]) -> ServedModel:
+    return ServedModel(**{**fields, "labels": tuple(fields["labels"])})

@@ -1,20 +1,20 @@
-"""What the scheduler asks the shell to do, in the order in which it is to be done."""
+"""The scheduler's output: actions for the driver, to be performed in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from server.scheduling.events import BatchId, LinkId, RequestId
+from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
 
 SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
-"""first: new at this stage; reroute: its link broke or left; retry: the stage raised; hedge: a second copy of a late one."""
+"""first: new at this stage; reroute: the replica was lost; retry: the stage raised; hedge: a second attempt of a late batch."""
 
 Reason: TypeAlias = Literal["overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error"]
 
 
 class Refusal(NamedTuple):
-    """Why a request gets no answer: `reason` is for machines, `detail` for people."""
+    """Why a request is refused: `reason` is machine-readable, `detail` is for people."""
 
     reason: Reason
     detail: str
@@ -23,58 +23,58 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Send this batch's input of `stage` over `link`.
+    """Send this batch's input for `stage` to `replica`.
 
-    Stage 0 and kind "first": stack the images of `requests`, in this order, and keep the result as the batch's input.
-    In every other case send what is kept for the batch. What is kept stays until `KeepOutput` or `ForgetBatch`.
+    For stage 0 and kind "first": stack the images of `requests` in this order and store the result as the batch's input.
+    Otherwise send the stored input. The driver keeps it until `KeepOutput` or `FreeBatch`.
     """
 
     batch: BatchId
     stage: int
-    link: LinkId
+    replica: ReplicaId
     requests: tuple[RequestId, ...]
-    """Rows in order, fixed for the life of the batch: also those that nobody waits for any more."""
+    """Row order. Fixed for the life of the batch; includes requests that are already closed."""
     version: str
     kind: SendKind
     attempt: int
-    """1 + how many times work on this batch, or on the one that it was split from, had to be sent again before."""
+    """1 + the number of times this batch, or the batch it was split from, was sent again before. Hedges do not count."""
     isolated: bool
-    """One suspect request, alone on its link."""
+    """The batch is one suspect request, alone on its replica."""
     waited_s: float
-    """Since it could have gone: the oldest request's arrival, the previous stage's answer, the break of its link or
-    the failure; for a hedge since the first copy went out."""
+    """Time since the batch could have been sent: since the oldest request's arrival, the previous stage's output, the
+    loss of its replica or the failure. For a hedge: time since the first attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepOutput:
-    """What `link` has just answered is the batch's input of `stage` from now on; free the input kept until now.
+    """Store the output that `replica` has just returned as the batch's input for `stage`, and free the previous input.
 
-    A `BatchDone` that yields neither `KeepOutput` nor `Answer` for its batch came too late: drop its output.
+    If a `BatchDone` yields neither `KeepOutput` nor `Answer` for its batch, it came too late: drop its output.
     """
 
     batch: BatchId
-    link: LinkId
+    replica: ReplicaId
     stage: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The last stage is done: what `link` has just answered holds the answers of these requests."""
+    """The last stage is done: the output that `replica` has just returned answers these requests."""
 
     batch: BatchId
-    link: LinkId
+    replica: ReplicaId
     rows: tuple[tuple[RequestId, int], ...]
-    """(request, row of the output), those that still want an answer."""
+    """(request, row of the output) of the requests that are still open."""
     version: str
-    path: tuple[LinkId, ...]
-    """The link that did the work of each stage."""
+    path: tuple[ReplicaId, ...]
+    """The replica that computed each stage."""
     attempts: int
-    """1 + how many times work had to be sent again on the way (hedges not counted)."""
+    """1 + the number of times the batch was sent again. Hedges do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """This request gets no answer; `reason` is for machines, `detail` for people."""
+    """End this request without an answer; `reason` is machine-readable, `detail` is for people."""
 
     request: RequestId
     reason: Reason
@@ -83,28 +83,28 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class BreakLink:
-    """Break this world. The scheduler has already written it off; the `LinkBroken` that follows changes nothing.
+class FailReplica:
+    """Break the world of this replica. The scheduler has removed the replica already; the `ReplicaLost` that follows has no effect.
 
-    The cause is "hang" for a link that is silent, "error" for one where batches fail that succeed elsewhere.
+    `cause` is "hang" for a silent replica and "error" for one whose failed batches succeeded elsewhere.
     """
 
-    link: LinkId
+    replica: ReplicaId
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
-class CloseLink:
-    """A draining link has nothing in flight any more: say goodbye and close its world."""
+class ReleaseReplica:
+    """A draining replica has no batches in flight any more. The driver may close its world."""
 
-    link: LinkId
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetBatch:
-    """Free whatever is kept for this batch. Comes once for every batch and is the last word about it."""
+class FreeBatch:
+    """Free everything that is stored for this batch. Emitted exactly once per batch, as its last action."""
 
     batch: BatchId
 
 
-Action: TypeAlias = SendBatch | KeepOutput | Answer | Refuse | BreakLink | CloseLink | ForgetBatch
+Action: TypeAlias = SendBatch | KeepOutput | Answer | Refuse | FailReplica | ReleaseReplica | FreeBatch

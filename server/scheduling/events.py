@@ -1,4 +1,4 @@
-"""What the scheduler is told, and the identifiers that it knows things by."""
+"""The scheduler's input: events, and the ids of requests, batches and replicas."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 RequestId: TypeAlias = int
-"""One image, which is one row of a batch. Chosen by the shell; not used again while the request is open."""
+"""One image, which is one row of a batch. Chosen by the driver; unique among the open requests."""
 
 BatchId: TypeAlias = int
-"""Requests that travel together. Chosen by the scheduler; never used twice."""
+"""Requests that are sent together. Chosen by the scheduler; never reused."""
 
-LinkId: TypeAlias = str
-"""The leader's end of one world. Names one incarnation (the world's name with its epoch), so it never comes back."""
+ReplicaId: TypeAlias = str
+"""One worker link that serves one version of one stage: world name, generation and version. Never reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A request wants an answer by `deadline_s`, on the clock of `now_s`."""
+    """A request needs an answer by `deadline_s`, on the clock of `now_s`."""
 
     request: RequestId
     deadline_s: float
@@ -25,69 +25,79 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """Nobody waits for this request any more; it is neither answered nor refused."""
+    """The client no longer waits for this request. The scheduler neither answers nor refuses it."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class LinkReady:
-    """A worker has passed its canary and serves `stage` of the model of this `version`."""
+class ReplicaReady:
+    """A worker has passed the self-test for `stage` of model version `version` and accepts batches."""
 
-    link: LinkId
+    replica: ReplicaId
     stage: int
     version: str
 
 
 @dataclass(frozen=True, slots=True)
-class LinkDraining:
-    """The worker is leaving: it gets no new batch, what it has in flight finishes, then comes `CloseLink`."""
+class ReplicaDraining:
+    """The replica accepts no new batches. Batches in flight finish; the action `ReleaseReplica` follows."""
 
-    link: LinkId
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
-class LinkBroken:
-    """The world is gone (`cause` as multiworld says it: exit, hang, transport, left, timeout, aborted)."""
+class ReplicaLost:
+    """The link of this replica has ended. `cause` is multiworld's: exit, hang, transport, left, timeout, aborted."""
 
-    link: LinkId
+    replica: ReplicaId
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
-    """The worker answered. The shell holds the output until the actions returned say what becomes of it."""
+    """The worker returned the output. The driver holds it until it has performed the actions for this event."""
 
     batch: BatchId
-    link: LinkId
+    replica: ReplicaId
     computed_s: float | None = None
-    """How long the worker computed; None where that is not known."""
+    """Compute time at the worker; None if unknown."""
     transfer_s: float | None = None
-    """How long batch and output were on their ways; None where that is not known."""
+    """Transfer time of input and output together; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """The stage raised on this batch; the worker lives and goes on."""
+    """The stage raised an exception on this batch. The worker still runs."""
 
     batch: BatchId
-    link: LinkId
+    replica: ReplicaId
     error: str
+    sent: bool = True
+    """False if the driver failed to send the batch. This is not a failure of the replica, and a retry elsewhere would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: `next_wakeup_s()` has come."""
+    """The time returned by `next_wakeup_s()` has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server is stopping: finish what is there, without waiting for batches to fill."""
+    """The server is stopping: finish the open requests and do not wait for batches to fill."""
 
     admits: bool = False
-    """Whether newcomers are still accepted: those that had begun before. Otherwise they are refused."""
+    """Whether arrivals are still accepted (requests that the server had begun to read); otherwise they are refused."""
 
 
 Event: TypeAlias = (
-    RequestArrived | RequestCancelled | LinkReady | LinkDraining | LinkBroken | BatchDone | BatchFailed | Tick | Drain
+    RequestArrived
+    | RequestCancelled
+    | ReplicaReady
+    | ReplicaDraining
+    | ReplicaLost
+    | BatchDone
+    | BatchFailed
+    | Tick
+    | Drain
 )

@@ -1,56 +1,59 @@
-"""When a batch is late, and whether a second copy of it can be afforded."""
+"""Detects late batches and limits the extra load of hedging with a token budget.
+
+Hedged requests: Dean and Barroso, "The Tail at Scale", CACM 2013.
+"""
 
 from __future__ import annotations
 
-from server.scheduling.batches import Copy
-from server.scheduling.config import SchedulerConfig
-from server.scheduling.priority_map import PriorityMap
-from server.scheduling.work_times import WorkTimes
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.priority_map import PriorityMap
+from multiworld_serving.server.scheduling.service_times import ServiceTimes
+from multiworld_serving.server.scheduling.state import Attempt
 
 _BURST_BATCHES = 4
+"""The budget holds tokens for at most this many full batches."""
 
 
 class Hedging:
-    """Watches the copies in flight. A copy is late when it takes `hedge_factor` times what its stage usually takes for
-    about so many rows, times the number of batches in its link's window, itself included.
+    """Watches the attempts in flight.
 
-    A hedge is paid from a purse that every ordinary row fills by `hedge_budget`; the purse holds a few batches at
-    most, so a quiet day saves nothing up for a storm.
+    An attempt is late after `hedge_factor` times the 95th percentile of its stage and batch size, multiplied by the number of batches
+    in flight on its replica. The budget is a token bucket: each row sent adds `hedge_budget` tokens, each row of a hedge takes one.
     """
 
-    def __init__(self, config: SchedulerConfig, times: WorkTimes) -> None:
+    def __init__(self, config: SchedulerConfig, times: ServiceTimes) -> None:
         self._times = times
         self._factor = config.hedge_factor
         self._floor_s = config.hedge_floor_s
-        self._budget = config.hedge_budget
-        self._purse_limit = float(_BURST_BATCHES * config.max_batch_size)
-        self._purse = 0.0
-        self.late: PriorityMap[Copy, float] = PriorityMap()
-        """Copies watched, by when they are late."""
+        self._tokens_per_row = config.hedge_budget
+        self._max_tokens = float(_BURST_BATCHES * config.max_batch_size)
+        self._tokens = 0.0
+        self.late: PriorityMap[Attempt, float] = PriorityMap()
+        """Watched attempts, by the time at which they are late."""
 
-    def watch(self, copy: Copy, now_s: float) -> None:
-        """Tell when this copy is late, if that can be told."""
-        patience_s = self._patience_s(copy)
-        if patience_s is not None:
-            self.late.set(copy, now_s + patience_s * max(1, len(copy.link.copies)))
+    def watch(self, attempt: Attempt, now_s: float) -> None:
+        """Add the attempt to `late`, unless it must not be hedged or there are too few samples."""
+        late_after_s = self._late_after_s(attempt)
+        if late_after_s is not None:
+            self.late.set(attempt, now_s + late_after_s * max(1, len(attempt.replica.in_flight)))
 
-    def forget(self, copy: Copy) -> None:
-        """It no longer matters whether this copy is late."""
-        self.late.discard(copy)
+    def unwatch(self, attempt: Attempt) -> None:
+        """Remove the attempt from `late`."""
+        self.late.discard(attempt)
 
-    def earn(self, rows: int) -> None:
-        """Ordinary rows went out."""
-        self._purse = min(self._purse + rows * self._budget, self._purse_limit)
+    def refill_budget(self, rows: int) -> None:
+        """Add the tokens for rows that were sent and are not hedges."""
+        self._tokens = min(self._tokens + rows * self._tokens_per_row, self._max_tokens)
 
-    def pay(self, rows: int) -> bool:
-        """Take the price of a hedge from the purse; False if it holds too little."""
-        if self._purse < rows:
+    def try_acquire(self, rows: int) -> bool:
+        """Take the tokens for a hedge of `rows`; returns False if there are too few."""
+        if self._tokens < rows:
             return False
-        self._purse -= rows
+        self._tokens -= rows
         return True
 
-    def _patience_s(self, copy: Copy) -> float | None:
-        if self._factor is None or copy.batch.isolated:
+    def _late_after_s(self, attempt: Attempt) -> float | None:
+        if self._factor is None or attempt.batch.isolated:
             return None
-        usual_s = self._times.usual_s(copy)
-        return None if usual_s is None else max(self._floor_s, usual_s * self._factor)
+        p95_s = self._times.p95_s(attempt)
+        return None if p95_s is None else max(self._floor_s, p95_s * self._factor)

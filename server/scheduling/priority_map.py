@@ -1,4 +1,4 @@
-"""A dictionary that knows its least entry: timers, and links by load."""
+"""A dictionary ordered by priority. Used for timers and for replicas by load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _SLACK = 64
 class PriorityMap(Generic[K, P]):
     """Keys with priorities, least first; equal priorities in the order in which they were set.
 
-    A heap with lazy deletion: changing a priority pushes a new entry and leaves the old one to be skipped when it
-    surfaces. Stale entries never outnumber the live ones by more than a constant, so every operation costs
-    O(log n) amortised and memory is O(n).
+    A heap with lazy deletion: changing a priority pushes a new entry, and the old one is skipped when it reaches the top. The heap
+    is rebuilt when most entries are stale, so every operation costs O(log n) amortised and memory is O(n).
     """
 
     def __init__(self) -> None:
@@ -42,11 +41,11 @@ class PriorityMap(Generic[K, P]):
             heapify(self._heap)
 
     def discard(self, key: K) -> None:
-        """Remove the key if it is there."""
+        """Remove the key if present."""
         self._entries.pop(key, None)
 
     def first(self, excluding: K | None = None) -> K | None:
-        """The key of least priority that is not `excluding`; None if there is none."""
+        """The key with the least priority, other than `excluding`; None if there is none."""
         top = self._top()
         if top is None or top[2] is not excluding:
             return top[2] if top else None

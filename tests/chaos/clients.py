@@ -9,24 +9,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from chaos import load
-from chaos.images import photo
-from chaos.load import Load, Question
-from deploy.service import LocalService
+from multiworld_serving.testing.load import clients as load
+from multiworld_serving.testing.load.clients import Load, ReferenceRequest
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 TOKEN = "a-secret-of-these-tests"
 
 
 @contextmanager
-def load_on(service: LocalService, *, clients: int | None = None) -> Iterator[Load]:
+def run_load(
+    service: LocalService, *, clients: int | None = None, questions: Sequence[ReferenceRequest] = ()
+) -> Iterator[Load]:
     """Requests while the block runs; the load is complete after it.
 
     Args:
+        questions: to ask in turn; without them a photo, to which any answer will do.
         clients: of a closed loop, which takes all that the machine has; without them 20 requests a second, which leave the workers that
             start meanwhile the time to do so.
     """
-    with load.load_on(
-        service.url, [Question(photo())], clients=clients or 0, rate_hz=None if clients else 20.0
+    with load.run_load(
+        service.url, questions or [ReferenceRequest(photo())], clients=clients or 0, rate_hz=None if clients else 20.0
     ) as total:
         yield total
 
@@ -42,7 +45,7 @@ def answers(service: LocalService, count: int = 3) -> list[int]:
     """The statuses of so many requests, one after the other."""
     left = iter(range(count))
     done = asyncio.run(
-        load.closed_loop(service.url, [Question(photo())], clients=1, until=lambda: next(left, None) is None)
+        load.closed_loop(service.url, [ReferenceRequest(photo())], clients=1, until=lambda: next(left, None) is None)
     )
     return [sample.status for sample in done.samples]
 
@@ -57,7 +60,7 @@ def external_worker(
     stderr: int | IO[str] = subprocess.DEVNULL,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A worker process that joins these leaders, sound or with a fault of `tests.chaos.faulty_worker`."""
-    program = ["cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
+    program = ["multiworld_serving.cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
     joins = [part for leader in leaders for part in ("--leader", leader)]
     worker = subprocess.Popen(
         [sys.executable, "-m", *program, *joins, "--name", name, "--threads", "1", *options],

@@ -1,6 +1,7 @@
 """A real worker with one fault in its computing, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
 
-The fault is in this process alone; joining, links and everything else are the worker's own.
+The fault is in this process alone; joining, links and everything else are the worker's own. With a fault of tests/chaos/lies.py it
+computes right, and lies about it.
 """
 
 import os
@@ -12,10 +13,13 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-import workers.engine
-from cli.main import main
+from multiworld_serving.cli.main import main
+from multiworld_serving.common.wire import Channel, Message, TraceContext
+from multiworld_serving.workers import session as worker_session
+from multiworld_serving.workers.compute import engine
+from tests.chaos.lies import LIES, YEARS, lying
 
-Forward = Callable[[workers.engine.Place, nn.Module, Callable[[], Tensor]], Tensor]
+Forward = Callable[[engine.EngineQueue, nn.Module, Callable[[], Tensor]], Tensor]
 BATCHES_BEFORE = 3
 """Calls that go well: two to warm up, one for the canary."""
 
@@ -56,7 +60,7 @@ BEFORE_COMPUTING = {
 def _faulty(fault: str, forward: Forward) -> Forward:
     calls = 0
 
-    def compute(place: workers.engine.Place, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
+    def compute(place: engine.EngineQueue, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
         nonlocal calls
         calls += 1
         if fault == "dies-warming":
@@ -69,16 +73,32 @@ def _faulty(fault: str, forward: Forward) -> Forward:
     return compute
 
 
+def _stall_at_the_first_request() -> None:
+    """Block the event loop, while the watchdog's thread goes on beating."""
+    answer = worker_session.Session._answer
+
+    async def block(session: worker_session.Session, message: Message, parents: list[TraceContext]) -> None:
+        if message.batch:  # 0 is the canary
+            time.sleep(3600)  # noqa: ASYNC251
+        await answer(session, message, parents)
+
+    worker_session.Session._answer = block  # type: ignore[method-assign, assignment]
+
+
 def _die_after_weights() -> None:
     def die(*_: object, **__: object) -> None:
         _die()
 
-    workers.engine.Place.load = die  # type: ignore[assignment, method-assign]
+    engine.EngineQueue.load = die  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
     fault, *options = sys.argv[1:]
+    if fault == "stalls":
+        _stall_at_the_first_request()
     if fault == "dies-loading":
         _die_after_weights()
-    workers.engine.Place._forward = _faulty(fault, workers.engine.Place._forward)  # type: ignore[method-assign, assignment]
+    if fault in LIES or fault == YEARS:
+        Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
+    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign, assignment]
     sys.exit(main(["worker", *options]))

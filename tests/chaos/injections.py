@@ -1,22 +1,24 @@
 """Faults of `multiworld chaos`, made one at a time by a test."""
 
-from chaos.campaign import Injection, inject
-from chaos.faults import fault
-from chaos.images import photo
-from chaos.load import Question
-from chaos.observer import Observer, Place
-from chaos.scene import WAIT_S, Scene
-from deploy.service import LocalService
+from multiworld_serving.testing.chaos.campaign import Injection, inject
+from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults import fault
+from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
+from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 HEARTBEAT_TIMEOUT_S = 3.0
 """Of the service that is hurt: on a busy machine nobody else is to be taken for frozen."""
 
 
-def make_fault(service: LocalService, name: str, *places: Place) -> Injection:
+def make_fault(service: LocalService, name: str, *places: ReplicaKey) -> Injection:
     """Hurt the replicas in these places, each a stage and a slot, and wait until every place serves again."""
     with Observer(service.url) as observer:
         now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         victims = [now.replicas[place] for place in places]
-        made = inject(fault(name), Scene(service, observer, victims, HEARTBEAT_TIMEOUT_S, Question(photo())))
-    assert not made.surprises, made.surprises
+        made = inject(
+            fault(name), FaultContext(service, observer, victims, HEARTBEAT_TIMEOUT_S, ReferenceRequest(photo()))
+        )
+    assert not made.unexpected, made.unexpected
     return made

@@ -149,6 +149,6 @@ async def _fail(fault: Fault, everybody: list[Member]) -> None:
     for rank, outcome in zip(started, outcomes, strict=True):
         if isinstance(outcome, BrokenWorldException):
             assert (outcome.cause, outcome.rank) == (_cause(fault), fault.victim), (rank, outcome)
-        else:  # Gloo lets a member go that has done its part; in checked mode nobody passes without the others
+        else:  # a member that has done its part is let go; in checked mode nobody passes without the others
             assert outcome == expected(fault.operation, fault.size, rank, fault.root), (rank, outcome)
             assert fault.moment == "midway" or not fault.checked or fault.operation == "send_and_recv"

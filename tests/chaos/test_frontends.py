@@ -1,4 +1,4 @@
-"""HTTP in two processes: one answer whoever gives it, and a frontend that dies or freezes takes no more than its own connections."""
+"""HTTP in two processes: the same responses from both; a frontend that dies or freezes affects only its own connections."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos.images import photo
-from cli.main import main
-from config import Access
-from config.keys import hashed
-from deploy.service import LocalService
-from tests.chaos.clients import answers, load_on
+from multiworld_serving.cli.main import main
+from multiworld_serving.common.config import ClientCredentials
+from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import answers, run_load
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -88,7 +88,7 @@ def becomes(read: Callable[[], object], expected: object) -> None:
         time.sleep(0.05)
 
 
-def test_what_is_no_inference_is_answered_by_the_leader(service: LocalService) -> None:
+def test_leader_handles_requests_that_are_not_inference(service: LocalService) -> None:
     with httpx.Client(base_url=service.url, timeout=60.0) as client:
         assert client.get("/readyz").json()["ready"] is True
         assert client.get("/nothing").json()["reason"] == "not_found"
@@ -104,7 +104,7 @@ def test_what_is_no_inference_is_answered_by_the_leader(service: LocalService) -
             assert next(line for line in events.iter_lines() if line.startswith("data:"))
 
 
-def test_requests_are_counted_once_wherever_they_came_in(service: LocalService) -> None:
+def test_requests_are_counted_once_on_any_frontend(service: LocalService) -> None:
     def counted() -> tuple[float, float, int]:
         statistics = httpx.get(f"{service.url}/v2/models/resnet18/stats", timeout=60.0).json()["model_stats"][0]
         return (
@@ -123,7 +123,7 @@ def test_requests_are_counted_once_wherever_they_came_in(service: LocalService) 
     becomes(lambda: service.metric("multiworld_requests_in_flight"), 0)
 
 
-def test_client_that_goes_away_withdraws_its_request(service: LocalService) -> None:
+def test_request_is_cancelled_when_the_client_disconnects(service: LocalService) -> None:
     before = service.metric("multiworld_requests_total", reason="cancelled")
     with (
         frozen(service.worker_pids().values()),
@@ -137,7 +137,7 @@ def test_client_that_goes_away_withdraws_its_request(service: LocalService) -> N
     becomes(lambda: service.status()["requests_in_flight"], 0)
 
 
-def test_killed_frontend_costs_its_own_connections_and_is_back(service: LocalService) -> None:
+def test_killed_frontend_loses_only_its_connections_and_is_restarted(service: LocalService) -> None:
     with client_of(service, "frontend-0") as lost, client_of(service, "frontend-1") as kept:
         since = len(service.lines)
         os.kill(pids(service)["frontend-0"], signal.SIGKILL)
@@ -150,7 +150,7 @@ def test_killed_frontend_costs_its_own_connections_and_is_back(service: LocalSer
     assert service.metric("multiworld_frontends") == 2
 
 
-def test_requests_of_a_killed_frontend_are_withdrawn_and_counted_as_failed(service: LocalService) -> None:
+def test_requests_of_a_killed_frontend_are_cancelled_and_counted_as_failed(service: LocalService) -> None:
     since, before = len(service.lines), service.metric("multiworld_requests_total", reason="internal")
     with (
         client_of(service, "frontend-1") as lost,
@@ -171,18 +171,18 @@ def test_requests_of_a_killed_frontend_are_withdrawn_and_counted_as_failed(servi
     becomes(lambda: service.metric("multiworld_requests_total", reason="internal"), before + 1)
 
 
-def test_frozen_frontend_is_killed_while_the_other_one_answers(service: LocalService) -> None:
+def test_frozen_frontend_is_killed_while_the_other_one_serves(service: LocalService) -> None:
     with client_of(service, "frontend-1") as kept:
         since = len(service.lines)
         os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
-        while not any("frontend-0 has said nothing" in line.message for line in service.lines[since:]):
+        while not any("frontend-0 sent nothing" in line.message for line in service.lines[since:]):
             assert ask(kept).status_code == 200
     comes_back(service, "frontend-0", since)
 
 
-def test_frontend_told_to_stop_answers_what_it_has_begun(service: LocalService) -> None:
+def test_frontend_completes_its_requests_when_it_stops(service: LocalService) -> None:
     since = len(service.lines)
-    with load_on(service, clients=4) as load:
+    with run_load(service, clients=4) as load:
         os.kill(pids(service)["frontend-1"], signal.SIGTERM)
         service.wait_for(lambda line: "frontend slot=1 ended status=0" in line.message, WAIT_S, after=since)
         comes_back(service, "frontend-1", since)
@@ -205,7 +205,7 @@ def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> N
             assert ask(client).headers["x-model-version"] == "random:1"
 
 
-def test_frontends_end_with_a_leader_that_is_killed_even_a_frozen_one() -> None:
+def test_frontends_end_when_the_leader_is_killed() -> None:
     with LocalService(
         model="resnet18", weights="random:0", image_size=32, stages=1, replicas=1, frontends=2
     ) as service:
@@ -223,11 +223,11 @@ def test_frontends_end_with_a_leader_that_is_killed_even_a_frozen_one() -> None:
             os.close(ended)
 
 
-def test_frontend_that_starts_later_has_the_keys_of_the_others_whatever_became_of_the_file(tmp_path: Path) -> None:
+def test_later_frontend_has_the_same_keys_when_the_file_changed(tmp_path: Path) -> None:
     file, key = tmp_path / "keys", "key-of-alice"
-    file.write_text(f"alice:{hashed(key)}\n")
+    file.write_text(f"alice:{hash_key(key)}\n")
     with LocalService(
-        way_in=Access(key),
+        credentials=ClientCredentials(key),
         model="resnet18",
         weights="random:0",
         image_size=32,

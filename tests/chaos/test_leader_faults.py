@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.service import LocalService
-from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,11 +54,11 @@ def test_worker_of_two_leaders_serves_the_other_when_one_is_killed_and_rejoins_i
         ]
         for each in (first, second):
             each.wait_until_complete(120)
-        with load_on(first) as one, load_on(second) as other:
+        with run_load(first) as one, run_load(second) as other:
             assert answers(first) == answers(second) == [200, 200, 200]
         assert not one.failed
         assert not other.failed
-        with load_on(second) as load:
+        with run_load(second) as load:
             first.stop(signal.SIGKILL)
             again = stack.enter_context(leader(token_file, int(first.join_address.rpartition(":")[2])))
             again.wait_until_complete(120)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.processes import resources
-from deploy.service import LocalService
-from tests.chaos.clients import answers, assert_nothing_lost, load_on
+from multiworld_serving.testing.chaos.processes import resources
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,7 +26,7 @@ def test_local_workers_are_forked_and_shown_by_their_names(service: LocalService
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, name: str, cause: str) -> None:
     failures = service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause)
-    with load_on(service, clients=16) as load:
+    with run_load(service, clients=16) as load:
         fault = make_fault(service, name, (stage, 0))
     assert fault.causes == (cause,)
     assert_nothing_lost(service, load)
@@ -35,7 +35,7 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, na
 
 
 def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
-    with load_on(service, clients=16) as load:
+    with run_load(service, clients=16) as load:
         make_fault(service, "kill", (0, 1), (1, 1))
     assert_nothing_lost(service, load)
 
@@ -44,7 +44,7 @@ def test_no_request_fails_when_a_worker_is_told_to_leave(service: LocalService) 
     worker = service.worker_at(0, 0)
     assert worker is not None
     seen = len(service.lines)
-    with load_on(service, clients=16) as load:
+    with run_load(service, clients=16) as load:
         os.kill(service.worker_pids()[worker], signal.SIGTERM)
         gone = service.wait_for(lambda x: x["world"] == "s0.r0" and "->broken" in x.message, 60, after=seen)
         service.wait_until_complete(120)
@@ -54,7 +54,7 @@ def test_no_request_fails_when_a_worker_is_told_to_leave(service: LocalService) 
 
 def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(service: LocalService) -> None:
     seen, pids = len(service.lines), service.worker_pids()
-    with load_on(service, clients=4) as load:
+    with run_load(service, clients=4) as load:
         for replica in service.status()["stages"][1]["replicas"]:
             os.kill(pids[replica["worker"]], signal.SIGKILL)
         for slot in (0, 1):

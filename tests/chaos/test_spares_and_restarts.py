@@ -7,9 +7,9 @@ from datetime import datetime
 
 import pytest
 
-from cli.main import main
-from deploy.service import LocalService
-from tests.chaos.clients import answers, assert_nothing_lost, load_on
+from multiworld_serving.cli.main import main
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, run_load
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 120.0
@@ -32,12 +32,12 @@ def until_a_spare_is_ready(service: LocalService) -> None:
 
 
 def test_spare_serves_every_stage_in_turn_when_its_only_replica_is_killed(service: LocalService) -> None:
-    with load_on(service) as load:
+    with run_load(service) as load:
         for stage in (0, 1, 1):
             until_a_spare_is_ready(service)
             seen, replica = len(service.lines), service.status()["stages"][stage]["replicas"][0]
             os.kill(replica["pid"], signal.SIGKILL)
-            taken = service.wait_for(lambda x: "takes over" in x.message, WAIT_S, after=seen)
+            taken = service.wait_for(lambda x: "spare promoted" in x.message, WAIT_S, after=seen)
             assert taken["stage"] == str(stage)
         until_a_spare_is_ready(service)
     assert_nothing_lost(service, load)
@@ -49,7 +49,7 @@ def test_no_request_fails_when_every_worker_is_restarted_in_turn(
     until_a_spare_is_ready(service)
     before = {line["pid"] for line in service.lines if "started" in line.message and line["slot"] is not None}
     operations = service.metrics_url.removesuffix("/metrics")
-    with load_on(service) as load:
+    with run_load(service) as load:
         assert main(["rolling-restart", "--operations-url", operations]) == 0
     said = capsys.readouterr().out
     assert "3 workers restarted" in said
@@ -65,11 +65,11 @@ def test_what_was_accepted_is_answered_when_the_service_is_told_to_stop(frontend
     running = LocalService(
         model="resnet18", weights="random:0", image_size=64, stages=2, replicas=1, frontends=frontends
     )
-    with running as service, load_on(service, clients=16) as load:
+    with running as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         assert service.stop() == 0
     stopping = next(line for line in service.lines if line.message.startswith("stopping: "))
-    accepted = int(stopping.message.split()[1])
+    accepted = int(stopping.message.split("waiting for ")[1].split()[0])
     assert accepted
     at_s = datetime.fromisoformat(stopping["time"]).timestamp()
     assert len([sample for sample in load.samples if sample.status == 200 and sample.done_s >= at_s]) >= accepted

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deploy.service import LocalService, LogLine
-from tests.chaos.clients import load_on
+from multiworld_serving.testing.local_service import LocalService, LogLine
+from tests.chaos.clients import run_load
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S, make_fault
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,11 +31,11 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
     seen = tmp_path / "watch.txt"
     settings: dict[str, Any] = {"image_size": 32, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S}
     with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, **settings) as service:
-        command = [sys.executable, "-m", "cli.main", "status", "--watch", "--url", service.url]
+        command = [sys.executable, "-m", "multiworld_serving.cli.main", "status", "--watch", "--url", service.url]
         with seen.open("w") as output:
             watch = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             try:
-                with load_on(service):
+                with run_load(service):
                     fault = make_fault(service, "freeze", (1, 0))
                     service.wait_until_complete(90)
                 wait_for_a_tick = threading.Event()

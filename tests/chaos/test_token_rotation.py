@@ -1,4 +1,4 @@
-"""The token is changed while the service serves: no request fails, who has the new one comes in, who has the former one does not."""
+"""Rotation of the join token while the service runs: no request fails; only workers with the new token can join."""
 
 import contextlib
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.service import LocalService
-from tests.chaos.clients import answers, assert_nothing_lost, external_worker, load_on
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import answers, assert_nothing_lost, external_worker, run_load
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,7 +21,7 @@ def rotate(service: LocalService, file: Path, *tokens: str) -> None:
     seen = len(service.lines)
     file.write_text("\n".join(tokens))
     os.kill(service.pid, signal.SIGHUP)
-    told = service.wait_for(lambda line: "were read anew" in line.message, WAIT_S, after=seen)
+    told = service.wait_for(lambda line: "reloaded keys, tokens and certificates" in line.message, WAIT_S, after=seen)
     assert int(told["tokens"]) == len(tokens)
 
 
@@ -43,7 +43,7 @@ def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
         )
         old = stack.enter_context(external_worker(service.join_address, name="old", token="former"))
         service.wait_until_complete(WAIT_S)
-        with load_on(service) as load:
+        with run_load(service) as load:
             rotate(service, file, "new", "former")
             stack.enter_context(external_worker(service.join_address, name="new", token="new"))
             service.wait_for(lambda line: line["worker"] == "new" and "->ready" in line.message, WAIT_S)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from deploy.service import LocalService
 from multiworld import ask
-from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
+from multiworld_serving.common.wire import JoinOffer, JoinRequest
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.chaos.relay import Relay
-from wire import JoinOffer, JoinRequest
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,12 +36,7 @@ def leader(token_file: Path, **settings: Any) -> LocalService:
         wait_until_ready=False,
         external_workers=True,
         token_file=token_file,
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=2,
-        replicas=2,
-        **settings,
+        **{"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 2, "replicas": 2, **settings},
     )
 
 
@@ -73,7 +68,7 @@ def ended(service: LocalService, worker: str, after: int, count: int = 1) -> lis
 
 
 def kept_away(service: LocalService, worker: str, after: int) -> None:
-    service.wait_for(lambda x: x["worker"] == worker and "kept away for" in x.message, WAIT_S, after=after)
+    service.wait_for(lambda x: x["worker"] == worker and "quarantined for" in x.message, WAIT_S, after=after)
     assert service.metric("multiworld_workers_kept_away") == 1
 
 
@@ -87,7 +82,7 @@ def states(service: LocalService) -> dict[str, str]:
 
 def test_worker_that_dies_on_every_batch_is_kept_away_and_costs_nothing(service: LocalService) -> None:
     name, seen = "worker-that-dies", len(service.lines)
-    with load_on(service) as load:
+    with run_load(service) as load:
         for _ in range(2):
             with faulty(service, "dies") as worker:
                 assert worker.wait(WAIT_S) == -signal.SIGKILL
@@ -98,15 +93,32 @@ def test_worker_that_dies_on_every_batch_is_kept_away_and_costs_nothing(service:
 
 def test_worker_that_hangs_in_the_model_is_broken_and_ends(service: LocalService) -> None:
     seen = len(service.lines)
-    with load_on(service) as load, faulty(service, "hangs") as worker:
+    with run_load(service) as load, faulty(service, "hangs") as worker:
         assert ended(service, "worker-that-hangs", seen) == ["hang"]
         assert worker.wait(WAIT_S) == 70
     assert_nothing_lost(service, load)
 
 
+def test_worker_whose_event_loop_is_blocked_is_broken_as_stalled_and_costs_nothing(token_file: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(
+            leader(token_file, stages=1, reassign_after_s=0, hang_timeout_s=600, hedge_factor=0, loop_stall_timeout_s=2)
+        )
+        stack.enter_context(external_worker(service.join_address, name="sound"))
+        service.wait_for(lambda x: x["worker"] == "sound" and "->ready" in x.message, WAIT_S)
+        worker = stack.enter_context(faulty(service, "stalls"))
+        service.wait_for(lambda x: x["worker"] == "worker-that-stalls" and "->ready" in x.message, WAIT_S)
+        with run_load(service) as load:
+            assert ended(service, "worker-that-stalls", 0) == ["stalled"]
+            assert worker.poll() is None
+        assert_nothing_lost(service, load)
+        assert service.metric("multiworld_world_failures_total", cause="stalled") == 1
+        worker.kill()  # it obeys nothing else
+
+
 def test_worker_whose_stage_always_raises_is_broken_and_kept_away(service: LocalService) -> None:
     name, seen = "worker-that-raises", len(service.lines)
-    with load_on(service) as load, faulty(service, "raises"):
+    with run_load(service) as load, faulty(service, "raises"):
         assert ended(service, name, seen, 2) == ["error", "error"]
         kept_away(service, name, seen)
     assert_nothing_lost(service, load)
@@ -114,7 +126,7 @@ def test_worker_whose_stage_always_raises_is_broken_and_kept_away(service: Local
 
 def test_worker_that_has_no_memory_left_is_broken_and_ends(service: LocalService) -> None:
     seen = len(service.lines)
-    with load_on(service) as load, faulty(service, "no-memory") as worker:
+    with run_load(service) as load, faulty(service, "no-memory") as worker:
         assert ended(service, "worker-that-no-memory", seen) == ["error"]
         # In good order, or by its own alarm, or of the interpreter's own lack of memory, or by `terminate` of an abort.
         assert worker.wait(WAIT_S) != 0
@@ -123,17 +135,17 @@ def test_worker_that_has_no_memory_left_is_broken_and_ends(service: LocalService
 
 def test_worker_that_computes_something_else_never_serves(service: LocalService) -> None:
     name, seen = "worker-that-lies", len(service.lines)
-    with load_on(service) as load, faulty(service, "lies"):
+    with run_load(service) as load, faulty(service, "lies"):
         assert ended(service, name, seen, 2) == ["error", "error"]
         kept_away(service, name, seen)
-        assert any("canary" in line.message for line in service.lines[seen:])
+        assert any("self-test" in line.message for line in service.lines[seen:])
         assert not any(line["worker"] == name and "->ready" in line.message for line in service.lines[seen:])
     assert_nothing_lost(service, load)
 
 
 def test_slow_worker_goes_on_and_what_it_delays_is_hedged(service: LocalService) -> None:
     name, seen = "worker-that-slow", len(service.lines)
-    with load_on(service) as load, faulty(service, "slow"):
+    with run_load(service) as load, faulty(service, "slow"):
         service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
         while service.metric("multiworld_hedges_total", outcome="won") == 0:  # the test's own timeout bounds it
             assert answers(service, 1) == [200]
@@ -144,7 +156,7 @@ def test_slow_worker_goes_on_and_what_it_delays_is_hedged(service: LocalService)
 @pytest.mark.parametrize("fault", ["dies-loading", "dies-warming"])
 def test_worker_that_dies_before_it_serves_disturbs_nobody(service: LocalService, fault: str) -> None:
     seen = len(service.lines)
-    with load_on(service) as load, faulty(service, fault) as worker:
+    with run_load(service) as load, faulty(service, fault) as worker:
         assert worker.wait(WAIT_S) == -signal.SIGKILL
         assert ended(service, f"worker-that-{fault}", seen) == ["exit"]
     assert_nothing_lost(service, load)
@@ -166,8 +178,8 @@ def test_place_is_free_again_when_a_worker_asks_and_never_comes(service: LocalSe
 
 def test_second_worker_of_a_name_waits_while_the_first_one_serves(service: LocalService) -> None:
     seen = len(service.lines)
-    with load_on(service) as load, external_worker(service.join_address, name="sound-a") as twin:
-        service.wait_for(lambda x: "another of that name" in x.message, WAIT_S, after=seen)
+    with run_load(service) as load, external_worker(service.join_address, name="sound-a") as twin:
+        service.wait_for(lambda x: "another worker with this name" in x.message, WAIT_S, after=seen)
         assert twin.poll() is None
         assert states(service)[EMPTY] != "ready"
     assert_nothing_lost(service, load)
@@ -181,7 +193,7 @@ def test_worker_that_is_cut_off_is_given_up_and_comes_back_when_it_heals(
     name, seen = "far-" + "-".join(direction.replace("_", "-") for direction in directions), len(service.lines)
     with Relay(service.join_address) as relay, external_worker(relay.address, name=name) as worker:
         service.wait_for(lambda x: x["worker"] == name and "->ready" in x.message, WAIT_S, after=seen)
-        with load_on(service) as load:
+        with run_load(service) as load:
             seen = len(service.lines)
             relay.cut(*directions)  # type: ignore[arg-type]
             (cause,) = ended(service, name, seen)
@@ -197,7 +209,7 @@ def test_old_incarnation_that_comes_back_late_finds_its_place_taken(service: Loc
     seen = len(service.lines)
     with (
         external_worker(service.join_address, name="frozen") as frozen,
-        load_on(service) as load,
+        run_load(service) as load,
     ):
         service.wait_for(lambda x: x["worker"] == "frozen" and "->ready" in x.message, WAIT_S, after=seen)
         os.kill(frozen.pid, signal.SIGSTOP)
@@ -223,7 +235,7 @@ def test_worker_of_a_rich_stage_goes_to_one_that_has_nobody_left(token_file: Pat
         for name in ("a", "b", "c"):  # s0.r0, s1.r0, s0.r1
             workers[name] = stack.enter_context(external_worker(service.join_address, name=name))
             service.wait_for(lambda x, name=name: x["worker"] == name and "->ready" in x.message, WAIT_S)  # type: ignore[misc]
-        with load_on(service) as load:
+        with run_load(service) as load:
             seen = len(service.lines)
             workers["b"].kill()
             moved = service.wait_for(

@@ -127,6 +127,34 @@ async def test_all_survivors_of_a_world_of_three_learn_who_failed(
         assert told[3:] == [cause, victim_rank]
 
 
+@pytest.mark.parametrize("victim_rank", [0, 1])
+async def test_survivor_learns_that_its_peer_is_stalled_when_its_event_loop_is_blocked(
+    spawn: Spawn, victim_rank: int
+) -> None:
+    async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=2 * PULSE_S) as manager:
+        victim = await spawn()
+        await victim.do("configure", heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=2 * PULSE_S)
+        port = await victim.do("listen") if victim_rank == 0 else manager.listen()
+        everybody: list[Member | WorldManager] = [victim, manager] if victim_rank == 0 else [manager, victim]
+        await form("w", port, *everybody)
+        events = manager.events()
+        receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(4), victim_rank, "w"))
+        victim.start("block", seconds=3600)
+        assert await broken(events, "w") == (Cause.STALLED, victim_rank)
+        with pytest.raises(BrokenWorldException, match="its event loop has stood still for"):
+            await receiving
+        victim.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "one side watches"])
+async def test_world_lives_on_when_the_blocked_event_loop_is_not_registered(spawn: Spawn, watched: bool) -> None:
+    async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=1.0 if watched else None) as manager:
+        victim = await spawn()
+        await form("w", manager.listen(), manager, victim)
+        await victim.do("block", seconds=3.0)
+        assert manager.worlds["w"].state is WorldState.READY
+
+
 async def test_both_sides_see_a_hang_when_they_are_cut_off(spawn: Spawn, manager: WorldManager) -> None:
     victim, neighbour = await spawn(), await spawn()
     port = manager.listen(HOST)
@@ -179,7 +207,6 @@ async def form_over(line: Line, manager: WorldManager, victim: Member, port: int
     joining = victim.start("join", world="w", rank=1, size=2, port=line.port, addr=HOST)
     await manager.initialize_world("w", 0, 2, addr=HOST, port=port)
     await joining
-    await line.carries_data.wait()
 
 
 async def test_a_frozen_member_learns_why_it_was_given_up_when_it_wakes(spawn: Spawn, manager: WorldManager) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.containers import ContainerError, docker, why_no_docker
+from multiworld_serving.testing.chaos.containers import ContainerError, docker, docker_unavailable_reason
 from tests.containers.deployment import Deployment, Row, table
 
 ROWS = pytest.StashKey[list[Row]]()
@@ -38,7 +38,7 @@ def engine(pytestconfig: pytest.Config) -> None:
     """A Docker Engine answers: where it was asked for, that there is none is a failure."""
     if not pytestconfig.getoption("--containers", default=False):
         pytest.skip(REASON)
-    if why := why_no_docker():
+    if why := docker_unavailable_reason():
         pytest.fail(f"--containers was given, and there is no Docker Engine with Compose: {why}", pytrace=False)
 
 

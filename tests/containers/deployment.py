@@ -14,15 +14,15 @@ from typing import Self
 
 import pytest
 
-from chaos.campaign import Injection, inject, why_not
-from chaos.container_faults import FAULTS_OF_CONTAINERS
-from chaos.containers import ComposeProject, ContainerError, docker
-from chaos.images import photos
-from chaos.load import Load, Question, ask_quietly, load_on
-from chaos.observer import Observer
-from chaos.report import leaderless
-from chaos.scene import WAIT_S, Scene
-from chaos.schedule import Victims
+from multiworld_serving.testing.chaos.campaign import Injection, inject, unavailable_reason
+from multiworld_serving.testing.chaos.container_faults import ALL_FAULTS
+from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, docker
+from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.observer import Observer
+from multiworld_serving.testing.chaos.report import leaderless
+from multiworld_serving.testing.chaos.schedule import FaultTargets
+from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
+from multiworld_serving.testing.load.images import photos
 from tests.e2e.prometheus_server import PrometheusServer, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ class Deployment:
         image_name = image or "multiworld-serving:test"
         self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}
         self._files = [ROOT / "docker-compose.yml", _faster_prometheus(folder)]
-        self._victims = Victims(seed=0)
+        self._targets = FaultTargets(seed=0)
 
     @property
     def url(self) -> str:
@@ -131,27 +131,29 @@ class Deployment:
 
     def hurt(self, name: str) -> Row:
         """Make one fault under load, and wait until every place serves again. Nothing must be lost by it."""
-        fault = next(fault for fault in FAULTS_OF_CONTAINERS if fault.name == name)
-        questions = self.questions()
+        fault = next(fault for fault in ALL_FAULTS if fault.name == name)
+        requests = self.requests()
         with Observer(self.url) as observer:
             now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
-            if why := why_not(fault, self.project, now):
+            if why := unavailable_reason(fault, self.project, now):
                 pytest.skip(f"{name}: {why}")
-            victims = self._victims.choose(fault, now)
-            with self.load(questions) as load:
+            targets = self._targets.choose(fault, now)
+            with self.load(requests) as load:
                 await_samples(load, CLIENTS)
-                made = inject(fault, Scene(self.project, observer, victims, HEARTBEAT_TIMEOUT_S, questions[0]))
+                made = inject(fault, FaultContext(self.project, observer, targets, HEARTBEAT_TIMEOUT_S, requests[0]))
                 await_samples(load, 2 * CLIENTS)
         return self.judged(made, load)
 
     def judged(self, made: Injection, load: Load) -> Row:
         """What came of a fault, for the table."""
-        unled = [sample for sample in load.failed if made.leader_away and leaderless(sample, made.at_s, made.ended_s)]
+        unled = [
+            sample for sample in load.failed if made.leader_affected and leaderless(sample, made.at_s, made.ended_s)
+        ]
         failed = [sample for sample in load.failed if sample not in unled]
         self.rows.append(row := Row(made, len(load.samples), len(failed), len(unled)))
-        assert not made.surprises, made.surprises
+        assert not made.unexpected, made.unexpected
         assert not failed, failed[:3]
-        assert made.doubles == 0
+        assert made.duplicates == 0
         return row
 
     def await_complete(self) -> None:
@@ -163,14 +165,14 @@ class Deployment:
         """On the network that they share with the leader."""
         return {address for each in self.project.containers("worker") for address in each.addresses.values()}
 
-    def questions(self) -> list[Question]:
+    def requests(self) -> list[ReferenceRequest]:
         """Images, and what the service says of them now."""
-        return ask_quietly(self.url, photos(4), CLIENT_TIMEOUT_S)
+        return record_reference_answers(self.url, photos(4), CLIENT_TIMEOUT_S)
 
     @contextmanager
-    def load(self, questions: Sequence[Question]) -> Iterator[Load]:
+    def load(self, requests: Sequence[ReferenceRequest]) -> Iterator[Load]:
         """Clients at the published port while the block runs."""
-        with load_on(self.url, questions, clients=CLIENTS, timeout_s=CLIENT_TIMEOUT_S) as load:
+        with run_load(self.url, requests, clients=CLIENTS, timeout_s=CLIENT_TIMEOUT_S) as load:
             yield load
 
     def _tell_logs(self) -> None:
@@ -210,6 +212,6 @@ def table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         made = row.injection
         times = ["-" if s is None else f"{s * 1e3:.0f}" for s in (made.detected_s, made.rerouted_s)]
-        cells = [made.fault, row.requests, row.failed, row.unled, made.doubles, *times, f"{made.recovered_s:.1f}"]
+        cells = [made.fault, row.requests, row.failed, row.unled, made.duplicates, *times, f"{made.recovered_s:.1f}"]
         lines.append("| " + " | ".join(map(str, [*cells, ", ".join(sorted(set(made.causes))) or "-"])) + " |")
     return lines

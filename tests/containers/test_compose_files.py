@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from chaos.containers import docker
-from config.settings import Settings, facts, fields_of
-from config.sources import variable
-from deploy.gpu_overlay import main, overlay
-from server.settings import ServeSettings
-from workers.settings import WorkerSettings
+from multiworld_serving.common.config.settings import Settings, declaration, fields_of
+from multiworld_serving.common.config.sources import variable
+from multiworld_serving.deploy.gpu_overlay import main, overlay
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.testing.chaos.containers import docker
+from multiworld_serving.workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("compose_command")
 
@@ -102,7 +102,7 @@ def test_token_stands_in_a_file_and_in_no_environment() -> None:
     [("leader", ServeSettings, OF_LOCAL_WORKERS), ("worker", WorkerSettings, set[str]())],
 )
 def test_every_setting_is_passed_on_when_it_is_given(service: str, program: type[Settings], others: set[str]) -> None:
-    names = [name for name, field in fields_of(program).items() if not facts(field)["hidden"]]
+    names = [name for name, field in fields_of(program).items() if not declaration(field)["hidden"]]
     wanted = {variable(name) for name in names if name not in FIXED | others}
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]

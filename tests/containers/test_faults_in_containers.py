@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from chaos.campaign import Injection
+from multiworld_serving.testing.chaos.campaign import Injection
 from tests.containers.deployment import CLIENTS, Deployment, await_samples
 from tests.e2e.prometheus_server import wait_until_answers
 
@@ -24,7 +24,7 @@ OF_ONE_WORKER = ("container-kill", "kill", "oom", "container-pause", "cut", "cut
 
 def test_service_answers_once_docker_compose_up_has_returned(deployment: Deployment) -> None:
     print(f"docker compose up -d --wait: {deployment.up_s:.1f} s")
-    assert all(question.expected for question in deployment.questions())
+    assert all(request.expected for request in deployment.requests())
     deployment.prometheus.wait_for(f"{WORKERS_UP} == 4 and on() {LEADER_UP} == 1")
 
 
@@ -48,7 +48,7 @@ def test_worker_serves_again_when_it_comes_back_under_another_address(deployment
 
 
 def test_no_request_is_lost_when_a_workers_network_is_narrow(deployment: Deployment) -> None:
-    made = deployment.hurt("narrow").injection  # if nothing had to wait, that is told as a surprise
+    made = deployment.hurt("narrow").injection  # if nothing had to wait, that is told as a item
     up = 0 if made.causes else 1
     seen(deployment, made, f"min_over_time(multiworld_world_up{{{slot(made)}}}[W]) == {up}")
 
@@ -80,18 +80,18 @@ def test_workers_join_again_by_themselves_when_the_leader_is_back(deployment: De
 
 def test_workers_find_the_leader_when_it_comes_back_under_another_address(deployment: Deployment) -> None:
     leader = deployment.project.leader
-    leader.do("kill")
-    with leader.addresses_taken():
-        leader.do("start")
+    leader.run_docker("kill")
+    with leader.addresses_reserved():
+        leader.run_docker("start")
     wait_until_answers(f"{deployment.url}/readyz", timeout_s=180)
     now = deployment.project.leader.addresses
     assert all(now[network] != address for network, address in leader.addresses.items()), (leader.addresses, now)
     deployment.await_complete()
-    assert all(question.expected for question in deployment.questions())
+    assert all(request.expected for request in deployment.requests())
 
 
 def test_nothing_changes_for_anybody_when_prometheus_is_restarted(deployment: Deployment) -> None:
-    with deployment.load(deployment.questions()) as load:
+    with deployment.load(deployment.requests()) as load:
         await_samples(load, CLIENTS)
         began_s = time.time()
         deployment.compose("restart", "prometheus")
@@ -104,8 +104,8 @@ def test_nothing_changes_for_anybody_when_prometheus_is_restarted(deployment: De
 
 
 def slot(made: Injection) -> str:
-    """The place of the first victim, as metrics call it."""
-    stage, replica = made.victims[0].removeprefix("s").split(".r")
+    """The place of the first target, as metrics call it."""
+    stage, replica = made.targets[0].removeprefix("s").split(".r")
     return f'stage="{stage}",replica="{replica}"'
 
 

@@ -1,4 +1,4 @@
-"""A real service with keys, TLS, and certificates of clients at the operators' port: who gets in, who does not, and renewal."""
+"""A real service with keys, TLS, and certificates of clients at the admin port: who gets in, who does not, and renewal."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos.images import photo
-from cli.main import main
-from config import Access
-from config.keys import hashed
-from deploy.service import LocalService
+from multiworld_serving.cli.main import main
+from multiworld_serving.common.config import ClientCredentials
+from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 from tests.certificates import Authority
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
 OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
 WATCHING = ("/", "/status", "/metrics", "/openapi.json")
-RENEWED = "keys, tokens and certificates were read anew"
+RENEWED = "reloaded keys, tokens and certificates"
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Guarded:
     folder: Path
 
     def client(self, key: str = "", *, certificate: bool = False) -> httpx.Client:
-        way_in = Access(key, self.authority.file, self.folder / "client.pem" if certificate else None)
-        return httpx.Client(timeout=60.0, **way_in.options)
+        credentials = ClientCredentials(key, self.authority.file, self.folder / "client.pem" if certificate else None)
+        return httpx.Client(timeout=60.0, **credentials.options)
 
     @property
     def operators_url(self) -> str:
@@ -58,13 +58,13 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     authority = Authority(folder)
     authority.sign("server")
     authority.sign("client")
-    (folder / "api.keys").write_text(f"# who may ask\n\nalice:{hashed(KEYS['alice'])}\n")
-    (folder / "admin.keys").write_text(f"ops:{hashed(KEYS['ops'])}\n")
+    (folder / "api.keys").write_text(f"# who may ask\n\nalice:{hash_key(KEYS['alice'])}\n")
+    (folder / "admin.keys").write_text(f"ops:{hash_key(KEYS['ops'])}\n")
     (folder / "alice.key").write_text(KEYS["alice"] + "\n")
     (folder / "ops.key").write_text(KEYS["ops"] + "\n")
     (folder / "photo.jpg").write_bytes(photo())
     with LocalService(
-        way_in=Access(KEYS["alice"], authority.file, folder / "client.pem"),
+        credentials=ClientCredentials(KEYS["alice"], authority.file, folder / "client.pem"),
         model="resnet18",
         weights="random:0",
         image_size=32,
@@ -86,7 +86,7 @@ def test_health_and_readiness_need_no_key(guarded: Guarded) -> None:
         assert {path: client.get(guarded.service.url + path).status_code for path in OPEN} == dict.fromkeys(OPEN, 200)
 
 
-@pytest.mark.parametrize("key", ["", "wrong", KEYS["alice"] + "x", hashed(KEYS["alice"])])
+@pytest.mark.parametrize("key", ["", "wrong", KEYS["alice"] + "x", hash_key(KEYS["alice"])])
 def test_everything_else_is_401_without_a_key_that_is_known(guarded: Guarded, key: str) -> None:
     image = {"content": photo(), "headers": {"content-type": "image/jpeg"}}
     with guarded.client(key) as client:
@@ -170,7 +170,7 @@ def test_operators_port_wants_a_certificate_of_the_authority(guarded: Guarded) -
     with guarded.client() as client, pytest.raises(httpx.HTTPError):
         client.get(guarded.service.metrics_url)
     stranger = Authority(guarded.folder, "stranger").sign("strange-client")
-    options = Access("", guarded.authority.file, stranger).options
+    options = ClientCredentials("", guarded.authority.file, stranger).options
     with httpx.Client(timeout=60.0, **options) as client, pytest.raises(httpx.HTTPError):
         client.get(guarded.service.metrics_url)
 
@@ -194,11 +194,11 @@ def test_verbs_get_in_with_key_and_authority(guarded: Guarded, capsys: pytest.Ca
     assert "HTTP 403" in capsys.readouterr().err
     assert main([*restart, "--json", "--api-key-file", f"{folder}/ops.key"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["state"] == "done"
-    assert any("admin verb" in line.message and line["by"] == "ops" for line in guarded.service.lines)
+    assert any("admin request" in line.message and line["by"] == "ops" for line in guarded.service.lines)
 
 
 @pytest.mark.parametrize(
-    ("missing", "says"), [("--api-key-file", "--api-key-file"), ("--ca-file", "--ca-file names the authorities")]
+    ("missing", "says"), [("--api-key-file", "--api-key-file"), ("--ca-file", "give its CA with --ca-file")]
 )
 def test_verbs_say_what_is_missing(
     guarded: Guarded, capsys: pytest.CaptureFixture[str], missing: str, says: str
@@ -216,7 +216,7 @@ def test_keys_and_certificates_are_renewed_by_sighup_and_bad_ones_change_nothing
     before = keys.read_text()
     with guarded.client(KEYS["alice"]) as kept:
         assert kept.get(f"{service.url}/status").status_code == 200
-        keys.write_text(before + f"bob:{hashed('key-of-bob')}\n")
+        keys.write_text(before + f"bob:{hash_key('key-of-bob')}\n")
         old = _serial(service.url, guarded.authority.file)
         guarded.authority.sign("server")
         assert guarded.renew().startswith(RENEWED)
@@ -247,4 +247,4 @@ def _serial(url: str, authority: Path) -> str:
 
 def test_no_key_is_ever_logged(guarded: Guarded) -> None:
     text = "\n".join(json.dumps(replace(line).fields) for line in guarded.service.lines)
-    assert not [name for name, key in KEYS.items() if key in text or hashed(key) in text]
+    assert not [name for name, key in KEYS.items() if key in text or hash_key(key) in text]

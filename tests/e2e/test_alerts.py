@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from chaos import load
-from chaos.images import photo
-from chaos.load import Question
-from deploy.service import LocalService
+from multiworld_serving.testing.load import clients as load
+from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.prometheus_server import (
     PrometheusServer,
     free_port,
@@ -210,7 +210,7 @@ def test_alerts_on_burning_budgets_full_queues_slow_detection_and_flapping_fire_
         running_prometheus(
             prometheus_folder, service.metrics_url, alertmanager=address, alert_for="0s", windows=WINDOWS
         ) as prometheus,
-        load.load_on(service.url, [Question(photo())], rate_hz=10),
+        load.run_load(service.url, [ReferenceRequest(photo())], rate_hz=10),
     ):
         prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
         flap(service, heard)

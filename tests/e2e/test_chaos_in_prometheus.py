@@ -27,7 +27,7 @@ def run_chaos(folder: Path, metrics_port: int) -> dict[str, Any]:
     options += ["--settle", "5s", "--set", "image_size=32", "--set", f"metrics_port={metrics_port}"]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "chaos", *options],
+        [sys.executable, "-m", "multiworld_serving.cli.main", "chaos", *options],
         capture_output=True,
         text=True,
         timeout=500,
@@ -56,7 +56,7 @@ def test_prometheus_counts_the_faults_that_chaos_says_it_made(tmp_path: Path) ->
         found = run_chaos(tmp_path, port)
         made: Counter[tuple[str, ...]] = Counter()
         for injection in found["injections"]:
-            (victim,), (cause,) = injection["victims"], injection["causes"]
+            (victim,), (cause,) = injection["targets"], injection["causes"]
             stage, replica = victim.removeprefix("s").split(".r")
             made[stage, replica, cause] += 1
         assert made.total() == 2 * ROUNDS, "the faults did fire"
@@ -68,5 +68,5 @@ def test_prometheus_counts_the_faults_that_chaos_says_it_made(tmp_path: Path) ->
         assert counted(prometheus, "multiworld_recovery_seconds_count", "cause") == by_cause
         rerouted = sum(injection["reroutes"] for injection in found["injections"])
         assert counted(prometheus, "multiworld_reroute_seconds_count").total() == rerouted
-        assert counted(prometheus, "multiworld_duplicate_answers_total").total() == found["doubles"] == 0
+        assert counted(prometheus, "multiworld_duplicate_answers_total").total() == found["duplicates"] == 0
         assert counted(prometheus, "multiworld_requests_lost_total").total() == 0

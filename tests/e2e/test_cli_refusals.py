@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from cli.main import main
-from deploy.service import LocalService
-from models import load_model
+from multiworld_serving.cli.main import main
+from multiworld_serving.models import load_model
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -84,7 +84,7 @@ def test_device_that_is_not_there_is_refused(
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cli.main", "worker", "--leader", service.join_address],
+        [sys.executable, "-m", "multiworld_serving.cli.main", "worker", "--leader", service.join_address],
         env={**os.environ, "MULTIWORLD_TOKEN": "wrong"},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The Python client against a real service: the answers of the service, whatever the picture is given as."""
+"""The Python client against a real service, with every kind of input."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from deploy.service import LocalService
 from examples.digits.train import IMAGE_SIZE, LABELS
-from models import load_model, reference
 from multiworld_client import (
     AsyncClient,
     Client,
@@ -28,6 +26,8 @@ from multiworld_client import (
     Prediction,
     UnreachableError,
 )
+from multiworld_serving.models import Reference, load_model
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +45,7 @@ def expected(digits: Path, pixels: Tensor) -> Tensor:
         "resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=IMAGE_SIZE
     )
     with torch.inference_mode():
-        found: Tensor = reference(model)(pixels)
+        found: Tensor = Reference(model)(pixels)
     return found
 
 
@@ -61,13 +61,13 @@ async def aio_client(service: LocalService) -> AsyncIterator[AsyncClient]:
         yield running
 
 
-def picture(image: Tensor) -> Image.Image:
+def pil_image(image: Tensor) -> Image.Image:
     return Image.fromarray(image.permute(1, 2, 0).numpy())
 
 
 def png(image: Tensor) -> bytes:
     file = io.BytesIO()
-    picture(image).save(file, "PNG")
+    pil_image(image).save(file, "PNG")
     return file.getvalue()
 
 
@@ -91,8 +91,8 @@ KINDS: dict[str, Callable[[Tensor, Path], object]] = {
     "path": write,
     "path as text": lambda image, folder: str(write(image, folder)),
     "bytes": lambda image, folder: png(image),
-    "Pillow": lambda image, folder: picture(image),
-    "Pillow with alpha": lambda image, folder: picture(image).convert("RGBA"),
+    "Pillow": lambda image, folder: pil_image(image),
+    "Pillow with alpha": lambda image, folder: pil_image(image).convert("RGBA"),
     "numpy": lambda image, folder: image.numpy(),
     "numpy float": lambda image, folder: image.numpy().astype(np.float32) / 255,
     "torch": lambda image, folder: image,
@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[[Tensor, Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_picture_is_answered_whatever_it_is_given_as(
+async def test_predict_accepts_every_kind_of_input(
     client: Client, aio_client: AsyncClient, pixels: Tensor, expected: Tensor, kind: str, tmp_path: Path
 ) -> None:
     given = KINDS[kind](pixels[0], tmp_path)
@@ -116,63 +116,65 @@ async def test_picture_is_answered_whatever_it_is_given_as(
     assert len(client.predict(given, top_k=2).labels) == 2
 
 
-async def test_several_pictures_are_answered_together(
+async def test_predict_batch_returns_one_prediction_per_image(
     client: Client, aio_client: AsyncClient, pixels: Tensor, expected: Tensor
 ) -> None:
-    for given in (pixels, pixels.numpy(), [png(image) for image in pixels], [picture(image) for image in pixels]):
+    for given in (pixels, pixels.numpy(), [png(image) for image in pixels], [pil_image(image) for image in pixels]):
         for predictions in (client.predict_batch(given, top_k=1), await aio_client.predict_batch(given, top_k=1)):
             assert len({prediction.request_id for prediction in predictions}) == 1
             for prediction, row in zip(predictions, expected, strict=True):
                 assert_right(prediction, row)
 
 
-async def test_many_tasks_get_their_own_answers(aio_client: AsyncClient, pixels: Tensor, expected: Tensor) -> None:
+async def test_concurrent_tasks_get_their_own_answers(
+    aio_client: AsyncClient, pixels: Tensor, expected: Tensor
+) -> None:
     predictions = await asyncio.gather(*(aio_client.predict(pixels[number % 8]) for number in range(32)))
     for number, prediction in enumerate(predictions):
         assert_right(prediction, expected[number % 8])
 
 
-NO_PICTURES: dict[str, tuple[object, str]] = {
-    "nothing": (None, "is no picture"),
-    "text that is no path": ("no/such/file.jpg", "cannot be read"),
-    "a path with a zero byte": ("a\0b", "cannot be read"),
-    "bytes that are no image": (b"hello", "no JPEG, PNG or WebP"),
-    "empty": (b"", "no JPEG, PNG or WebP"),
+INVALID_INPUTS: dict[str, tuple[object, str]] = {
+    "None": (None, "is not an image"),
+    "a path that does not exist": ("no/such/file.jpg", "cannot read"),
+    "a path with a zero byte": ("a\0b", "cannot read"),
+    "bytes that are not an image": (b"hello", "not a JPEG, PNG or WebP"),
+    "empty": (b"", "not a JPEG, PNG or WebP"),
     "float64": (np.zeros((3, 32, 32)), "float64 cannot be sent"),
-    "planes last": (np.zeros((32, 32, 3), np.uint8), "expected \\[3, S, S\\]"),
+    "channels last": (np.zeros((32, 32, 3), np.uint8), "expected \\[3, S, S\\]"),
     "two at once": (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "expected \\[3, S, S\\]"),
 }
 
 
-@pytest.mark.parametrize("name", NO_PICTURES)
-async def test_what_is_no_picture_is_not_sent(client: Client, aio_client: AsyncClient, name: str) -> None:
-    given, says = NO_PICTURES[name]
-    with pytest.raises(InputError, match=says):
+@pytest.mark.parametrize("name", INVALID_INPUTS)
+async def test_invalid_input_is_not_sent(client: Client, aio_client: AsyncClient, name: str) -> None:
+    given, message = INVALID_INPUTS[name]
+    with pytest.raises(InputError, match=message):
         client.predict(given)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=message):
         await aio_client.predict(given)
 
 
-def test_batch_of_nothing_is_not_sent(client: Client) -> None:
-    nothing: list[object] = [[], b"x", "x", None, np.zeros((0, 3, 32, 32), np.uint8)]
-    for given in nothing:
+def test_invalid_batch_is_not_sent(client: Client) -> None:
+    invalid: list[object] = [[], b"x", "x", None, np.zeros((0, 3, 32, 32), np.uint8)]
+    for given in invalid:
         with pytest.raises(InputError):
             client.predict_batch(given)
 
 
-async def test_refusal_that_stays_is_raised_at_once(client: Client, aio_client: AsyncClient, pixels: Tensor) -> None:
-    torn = png(pixels[0])[:60]
+async def test_permanent_error_is_raised_at_once(client: Client, aio_client: AsyncClient, pixels: Tensor) -> None:
+    truncated = png(pixels[0])[:60]
     with pytest.raises(InvalidRequestError) as raised:
-        client.predict(torn, request_id="torn-1")
+        client.predict(truncated, request_id="truncated-1")
     error = raised.value
-    assert (error.status, error.reason, error.request_id) == (422, "invalid_image", "torn-1")
+    assert (error.status, error.reason, error.request_id) == (422, "invalid_image", "truncated-1")
     with pytest.raises(InvalidRequestError, match="expected \\[N, 3, 32, 32\\]"):
         await aio_client.predict(np.zeros((3, 16, 16), np.uint8))
     with pytest.raises(InputError, match="without spaces"):
-        client.predict(torn, request_id="a b")
+        client.predict(truncated, request_id="a b")
 
 
-async def test_deadline_is_told_to_the_service_and_kept(
+async def test_deadline_error_is_raised_when_the_timeout_is_short(
     client: Client, aio_client: AsyncClient, pixels: Tensor
 ) -> None:
     with pytest.raises(DeadlineError):
@@ -181,12 +183,12 @@ async def test_deadline_is_told_to_the_service_and_kept(
         await aio_client.predict(png(pixels[0]), timeout_s=0.0002)
 
 
-async def test_service_says_whether_it_is_ready(client: Client, aio_client: AsyncClient) -> None:
+async def test_is_ready_is_true_when_the_service_serves(client: Client, aio_client: AsyncClient) -> None:
     assert client.is_ready()
     assert await aio_client.is_ready()
 
 
-async def test_nobody_there_is_an_error_after_the_time_is_over() -> None:
+async def test_unreachable_error_is_raised_when_nothing_listens() -> None:
     with Client("http://127.0.0.1:9", timeout_s=0.5) as client:
         assert not client.is_ready()
         with pytest.raises(UnreachableError):
@@ -196,9 +198,8 @@ async def test_nobody_there_is_an_error_after_the_time_is_over() -> None:
             await aio_client.predict(b"\xff\xd8\xff")
 
 
-def test_client_imports_neither_torch_nor_numpy_nor_pillow() -> None:
-    program = (
-        "import multiworld_client, sys; print([m for m in ('torch', 'numpy', 'PIL', 'server') if m in sys.modules])"
-    )
+def test_client_imports_neither_heavy_libraries_nor_the_service() -> None:
+    unwanted = {"torch", "numpy", "PIL", "multiworld", "multiworld_serving"}
+    program = f"import multiworld_client, sys; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,13 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos.images import photo
-from deploy.service import LocalService
-from models.optimize.compiling import why_not_compiled
+from multiworld_serving.models.optimize.compiling import compile_unavailable_reason
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_not_compiled()), reason="there is no C++ compiler here"),
+    pytest.mark.skipif(bool(compile_unavailable_reason()), reason="there is no C++ compiler here"),
 ]
 
 
@@ -35,16 +35,16 @@ def test_code_is_compiled_beside_serving_and_kept_for_who_comes_back(
         max_batch_size=1,
         optimize="compile",
     ) as service:
-        first = service.wait_for(lambda line: "computes=" in line.message, 60)
+        first = service.wait_for(lambda line: "execution_mode=" in line.message, 60)
         assert "compiled" not in first.message
         before = top(service)  # it serves already
-        service.wait_for(lambda line: "computes=compiled/float32" in line.message, 400)
+        service.wait_for(lambda line: "execution_mode=compiled/float32" in line.message, 400)
         assert top(service) == pytest.approx(before, rel=1e-3)
         seen = len(service.lines)
         (pid,) = service.worker_pids().values()
         os.kill(pid, signal.SIGKILL)
-        back = service.wait_for(lambda line: "computes=" in line.message, 120, after=seen)
-        assert "computes=compiled/float32" in back.message
+        back = service.wait_for(lambda line: "execution_mode=" in line.message, 120, after=seen)
+        assert "execution_mode=compiled/float32" in back.message
         service.wait_until_complete(60)
         assert top(service) == pytest.approx(before, rel=1e-3)
         assert service.stop() == 0

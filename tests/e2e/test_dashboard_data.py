@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from chaos.images import photo
-from chaos.load import Question
-from chaos.load import load_on as slow_load_on
-from deploy.service import LocalService
+from multiworld_serving.testing.load.clients import ReferenceRequest
+from multiworld_serving.testing.load.clients import run_load as slow_load_on
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 from tests import dashboard_queries as written
-from tests.chaos.clients import load_on
+from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, program, running_prometheus
@@ -27,7 +27,7 @@ MOST = {"percentunit": 1.1, "s": 60.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "b
 """Beyond this a number of that unit cannot be; least is 0, but for redundancy."""
 
 
-QUESTIONS = (Question(photo()),)
+QUESTIONS = (ReferenceRequest(photo()),)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         ) as prometheus,
     ):
         prometheus.wait_for("multiworld_redundancy == 1")
-        with load_on(service, clients=4), slow_load_on(other.url, QUESTIONS, rate_hz=2):
+        with run_load(service, clients=4), slow_load_on(other.url, QUESTIONS, rate_hz=2):
             prometheus.wait_for("rate(multiworld_batch_size_count[5s]) > 0")
             prometheus.wait_for('rate(multiworld_worker_batches_total{outcome="answered"}[5s]) > 0')
             start_s = time.time()

@@ -1,4 +1,4 @@
-"""Every command of the documentation runs, as it stands there but for a smaller model; and those that cannot, parse."""
+"""Code blocks of the documentation run, with a smaller model; all other commands parse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import typer
 from PIL import Image
 
-from cli.main import app
-from deploy.service import LocalService
-from tests.documents import ROOT, Block, Reader, blocks, documents
+from multiworld_serving.cli.main import app
+from multiworld_serving.testing.local_service import LocalService
+from tests.documents import ROOT, Block, PageRunner, blocks, documents
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,8 +26,8 @@ SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights
 class Page(NamedTuple):
     """
     Attributes:
-        changes: see `Reader`.
-        serves: whether the page itself says how to start the service.
+        changes: see `PageRunner`.
+        serves: whether the page starts its own service.
     """
 
     changes: dict[str, str]
@@ -57,25 +57,25 @@ def photo() -> bytes:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_command_of_the_page_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = PAGES[name]
     (tmp_path / "photo.jpg").write_bytes(photo())
     service = None if page.serves else request.getfixturevalue("running")
     found = blocks(ROOT / name)
     assert found
-    with Reader(tmp_path, page.changes, service) as reader:
+    with PageRunner(tmp_path, page.changes, service) as runner:
         for block in found:
-            reader.follow(block)
+            runner.run(block)
 
 
-def test_every_page_with_blocks_of_code_is_run() -> None:
+def test_every_page_with_blocks_is_tested() -> None:
     assert {str(page.relative_to(ROOT)) for page in documents() if blocks(page)} == set(PAGES)
 
 
 @pytest.mark.parametrize("code", ["false", "multiworld version --nonsense", "true | false | true", "echo '\"error\"'"])
-def test_command_that_fails_is_noticed(code: str, tmp_path: Path) -> None:
-    with Reader(tmp_path, {}) as reader, pytest.raises(AssertionError):
-        reader.follow(Block("sh", code))
+def test_failing_command_is_detected(code: str, tmp_path: Path) -> None:
+    with PageRunner(tmp_path, {}) as runner, pytest.raises(AssertionError):
+        runner.run(Block("sh", code))
 
 
 COMMAND = re.compile(
@@ -84,14 +84,14 @@ COMMAND = re.compile(
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """(page, what stands behind `multiworld`) of every command, in blocks and in sentences."""
+    """(page, arguments of `multiworld`) of every command, in blocks and in text."""
     for page in documents():
         for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
             yield str(page.relative_to(ROOT)), match["rest"].strip()
 
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_command_is_one_that_the_command_line_takes(page: str, command: str) -> None:
+def test_documented_command_has_known_options(page: str, command: str) -> None:
     words = [word for word in shlex.split(command.replace("…", "")) if word not in ("[", "]")]
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.hostile.connections import hostile_connections
 from benchmarks.hostile.requests import HOSTILE_REQUESTS
 from benchmarks.hostile_inputs import SETTINGS, run
-from deploy.service import LocalService
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos.images import photo
-from config import Access
-from config.keys import hashed
-from deploy.service import LocalService
+from multiworld_serving.common.config import ClientCredentials
+from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,9 +29,9 @@ expected-statuses = ["2xx", "4xx", 503, 504]
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[LocalService]:
-    (tmp_path / "api.keys").write_text(f"fuzzer:{hashed(KEY)}\n")
+    (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
     with LocalService(
-        way_in=Access(KEY),
+        credentials=ClientCredentials(KEY),
         api_keys_file=tmp_path / "api.keys",
         model="resnet18",
         weights="random:0",
@@ -57,7 +57,7 @@ def test_nothing_made_from_the_openapi_document_finds_a_fault(guarded: LocalServ
     assert selected is not None
     assert int(selected[1]) >= 21
     assert not [line.message for line in guarded.lines if "exception" in line.fields]
-    headers = {"content-type": "image/jpeg"} | guarded.way_in.headers
+    headers = {"content-type": "image/jpeg"} | guarded.credentials.headers
     assert httpx.post(f"{guarded.url}/predict", content=photo(), headers=headers, timeout=60).status_code == 200
 
 

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from deploy.service import LocalService
-from models import load_model, reference
+from multiworld_serving.models import Reference, load_model
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,11 +27,11 @@ def png(image: Tensor) -> bytes:
 
 
 async def classify(url: str, images: list[bytes], clients: int = 8) -> list[dict[str, object]]:
-    gate = asyncio.Semaphore(clients)
+    authorizer = asyncio.Semaphore(clients)
     async with httpx.AsyncClient(timeout=60.0) as client:
 
         async def one(body: bytes) -> dict[str, object]:
-            async with gate:
+            async with authorizer:
                 answer = await client.post(f"{url}/predict", content=body, headers={"content-type": "image/png"})
             assert answer.status_code == 200, answer.text
             found: dict[str, object] = answer.json()["predictions"][0]
@@ -46,7 +46,7 @@ async def test_digits_over_http_have_the_accuracy_and_answers_of_the_unsplit_mod
     held_out = safetensors.torch.load_file(digits / "held_out.safetensors")
     model = load_model("resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=32)
     with torch.inference_mode():
-        expected = reference(model)(held_out["images"])
+        expected = Reference(model)(held_out["images"])
     answers = await classify(service.url, [png(image) for image in held_out["images"]])
     classes = torch.tensor([int(str(answer["class_id"])) for answer in answers])
     right = (classes == held_out["labels"]).float().mean().item()

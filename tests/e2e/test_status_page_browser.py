@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from deploy.service import LocalService
-from tests.chaos.clients import load_on
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import run_load
 
 if TYPE_CHECKING:
     from playwright import sync_api as playwright
@@ -81,7 +81,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_the_next_one_as_ready(
     assert page.locator("#state").inner_text().startswith("ready")
     worker = small_service.worker_at(0, 0)
     assert worker is not None
-    with load_on(small_service, clients=4):
+    with run_load(small_service, clients=4):
         playwright.expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"), timeout=WAIT_MS)
         pid = small_service.worker_pids()[worker]
         os.kill(pid, signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_the_next_one_as_ready(
         page.wait_for_selector("#feed li[data-what=rejoined]")
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
         card = page.locator('[data-world="s0.r0"]')
-        playwright.expect(card).to_have_text(re.compile(r"batches a second[1-9]"), timeout=WAIT_MS)
+        playwright.expect(card).to_have_text(re.compile(r"batches per second[1-9]"), timeout=WAIT_MS)
         page.screenshot(path=tmp_path / "light.png", full_page=True)
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "stage 0 replica 0" in feed

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from chaos.images import photo
-from deploy.service import LocalService
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

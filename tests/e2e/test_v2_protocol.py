@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from deploy.service import LocalService
 from examples.digits.train import IMAGE_SIZE, LABELS
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -219,10 +219,10 @@ async def test_sixteen_requests_at_once_get_their_own_answers_by_asyncio(
     service: LocalService, aio_client: Any, pixels: Pixels, expected: Probabilities
 ) -> None:
     before = statistics(service)
-    gate = asyncio.Semaphore(CONCURRENCY)
+    authorizer = asyncio.Semaphore(CONCURRENCY)
 
     async def one(number: int) -> None:
-        async with gate:
+        async with authorizer:
             datatype = ("UINT8", "FP32", "BYTES")[number % 3]
             images = tensor(datatype, pixels[number : number + 1], binary=True)
             assert_same(await aio_client.infer(MODEL, [images]), expected[number : number + 1])
@@ -253,7 +253,7 @@ def assert_counted(before: dict[str, Any], after: dict[str, Any], *, requests: i
 def test_refusals_reach_the_client_as_its_own_exception(client: Any, pixels: Pixels) -> None:
     image = tensor("UINT8", pixels[:1], binary=True)
     refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"model_name": "other", "inputs": [image]}, "404", "the only one is 'resnet18'"),
+        ({"model_name": "other", "inputs": [image]}, "404", "the only model is 'resnet18'"),
         ({"model_name": MODEL, "model_version": "7", "inputs": [image]}, "404", "no version '7'"),
         ({"model_name": MODEL, "inputs": [image], "timeout": 1}, "504", "."),
         ({"model_name": MODEL, "inputs": [image, image]}, "400", "given 2 times"),
@@ -264,7 +264,7 @@ def test_refusals_reach_the_client_as_its_own_exception(client: Any, pixels: Pix
         with pytest.raises(InferenceServerException, match=says) as raised:
             client.infer(**arguments)
         assert raised.value.status() == status
-    with pytest.raises(InferenceServerException, match="the only one is") as raised:
+    with pytest.raises(InferenceServerException, match="the only model is") as raised:
         client.get_model_metadata("other")
     assert raised.value.status() == "404"
 

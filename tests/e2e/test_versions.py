@@ -24,8 +24,8 @@ import tritonclient.http as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from deploy.service import LocalService
-from models import load_model, reference
+from multiworld_serving.models import Reference, load_model
+from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -93,7 +93,7 @@ def right_answers(weights: str) -> dict[int, int]:
     pixels = [np.asarray(Image.open(io.BytesIO(picture(number)))) for number in range(8)]
     batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     with torch.inference_mode():
-        return dict(enumerate(reference(model)(batch).argmax(1).tolist()))
+        return dict(enumerate(Reference(model)(batch).argmax(1).tolist()))
 
 
 @dataclass
@@ -221,8 +221,8 @@ BAD = {
     "loop.safetensors": "",
     "/etc/passwd": "not below",
     "/etc/shadow.pth": "not below",
-    "a\0b.pth": "no path",
-    "x" * 5000 + ".pth": "no path",
+    "a\0b.pth": "invalid path",
+    "x" * 5000 + ".pth": "invalid path",
     "random:no": "seed",
     "auto": "name the weights",
     "NONSENSE": "unknown weights",
@@ -249,11 +249,11 @@ def test_bad_version_changes_nothing_and_says_why(service: LocalService, operato
         (b"{", 400, "not valid JSON"),
         (b"[]", 400, "must be a JSON object"),
         (b'{"parameters": 1}', 400, "must be a JSON object"),
-        (b'{"parameters": {"weights": 1}}', 400, "must be a text"),
+        (b'{"parameters": {"weights": 1}}', 400, "must be a string"),
         (b'{"parameters": {"config": "{"}}', 400, "not valid JSON"),
-        (b'{"parameters": {"config": {}}}', 400, "must be a text"),
+        (b'{"parameters": {"config": {}}}', 400, "must be a string"),
         (b'{"parameters": {"file:1/model.pt": "eA=="}}', 400, "--weights-dir"),
-        (b" " * 100_000, 413, "not sent, but named"),
+        (b" " * 100_000, 413, "send the name of the weights"),
         (b"[" * 60_000, 400, "not valid JSON"),
     ],
 )
@@ -301,7 +301,7 @@ def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
         answers.wait_for(FIRST)
         loading = threading.Thread(target=lambda: statuses.append(change(service, OTHER_FILE).status_code))
         loading.start()
-        held = service.wait_for(lambda line: "holds version" in line.message, PATIENCE_S, after=seen)
+        held = service.wait_for(lambda line: "loaded version" in line.message, PATIENCE_S, after=seen)
         first = held.message.partition("worker=")[2].split()[0]
         victim = next(pid for name, pid in service.worker_pids().items() if name != first)
         os.kill(victim, fault)

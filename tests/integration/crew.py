@@ -39,9 +39,9 @@ class Crew:
         """Run it on the crew's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    def run(self, size: int, part: Part[T], *, checked: bool = False) -> list[T]:
+    def run(self, size: int, part: Part[T], *, checked: bool = False, backend: str = "gloo") -> list[T]:
         """Let every rank of a world of `size` do its part at the same time. Gives what each returned."""
-        return self.await_(self._run(size, part, checked))
+        return self.await_(self._run(size, part, checked, backend))
 
     def run_each(self, size: int, part: Part[T], *, checked: bool = False) -> list[T | BaseException]:
         """Like `run`, with errors as results. Leave no world broken behind: use `fresh`."""
@@ -55,23 +55,23 @@ class Crew:
             if name in manager.worlds:
                 manager.remove_world(name)
 
-    async def worlds(self, size: int, checked: bool) -> list[World]:
-        name = self._name(size, checked)
+    async def worlds(self, size: int, checked: bool, backend: str = "gloo") -> list[World]:
+        name = self._name(size, checked, backend)
         if name not in self._made:
             await asyncio.gather(
                 *(
-                    manager.initialize_world(name, rank, size, port=self._port, checked=checked)
+                    manager.initialize_world(name, rank, size, backend, port=self._port, checked=checked)
                     for rank, manager in enumerate(self.managers[:size])
                 )
             )
             self._made.add(name)
         return [manager.world(name) for manager in self.managers[:size]]
 
-    def _name(self, size: int, checked: bool) -> str:
-        return f"{'checked' if checked else 'plain'}-{size}"
+    def _name(self, size: int, checked: bool, backend: str = "gloo") -> str:
+        return f"{'checked' if checked else 'plain'}-{size}-{backend}"
 
-    async def _run(self, size: int, part: Part[T], checked: bool) -> list[T]:
-        worlds = await self.worlds(size, checked)
+    async def _run(self, size: int, part: Part[T], checked: bool, backend: str) -> list[T]:
+        worlds = await self.worlds(size, checked, backend)
         return list(
             await asyncio.gather(
                 *(part(manager, world) for manager, world in zip(self.managers[:size], worlds, strict=True))

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.elastic import ElasticManager, ElasticWorld, Quantization, ring
-from multiworld.elastic import rounds as agreement
-from multiworld.elastic.epoch import Post
+from multiworld.elastic import ElasticManager, ElasticWorld, Quantization
+from multiworld.elastic.allreduce import ring
+from multiworld.elastic.allreduce.channel import Post
+from multiworld.elastic.protocol import rounds as agreement
+from tests.integration.elastic_torture_part import ElasticTorturePart
 
 
-class ElasticPart:
+class ElasticPart(ElasticTorturePart):
     """Each public method is a command."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.elastic = ElasticManager()
         self._tensors: list[Tensor] = []
 
@@ -77,7 +80,10 @@ class ElasticPart:
         digest = hashlib.blake2b(digest_size=16)
         for tensor in self._tensors:
             digest.update(tensor.numpy().tobytes())
-        firsts = [tensor[0].item() if bool((tensor == tensor[0]).all()) else float("nan") for tensor in self._tensors]
+        firsts = [
+            tensor[0].item() if tensor.numel() and bool((tensor == tensor[0]).all()) else float("nan")
+            for tensor in self._tensors
+        ]
         return {"bits": digest.hexdigest(), "values": firsts}
 
     async def elastic_fault(self, signum: int, messages: int) -> None:
@@ -104,6 +110,17 @@ class ElasticPart:
             return verdict
 
         agreement.Round.judge = die  # type: ignore[method-assign,assignment]
+
+    async def elastic_fault_before_close(self) -> None:
+        """Be killed when all has finished here, before any member is told."""
+        head = agreement.Round.head
+
+        def die(round_: agreement.Round) -> bytes:
+            if round_.complete:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return head(round_)
+
+        agreement.Round.head = die  # type: ignore[method-assign,assignment]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:

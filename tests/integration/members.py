@@ -12,6 +12,7 @@ An error of the library is raised in the test as it was in the member.
 import asyncio
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -32,10 +33,11 @@ import torch
 import multiworld
 import multiworld.elastic
 from multiworld import WorldManager
-from multiworld.meeting import Meeting
-from multiworld.store import LifelineStore
+from multiworld.membership.mesh import MeshConnector
+from multiworld.membership.store import ControlStore
 from tests.integration.elastic_part import ElasticPart
 from tests.integration.parts import Part
+from tests.torture.part import TorturePart
 
 PATIENCE_S = 60.0
 """How long a test waits for what must happen. Generous: no test is about speed."""
@@ -54,10 +56,16 @@ def resources() -> dict[str, int]:
     }
 
 
+def _address_space_kib() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not serve later
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmSize"].split()[0])
+
+
 # -- in the member -----------------------------------------------------------------------------------------------------------
 
 
-class Script(ElasticPart):
+class Script(TorturePart, ElasticPart):
     """What a member can be told. Each public method is a command; what it returns is sent back as JSON."""
 
     def __init__(self) -> None:
@@ -84,9 +92,17 @@ class Script(ElasticPart):
         self._listen_to_events()
 
     async def join(
-        self, world: str, rank: int, size: int, port: int, addr: str = "127.0.0.1", epoch: int = 0, timeout: float = 60
+        self,
+        world: str,
+        rank: int,
+        size: int,
+        port: int,
+        addr: str = "127.0.0.1",
+        epoch: int = 0,
+        timeout: float = 60,
+        backend: str = "gloo",
     ) -> int:
-        joined = await self.manager.initialize_world(world, rank, size, "gloo", addr, port, timeout, epoch=epoch)
+        joined = await self.manager.initialize_world(world, rank, size, backend, addr, port, timeout, epoch=epoch)
         return joined.epoch
 
     async def listen(self) -> int:
@@ -115,6 +131,20 @@ class Script(ElasticPart):
         """Do this rank's part in an operation of any kind (parts.py)."""
         return await Part(self.manager, world, root, count).perform(operation)
 
+    async def repeat(self, world: str, operation: str, root: int, count: int, at_once: int) -> int:
+        """Perform `at_once` of this operation at a time until the world ends. Gives how many of them raised; the rest completed."""
+        while True:
+            operations = (Part(self.manager, world, root, count).perform(operation) for _ in range(at_once))
+            outcomes = await asyncio.gather(*operations, return_exceptions=True)
+            if failed := [outcome for outcome in outcomes if isinstance(outcome, BaseException)]:
+                if wrong := [each for each in failed if not isinstance(each, multiworld.WorldError)]:
+                    raise wrong[0]
+                return len(failed)
+
+    async def reclaimed(self, world: str) -> bool:
+        """Whether everything of this ended world was freed. Waits for that, and stops waiting after `PATIENCE_S`."""
+        return await asyncio.to_thread(self.manager.worlds[world].reclaimed.wait, PATIENCE_S)
+
     async def send_and_close(self, world: str, dst: int, value: float, count: int) -> None:
         """Close in the same step of the event loop in which the send completes."""
         await self.manager.communicator.send(torch.full((count,), value), dst, world)
@@ -122,27 +152,48 @@ class Script(ElasticPart):
 
     async def freeze_while_forming(self, published: bool) -> None:
         """Stop this process in the next world that it joins, before or after its address is known to the others."""
-        publish = LifelineStore.set
+        publish = ControlStore.set
 
-        def freeze(self: LifelineStore, key: str, value: str | bytes) -> None:
+        def freeze(self: ControlStore, key: str, value: str | bytes) -> None:
             if published:
                 publish(self, key, value)
                 time.sleep(0.1)  # the watchdog sends it meanwhile
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        LifelineStore.set = freeze  # type: ignore[method-assign]
+        ControlStore.set = freeze  # type: ignore[method-assign]
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process, once, before or after it has connected its first line."""
-        connect = Meeting._connect
+        connect = MeshConnector._connect
 
-        def freeze(self: Meeting, rank: int, address: tuple[str, int]) -> socket.socket:
-            Meeting._connect = connect  # type: ignore[method-assign]
+        def freeze(self: MeshConnector, rank: int, address: tuple[str, int]) -> socket.socket:
+            MeshConnector._connect = connect  # type: ignore[method-assign]
             sock = connect(self, rank, address) if connected else None
             os.kill(os.getpid(), signal.SIGSTOP)
             return sock or connect(self, rank, address)
 
-        Meeting._connect = freeze  # type: ignore[method-assign]
+        MeshConnector._connect = freeze  # type: ignore[method-assign]
+
+    async def starve(self, world: str, peer: int, left_kib: int) -> list[Any]:
+        """Do what needs memory and a thread, with so little address space left. Gives cause and rank of each answer."""
+        here = self.manager.communicator
+        # A strided tensor is copied as a whole, which needs 512 MiB here.
+        large, strided = torch.empty(1 << 27, 2)[:, 0], torch.zeros(4, 2)[:, 0]
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, ((_address_space_kib() + left_kib) << 10, most))
+        try:
+            answers = await asyncio.gather(
+                here.all_reduce(large, world_name=world),
+                here.recv(strided, peer, world, tag=1),
+                return_exceptions=True,
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        return [
+            [answer.cause, answer.rank] if isinstance(answer, multiworld.BrokenWorldException) else ["done", -1]
+            for answer in answers
+            if answer is None or isinstance(answer, multiworld.BrokenWorldException)
+        ]
 
     async def return_what_comes(self, world: str, peer: int, count: int, tag: int) -> None:
         tensor = torch.zeros(count)
@@ -221,6 +272,14 @@ class Script(ElasticPart):
             await _readable(fd)
             os.close(fd)
         return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])  # noqa: ASYNC222 - it has ended
+
+    async def fork_a_child_that_stays(self) -> int:
+        """The process id of a child that does nothing until it is killed."""
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                signal.pause()
+        return pid
 
 
 class ScriptError(Exception):
@@ -499,12 +558,14 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
             await member.dispose()
 
 
-async def form(world: str, port: int, *everybody: Member | WorldManager) -> int:
+async def form(world: str, port: int, *everybody: Member | WorldManager, backend: str = "gloo") -> int:
     """Let these join `world` as ranks 0, 1, 2, …; gives its epoch."""
     joining = [
-        member.start("join", world=world, rank=rank, size=len(everybody), port=port)
+        member.start("join", world=world, rank=rank, size=len(everybody), port=port, backend=backend)
         if isinstance(member, Member)
-        else asyncio.create_task(member.initialize_world(world, rank, len(everybody), port=port, timeout=PATIENCE_S))
+        else asyncio.create_task(
+            member.initialize_world(world, rank, len(everybody), backend, port=port, timeout=PATIENCE_S)
+        )
         for rank, member in enumerate(everybody)
     ]
     joined = await asyncio.gather(*joining)

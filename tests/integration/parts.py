@@ -29,7 +29,7 @@ class Part:
         method: Callable[[], Awaitable[list[Tensor]]] = getattr(self, operation)
         results = await method()
         assert all(bool((each == each[0]).all()) for each in results if each.numel())
-        return [each[0].item() for each in results]
+        return [each[0].item() for each in results if each.numel()]
 
     async def broadcast(self) -> list[Tensor]:
         await self._here.broadcast(self._mine, self._root, self._world)

@@ -2,28 +2,19 @@
 
 import asyncio
 import contextlib
-import re
 import socket
-from collections.abc import AsyncIterator, Callable
-
-Translate = Callable[[bytes], bytes]
+from collections.abc import AsyncIterator
 
 HOST = "127.0.0.5"
-"""Where rank 0 of a `Line` listens. Of two members the one with the lower address waits for the other to connect: with the other one on
-127.0.0.1 their order stays the same when the ports are those of proxies."""
-_ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00.)", re.DOTALL)
-"""A sockaddr_in of this machine, as Gloo publishes where it listens."""
+"""Where rank 0 of a `Line` listens."""
 
 
 class Proxy:
     """Forwards what comes to its port to `target_port` of the same host, until it is frozen: each connection by itself."""
 
-    def __init__(self, host: str, target_port: int, translate: Translate | None = None) -> None:
+    def __init__(self, host: str, target_port: int) -> None:
         self.host = host
-        self.used = asyncio.Event()
-        """Set by the first connection."""
         self._target_port = target_port
-        self._translate = translate or (lambda data: data)
         self._flows: list[asyncio.Event] = []  # one a connection, in the order in which they came
         self._tasks: set[asyncio.Task[None]] = set()
         self._sock = socket.create_server((host, 0))
@@ -57,7 +48,6 @@ class Proxy:
                 here.close()
                 there.close()
                 continue
-            self.used.set()
             self._spawn(self._join(here, there))
 
     async def _join(self, here: socket.socket, there: socket.socket) -> None:
@@ -72,21 +62,16 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(source, 1 << 16):
                 await flows.wait()
-                await loop.sock_sendall(target, self._translate(data))
+                await loop.sock_sendall(target, data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
 
 class Line:
-    """All that goes between two members of a world: behind one proxy the lifeline, which comes first, and the line of their messages;
-    behind others the connections of their group.
-    """
+    """All that goes between two members of a world: behind one proxy the lifeline, which comes first, and the line of their messages."""
 
     def __init__(self, join_port: int) -> None:
-        self._joining = Proxy(HOST, join_port, self._divert)
-        self.carries_data = asyncio.Event()
-        """Set once the members' group is connected through here."""
-        self._data: dict[int, Proxy] = {}
+        self._joining = Proxy(HOST, join_port)
 
     @property
     def port(self) -> int:
@@ -98,24 +83,9 @@ class Line:
 
     def freeze_data(self) -> None:
         self._joining.freeze(slice(1, None))
-        for proxy in self._data.values():
-            proxy.freeze()
 
     async def close(self) -> None:
-        for proxy in [self._joining, *self._data.values()]:
-            await proxy.close()
-
-    def _divert(self, data: bytes) -> bytes:
-        """Let every address that is published on the lifeline lead to a proxy."""
-
-        def divert(address: re.Match[bytes]) -> bytes:
-            host, port = socket.inet_ntoa(address[2]), int.from_bytes(address[1], "big")
-            if port not in self._data:
-                self._data[port] = Proxy(host, port)
-                self._data[port].used = self.carries_data
-            return b"\x02\x00" + self._data[port].port.to_bytes(2, "big") + address[2]
-
-        return _ADDRESS.sub(divert, data)
+        await self._joining.close()
 
 
 @contextlib.asynccontextmanager

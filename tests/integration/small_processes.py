@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from deploy.fork_server import ForkServer
-from deploy.supervisor import Supervisor
+from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.supervisor import Supervisor
 
 PRELUDE = """
 import os, signal, sys, time
@@ -43,13 +43,13 @@ signal.pause()
 ROOT = str(Path(__file__).parents[2])
 BECOME = f"""
 sys.path.insert(0, {ROOT!r})
-from deploy.fork_server import serve_forks
+from multiworld_serving.deploy.processes.fork_server import run_fork_server
 def become(command):
     sys.argv = command[-3:]
     exec(command[-3], {{}})
     return 0
 """
-FORK_SERVER = BECOME + "sys.exit(serve_forks(become))"
+FORK_SERVER = BECOME + "sys.exit(run_fork_server(become))"
 
 
 class Reports:
@@ -92,12 +92,12 @@ class Reports:
     def command(self, script: str, slot: int) -> Sequence[str]:
         return [sys.executable, "-I", "-S", "-c", PRELUDE + script, str(slot), str(self.fifo)]
 
-    def forks(self, server: str = FORK_SERVER, environment: Mapping[str, str] = os.environ) -> ForkServer:
+    def fork_server(self, server: str = FORK_SERVER, environment: Mapping[str, str] = os.environ) -> ForkServer:
         return self.servers.enter_context(ForkServer(self.command(server, 9), environment))
 
     def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
-        if self.forking and "forks" not in options:
-            options["forks"] = self.forks(environment=options.get("environment", os.environ))
+        if self.forking and "fork_server" not in options:
+            options["fork_server"] = self.fork_server(environment=options.get("environment", os.environ))
         return Supervisor(lambda slot: self.command(script, slot), count, **options)
 
 

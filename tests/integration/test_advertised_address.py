@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from config import UserError, load
-from config.addresses import Address
 from multiworld import World, WorldManager
+from multiworld_serving.common.config import UserError, load
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.leader_connection import LeaderConnection
+from multiworld_serving.workers.main import run
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.workers.settings import WorkerSettings
 from tests.chaos.relay import Relay
-from wire import WORLD_BACKEND, JoinOffer, JoinRequest
-from workers.app import run
-from workers.engine import Engine
-from workers.membership import Membership
-from workers.metrics import WorkerMetrics
-from workers.settings import WorkerSettings
 
 WAIT_S = 60.0
 
@@ -28,8 +28,8 @@ async def member_of(port: int) -> AsyncIterator[None]:
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(checked=False) as manager:
-        tie = Membership(Address("127.0.0.1", port), settings, engine, manager, stop, WorkerMetrics())
-        task = asyncio.create_task(tie.keep_serving())
+        tie = LeaderConnection(Address("127.0.0.1", port), settings, engine, manager, stop, WorkerMetrics())
+        task = asyncio.create_task(tie.run())
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class Complaints(logging.Handler):
 
 async def test_worker_names_the_leaders_setting_when_nobody_is_where_it_is_told_to_join() -> None:
     complaints = Complaints()
-    logger = logging.getLogger("workers.membership")
+    logger = logging.getLogger("multiworld_serving.workers.leader_connection")
     async with WorldManager(checked=False) as leader:
         port = leader.listen()
 
@@ -99,4 +99,6 @@ async def test_worker_names_the_leaders_setting_when_nobody_is_where_it_is_told_
         finally:
             logger.removeHandler(complaints)
     assert "Connection refused" in said
-    assert "told us to join at 127.0.0.1:1: its --advertise-host must be an address that this machine reaches" in said
+    assert (
+        "the leader announced 127.0.0.1:1: its --advertise-host must be an address that this machine can reach" in said
+    )

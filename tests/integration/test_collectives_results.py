@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import World, WorldManager
-from multiworld import reductions as reductions_of_worlds
-from tests.integration.crew import MAX_SIZE, Crew
+from multiworld.collectives import allreduce as shares
+from multiworld.collectives import transfers
+from tests.integration.crew import MAX_SIZE, Crew, T
+from tests.integration.crew import Part as PartOf
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -45,7 +47,20 @@ class Case:
     shape: tuple[int, ...]
     layout: str
     checked: bool
+    backend: str
+    small_pieces: bool
     seed: int
+
+    def run(self, crew: Crew, part: PartOf[T]) -> list[T]:
+        """Let all ranks do their part; with `small_pieces` what is so small goes the ways that long tensors go."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.small_pieces:
+                patch.setattr(shares, "WHOLE_BYTES", 8)
+                patch.setattr(shares, "PIECE_BYTES", 64)
+                patch.setattr(shares, "SERIAL", 5)
+                patch.setattr(transfers, "FLAT_BYTES", 8)
+                patch.setattr(transfers, "PIECE_BYTES", 100)
+            return crew.run(self.size, part, checked=self.checked, backend=self.backend)
 
     def values(self, *, powers: bool = False) -> list[Tensor]:
         """One tensor a rank, contiguous, of numbers that every dtype can add, or multiply (`powers` of 2), exactly."""
@@ -81,6 +96,8 @@ def cases(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Case]:
             shape=st.sampled_from(SHAPES),
             layout=st.sampled_from(("contiguous", "transposed", "strided")),
             checked=st.booleans(),
+            backend=st.sampled_from(("gloo", "gloo", "c10d-gloo")),
+            small_pieces=st.booleans(),
             seed=st.integers(0, 1000),
         )
     )
@@ -114,13 +131,9 @@ reductions = st.one_of(
 )
 
 
-@pytest.mark.parametrize("gloo_from_bytes", [reductions_of_worlds.GLOO_FROM_BYTES, 0], ids=["lines", "gloo"])
 @some
 @given(reduction=reductions)
-def test_all_reduce_gives_everybody_the_reduced(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch, gloo_from_bytes: int, reduction: tuple[str, Case]
-) -> None:
-    monkeypatch.setattr(reductions_of_worlds, "GLOO_FROM_BYTES", gloo_from_bytes)
+def test_all_reduce_gives_everybody_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
     name, case = reduction
     values = case.values(powers=name == "PRODUCT")
 
@@ -130,7 +143,7 @@ def test_all_reduce_gives_everybody_the_reduced(
         return tensor
 
     expected = reduced(name, values)
-    assert all(same(got, expected) for got in crew.run(case.size, part, checked=case.checked))
+    assert all(same(got, expected) for got in case.run(crew, part))
 
 
 @some
@@ -144,7 +157,7 @@ def test_reduce_gives_the_root_the_reduced(crew: Crew, reduction: tuple[str, Cas
         await manager.communicator.reduce(tensor, case.root, getattr(ReduceOp, name), world.name)
         return tensor
 
-    assert same(crew.run(case.size, part, checked=case.checked)[case.root], reduced(name, values))
+    assert same(case.run(crew, part)[case.root], reduced(name, values))
 
 
 @some
@@ -170,7 +183,7 @@ def test_reduce_scatter_gives_each_its_part_of_the_reduced(
             await manager.communicator.reduce_scatter(output, given_, getattr(ReduceOp, name), world.name)
         return output, all(same(now, was) for now, was in zip(given_, values[world.rank], strict=True))
 
-    results = crew.run(case.size, part, checked=case.checked)
+    results = case.run(crew, part)
     for rank, (output, inputs_unchanged) in enumerate(results):
         assert same(output, reduced(name, [values[sender][rank] for sender in range(case.size)]))
         assert inputs_unchanged
@@ -186,7 +199,7 @@ def test_broadcast_gives_everybody_what_the_root_has(crew: Crew, case: Case) -> 
         await manager.communicator.broadcast(tensor, case.root, world.name)
         return tensor
 
-    assert all(same(got, values[case.root]) for got in crew.run(case.size, part, checked=case.checked))
+    assert all(same(got, values[case.root]) for got in case.run(crew, part))
 
 
 @some
@@ -200,7 +213,7 @@ def test_all_gather_gives_everybody_everything(crew: Crew, case: Case) -> None:
         assert same(tensor, values[world.rank])
         return tensors
 
-    for tensors in crew.run(case.size, part, checked=case.checked):
+    for tensors in case.run(crew, part):
         assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
 
 
@@ -214,7 +227,7 @@ def test_all_gather_into_tensor_gives_everybody_everything_in_one(crew: Crew, ca
         await manager.communicator.all_gather_into_tensor(output, case.laid_out(values[world.rank]), world.name)
         return output
 
-    for output in crew.run(case.size, part, checked=case.checked):
+    for output in case.run(crew, part):
         assert all(same(got, expected) for got, expected in zip(output, values, strict=True))
 
 
@@ -228,7 +241,7 @@ def test_gather_gives_the_root_everything(crew: Crew, case: Case) -> None:
         await manager.communicator.gather(case.laid_out(values[world.rank]), tensors, case.root, world.name)
         return tensors or []
 
-    tensors = crew.run(case.size, part, checked=case.checked)[case.root]
+    tensors = case.run(crew, part)[case.root]
     assert all(same(got, expected) for got, expected in zip(tensors, values, strict=True))
 
 
@@ -243,7 +256,7 @@ def test_scatter_gives_each_its_tensor(crew: Crew, case: Case) -> None:
         await manager.communicator.scatter(tensor, tensors, case.root, world.name)
         return tensor
 
-    results = crew.run(case.size, part, checked=case.checked)
+    results = case.run(crew, part)
     assert all(same(got, expected) for got, expected in zip(results, values, strict=True))
 
 
@@ -260,7 +273,7 @@ def test_all_to_all_gives_each_what_each_sent_it(crew: Crew, case: Case, spread:
         await manager.communicator.all_to_all(outputs, inputs, world.name)
         return outputs
 
-    for rank, outputs in enumerate(crew.run(case.size, part, checked=case.checked)):
+    for rank, outputs in enumerate(case.run(crew, part)):
         assert all(same(got, message(src, rank)) for src, got in enumerate(outputs))
 
 
@@ -282,7 +295,7 @@ def test_recv_gets_what_was_sent_around_the_ring(crew: Crew, case: Case, tag: in
         assert sending.status == "done"
         return tensor
 
-    for rank, got in enumerate(crew.run(case.size, part, checked=case.checked)):
+    for rank, got in enumerate(case.run(crew, part)):
         assert same(got, values[rank - 1])
 
 
@@ -297,3 +310,19 @@ def test_barrier_lets_nobody_pass_before_all_came(crew: Crew, size: int, checked
         return len(came)
 
     assert crew.run(size, part, checked=checked) == [size] * size
+
+
+@pytest.mark.parametrize("backend", ["gloo", "c10d-gloo"])
+def test_results_are_right_when_inputs_share_memory_with_outputs(crew: Crew, backend: str) -> None:
+    async def part(manager: WorldManager, world: World) -> list[list[float]]:
+        here, name, rank = manager.communicator, world.name, world.rank
+        places = [torch.full((5,), 10.0 * rank + place) for place in range(3)]
+        await here.all_to_all(places, places, name)
+        gathered = [torch.full((5,), float(rank)) for _ in range(3)]
+        await here.all_gather(gathered, gathered[(rank + 1) % 3], name)
+        scattered = [torch.full((5,), 10.0 * rank + place) for place in range(3)]
+        await here.reduce_scatter(scattered[(rank + 1) % 3], scattered, world_name=name)
+        return [[each[4].item() for each in tensors] for tensors in (places, gathered, [scattered[(rank + 1) % 3]])]
+
+    for rank, results in enumerate(crew.run(3, part, backend=backend)):
+        assert results == [[rank, 10.0 + rank, 20.0 + rank], [0.0, 1.0, 2.0], [30.0 + 3 * rank]]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError, WorldManager, WorldNotFoundError
-from multiworld.arguments import Ranks
-from multiworld.reductions import all_reduce
+from multiworld.collectives.reductions import all_reduce
+from multiworld.ops.validation import Ranks
 from tests.integration.crew import Crew
 
 BOTH = pytest.mark.parametrize("checked", [False, True])
@@ -134,7 +134,7 @@ def test_operation_within_its_timeout_leaves_no_timer(crew: Crew, checked: bool)
 
 
 async def test_groups_timeout_never_ends_an_operation() -> None:
-    """Forming had 15 s; a member that comes to a collective later than that is merely slow."""
+    """Bootstrap had 15 s; a member that comes to a collective later than that is merely slow."""
     async with WorldManager() as first, WorldManager() as second:
         port = first.listen()
 

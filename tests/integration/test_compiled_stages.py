@@ -16,29 +16,29 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import (
+from multiworld_serving.models import (
     TOLERANCE,
-    CompiledStages,
+    CompiledStageCache,
     CompileError,
     CompileRequest,
     StageError,
     Tuning,
-    cut,
     deviation,
     optimize,
     reference_stage,
+    split_model,
     stage_input_shape,
     stage_weights,
 )
-from models.optimize import compiling
-from models.optimize.sizes import batch_sizes
-from tests.unit.models_loaded import IMAGE_SIZE, loaded
-from workers.compiler import Compiler
-from workers.engine import Engine
+from multiworld_serving.models.optimize import compiling
+from multiworld_serving.models.optimize.padded_stage import batch_sizes
+from multiworld_serving.workers.compute.compiler import Compiler
+from multiworld_serving.workers.compute.engine import Engine
+from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(compiling.why_not_compiled()), reason="there is no C++ compiler here"),
+    pytest.mark.skipif(bool(compiling.compile_unavailable_reason()), reason="there is no C++ compiler here"),
 ]
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -50,71 +50,71 @@ LARGEST = 4
 
 def request_of() -> CompileRequest:
     model = loaded("resnet18")
-    spec = cut(model, 10)[STAGE]
+    spec = split_model(model, 10)[STAGE]
     shape = stage_input_shape(spec, IMAGE_SIZE)
     return CompileRequest(spec, shape, LARGEST, "float32", safetensors.torch.save(stage_weights(model, spec)))
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStages:
+def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStageCache:
     """With one stage in it, that a process beside us compiled."""
-    made = CompiledStages(tmp_path_factory.mktemp("compiled"))
+    made = CompiledStageCache(tmp_path_factory.mktemp("compiled"))
     assert asyncio.run(Compiler(made).compile(request_of()))
     return made
 
 
 @torch.inference_mode()
-def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStages) -> None:
+def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStageCache) -> None:
     request, model = request_of(), loaded("resnet18")
     compiled, stage = packages.load(request), reference_stage(model, request.spec)
     assert compiled is not None
     for rows in (1, 2, 3, 4):
-        batch = torch.rand(rows, *request.row_shape)
+        batch = torch.rand(rows, *request.sample_shape)
         before = batch.clone()
         output, expected = compiled(batch), stage(batch)
         assert output.shape == expected.shape
         assert deviation(output, expected) <= TOLERANCE["float32"] / 10
         assert torch.equal(batch, before)
-    with pytest.raises(StageError, match="4 at the most"):
-        compiled(torch.rand(5, *request.row_shape))
+    with pytest.raises(StageError, match="at most 4"):
+        compiled(torch.rand(5, *request.sample_shape))
     with pytest.raises(StageError, match=r"expected torch\.float32"):
-        compiled(torch.zeros(1, *request.row_shape, dtype=torch.uint8))
+        compiled(torch.zeros(1, *request.sample_shape, dtype=torch.uint8))
 
 
-def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStages) -> None:
+def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStageCache) -> None:
     request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), request_of().spec))
     compiled = packages.load(request)
-    made = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
-    assert str(made.recipe) == "compiled/float32"
-    auto = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
+    made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
+    assert str(made.mode) == "compiled/float32"
+    auto = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
     assert "compiled/float32" in auto.why
     with torch.no_grad():
         next(stage.parameters()).mul_(2)  # now it is another's
-    other = optimize(stage, request.row_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
-    assert str(other.recipe) != "compiled/float32"
-    packages_of_others = CompileRequest(request.spec, request.row_shape, LARGEST, "float32", request.weights + b" ")
+    other = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
+    assert str(other.mode) != "compiled/float32"
+    packages_of_others = CompileRequest(request.spec, request.sample_shape, LARGEST, "float32", request.weights + b" ")
     assert packages.load(packages_of_others) is None
 
 
-async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(packages: CompiledStages) -> None:
+async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(packages: CompiledStageCache) -> None:
     request, engine = request_of(), Engine(CPU, compiler=Compiler(packages))
-    place = engine.place()
+    queue = engine.new_queue()
     try:
         tuning = Tuning(optimize="compile")
-        _, made = await place.load(1, request.spec, request.weights, request.row_shape, LARGEST, tuning)
-        assert str(made.recipe) == "compiled/float32"
-        output, _, _ = await place.compute(1, STAGE, torch.zeros(2, *request.row_shape))
+        _, made = await queue.load(1, request.spec, request.weights, request.sample_shape, LARGEST, tuning)
+        assert str(made.mode) == "compiled/float32"
+        output, _, _ = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
         assert len(output) == 2
     finally:
         engine.close()
 
 
-def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: CompiledStages) -> None:
+def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: CompiledStageCache) -> None:
     unpacked = packages.folder / "unpacked"
     load = (
-        "import sys, time; from pathlib import Path; from models.optimize import compiling\n"
+        "import sys, time; from pathlib import Path; from multiworld_serving.models.optimize import compiling\n"
         "folder, request = map(Path, sys.argv[1:])\n"
-        "kept = compiling.CompiledStages(folder).load(compiling.CompileRequest.read(request))\n"
+        "kept = compiling.CompiledStageCache(folder).load(compiling.CompileRequest.read(request))\n"
         "print('loaded', flush=True); time.sleep(600)"
     )
     with tempfile.TemporaryDirectory() as request, ExitStack() as running:
@@ -142,7 +142,7 @@ def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: Com
         assert other.poll() is None
 
 
-def test_nothing_is_compiled_twice(packages: CompiledStages) -> None:
+def test_nothing_is_compiled_twice(packages: CompiledStageCache) -> None:
     folder = packages.folder / request_of().key
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert sorted(before) == [f"{rows}.pt2" for rows in batch_sizes(LARGEST)]
@@ -151,9 +151,9 @@ def test_nothing_is_compiled_twice(packages: CompiledStages) -> None:
 
 
 def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
-    packages: CompiledStages, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    packages: CompiledStageCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    request, damaged = request_of(), CompiledStages(tmp_path)
+    request, damaged = request_of(), CompiledStageCache(tmp_path)
     folder = tmp_path / request.key
     folder.mkdir()
     for rows in batch_sizes(LARGEST):
@@ -162,8 +162,8 @@ def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
         damaged.load(request)
     with caplog.at_level(logging.WARNING):
         folder.mkdir()
-        assert Compiler(damaged).found(request) is None
-    assert "without its compiled code" in caplog.text
+        assert Compiler(damaged).load(request) is None
+    assert "without compiled code" in caplog.text
     assert not folder.exists(), "or it would be taken for made, and never be made anew"
     assert damaged.load(request) is None
 
@@ -173,12 +173,12 @@ def test_without_a_compiler_there_is_one_warning(
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiler = Compiler(CompiledStages(tmp_path / "compiled"))
+    compiler = Compiler(CompiledStageCache(tmp_path / "compiled"))
     with caplog.at_level(logging.WARNING):
         assert not asyncio.run(compiler.compile(request_of()))
         assert not asyncio.run(compiler.compile(request_of()))
     assert [record.message for record in caplog.records] == [
-        "stages are not compiled here, and go on as --optimize eager: there is no C++ compiler: install g++, or name one in CXX"
+        "stages cannot be compiled here and run as with --optimize eager: there is no C++ compiler: install g++, or set CXX"
     ]
 
 
@@ -194,7 +194,7 @@ def processes_of(session: int) -> Iterator[int]:
 
 
 async def test_compiling_ends_with_who_wanted_it_and_leaves_nothing(tmp_path: Path) -> None:
-    packages = CompiledStages(tmp_path / "compiled")
+    packages = CompiledStageCache(tmp_path / "compiled")
     task = asyncio.create_task(Compiler(packages).compile(request_of()))
     await asyncio.to_thread(wait_until, lambda: bool(list(packages.folder.glob("making-*"))))
     ours = [pid for pid in _children() if list(processes_of(pid))]
@@ -218,11 +218,11 @@ def _children() -> list[int]:
 
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = CompiledStages(tmp_path)
+    packages = CompiledStageCache(tmp_path)
     for age, name in enumerate(["newest", "used", "forgotten", "making-left-behind"]):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.pt2").write_bytes(bytes(100))
         os.utime(tmp_path / name, (time.time() - age, time.time() - age))
-    monkeypatch.setattr(compiling, "MOST_BYTES", 250)
-    packages._make_room(tmp_path / "newest")
+    monkeypatch.setattr(compiling, "MAX_CACHE_BYTES", 250)
+    packages._evict(tmp_path / "newest")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "used"]

@@ -16,7 +16,7 @@ from tests.integration.proxy import HOST, Proxy
 PULSE_S = 2.0
 """After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
-"""Some go around the ring, in several chunks, and some through Gloo."""
+"""Some go around the ring, in several chunks, and some by the world's own all-reduce."""
 RING_FROM_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
@@ -102,6 +102,19 @@ async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_f
             assert outcome["success"]
             assert outcome["bits"] == outcomes[0]["bits"]
             assert outcome["took_part"] == [3] * len(COUNTS)
+
+
+async def test_empty_tensors_have_the_participants_of_the_results_when_the_round_is_closed_by_fewer_members(
+    spawn: Spawn,
+) -> None:
+    async with rendezvous(first_size=3) as holder:
+        everybody = await joined(spawn, 3, holder.port)
+        await everybody[0].do("elastic_fault_before_close")
+        tasks = reduce_all(everybody, [0, 5, 0])
+        outcomes = await asyncio.gather(*tasks[1:])
+        for outcome in outcomes:
+            assert (outcome["success"], outcome["size"]) == (True, 2)
+            assert outcome["took_part"] == [3, 3, 3]
 
 
 async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_comes_back_at_a_boundary(

@@ -1,16 +1,20 @@
-"""What elastic all-reduces compute when nothing fails: around the ring, through Gloo, quantised; and that all have the same bits."""
+"""What elastic all-reduces compute when nothing fails: around the ring, exchanged directly, quantised; and that all have the same bits."""
 
 import asyncio
 import functools
+import json
 import operator
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld import World, WorldError, WorldExistsError, WorldManager
+from multiworld import World, WorldError, WorldExistsError, WorldManager, ask
 from multiworld.elastic import (
     DesyncError,
     ElasticManager,
@@ -20,13 +24,15 @@ from multiworld.elastic import (
     ReformError,
     RendezvousError,
 )
-from multiworld.elastic import ring as ring_module
-from multiworld.elastic.bundle import BUNDLE_BYTES
-from multiworld.elastic.epoch import Epoch, Traffic
-from multiworld.elastic.exchange import quantised_all_reduce
-from multiworld.elastic.quantise import BLOCK
-from multiworld.elastic.reduction import DTYPES, Reduction, copy
-from multiworld.elastic.ring import ring_all_reduce
+from multiworld.elastic.allreduce import ring as ring_module
+from multiworld.elastic.allreduce.bucket import BUNDLE_BYTES
+from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.quantization import BLOCK
+from multiworld.elastic.allreduce.quantized import quantised_all_reduce
+from multiworld.elastic.allreduce.reduction import DTYPES, Reduction, copy
+from multiworld.elastic.allreduce.ring import ring_all_reduce
+from multiworld.elastic.protocol.messages import View
+from multiworld.elastic.state_file import StateFile
 from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S
 
@@ -331,6 +337,92 @@ async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[Elas
     )
     assert [type(result) for result in results] == [DesyncError] * 3
     assert {str(result) for result in results} == {"world 'w': rank 1: its 1 operations are not those of rank 0, 1"}
+
+
+async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(worlds: list[ElasticWorld]) -> None:
+    results = await asyncio.gather(
+        worlds[0].all_reduce_with_retry(torch.ones(2)),
+        worlds[1].update_membership(timeout_s=5.0),
+        worlds[2].all_reduce_with_retry(torch.ones(2)),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [DesyncError] * 3, results
+    assert {str(result) for result in results} == {"world 'w': rank 1: its 0 operations are not those of rank 0, 1"}
+
+
+async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: list[ElasticWorld]) -> None:
+    calls = [[torch.ones(2), torch.ones(0)], [torch.ones(2)], [torch.ones(2), torch.ones(0)]]
+    results = await asyncio.gather(
+        *(world.all_reduce_multiple_with_retry(own) for world, own in zip(worlds, calls, strict=True)),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [DesyncError] * 3, results
+
+
+async def test_call_with_only_empty_tensors_says_how_many_took_part(worlds: list[ElasticWorld]) -> None:
+    outcomes = await asyncio.gather(
+        *(world.all_reduce_multiple_with_retry([torch.ones(0), torch.ones(0, dtype=torch.int64)]) for world in worlds)
+    )
+    assert [(outcome.success, outcome.took_part) for outcome in outcomes] == [(True, (3, 3))] * 3
+
+
+async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_iteration(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    question = json.dumps({"elastic": "w", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
+    async with ElasticRendezvous() as rendezvous:
+        answers = await asyncio.gather(*(rendezvous._answer(question, "h") for _ in range(2)))
+        assert [list(json.loads(answer)) for answer in answers] == [["link"], ["later"]]
+        assert rendezvous.connected("w") == 1
+
+
+async def test_other_worlds_are_served_and_nobody_is_told_before_when_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def fsync(_fd: int) -> None:
+        began.set()
+        may_end.wait(5.0)
+        ended.set()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    async with ElasticRendezvous(state_file=tmp_path / "state") as rendezvous, ElasticManager() as manager:
+        joining = asyncio.create_task(manager.join("w", port=rendezvous.port))
+        async with asyncio.timeout(PATIENCE_S):
+            while not began.is_set():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+        question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
+        assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
+        assert not ended.is_set(), "the rendezvous stood still"
+        assert not joining.done(), "told before it was written down"
+        may_end.set()
+        assert (await joining).size == 1
+
+
+async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("multiworld.elastic.rendezvous._MAX_WORLDS", 2)
+    state = tmp_path / "state"
+    async with ElasticRendezvous(state_file=state) as rendezvous, ElasticManager() as manager:
+
+        async def come_and_go(name: str) -> int:
+            epoch = (await manager.join(name, port=rendezvous.port)).epoch
+            await manager.leave(name)
+            async with asyncio.timeout(PATIENCE_S):
+                while rendezvous.connected(name):  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.01)
+            return epoch
+
+        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "epochs only grow"
+        assert rendezvous.view("a") == View(0, ()), "the one that was empty for the longest is forgotten"
+        assert rendezvous.view("b").epoch == 1
+        assert set(StateFile(state, 1.0).load()) == {"b", "c"}
+        await manager.join("d", port=rendezvous.port)
+        await manager.join("e", port=rendezvous.port)
+        with pytest.raises(RendezvousError, match="too many worlds"):
+            await manager.join("f", port=rendezvous.port)
 
 
 def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:

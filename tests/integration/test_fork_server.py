@@ -11,12 +11,42 @@ from pathlib import Path
 
 import pytest
 
-from chaos.processes import parent
-from deploy import fork_server
-from deploy.supervisor import Backoff
-from tests.integration.small_processes import BECOME, FOREVER, Reports, end_of, freeze, no_child_left, until
+from multiworld_serving.deploy.processes import fork_server
+from multiworld_serving.deploy.processes.supervisor import Backoff
+from multiworld_serving.testing.chaos.processes import parent
+from tests.integration.small_processes import (
+    BECOME,
+    EXIT_WITH_PARENT,
+    FOREVER,
+    Reports,
+    children,
+    end_of,
+    freeze,
+    no_child_left,
+    until,
+)
 
 HANGS = "time.sleep(1000)"
+GIVES_AWAY_OTHERS = """
+import socket
+os.write(0, b'ready')
+_, fds, _, _ = socket.recv_fds(socket.socket(fileno=os.dup(0)), 65536, 2)
+os.write(fds[1], (1).to_bytes(4, 'little'))
+os.write(0, b'{"forked": true}')
+time.sleep(1000)
+"""
+ANSWERS_TOO_LATE = (
+    BECOME
+    + """
+wait = os.waitpid
+def slow_wait(*given):
+    status = wait(*given)
+    time.sleep(1000)
+    return status
+os.waitpid = slow_wait
+sys.exit(run_fork_server(become))
+"""
+)
 WHOSE = "report(f'up {os.getsid(0)}'); signal.pause()"
 
 
@@ -45,14 +75,15 @@ async def test_workers_are_the_supervisors_children_and_lead_their_sessions(repo
 async def test_supervisor_knows_how_a_worker_ended_though_the_server_is_gone(
     reports: Reports, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forks = reports.forks()
+    forks = reports.fork_server()
     script = f"report('up'); sys.stdin.readline(); {end}"
-    async with reports.supervisor(script, forks=forks, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
+    async with reports.supervisor(script, fork_server=forks, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
         await reports.next()
         await until(lambda: supervisor.pids)
         server, child = forks.pid, supervisor._slots[0].child
         assert server is not None
         assert child is not None
+        assert child._hold_fd is not None
         os.kill(server, signal.SIGKILL)
         await end_of(server)
         os.write(child._hold_fd, b"\n")
@@ -63,8 +94,8 @@ async def test_supervisor_knows_how_a_worker_ended_though_the_server_is_gone(
 async def test_worker_is_started_without_the_server_when_that_has_died_and_the_next_one_is_forked_again(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forks = reports.forks()
-    async with reports.supervisor(FOREVER, forks=forks, backoff=Backoff(initial_s=0)) as supervisor:
+    forks = reports.fork_server()
+    async with reports.supervisor(FOREVER, fork_server=forks, backoff=Backoff(initial_s=0)) as supervisor:
         pid, first = await reports.next_pid(), forks.pid
         await until(lambda: supervisor.pids)
         assert first is not None
@@ -72,44 +103,44 @@ async def test_worker_is_started_without_the_server_when_that_has_died_and_the_n
         await end_of(first)
         os.kill(pid, signal.SIGKILL)
         pid = await reports.next_pid()
-        assert caplog.text.count("of no use") == 1
+        assert caplog.text.count("has failed") == 1
         assert forks.pid not in (None, first)
         os.kill(pid, signal.SIGKILL)
         await reports.next()
-        assert caplog.text.count("of no use") == 1
+        assert caplog.text.count("has failed") == 1
 
 
 async def test_worker_is_started_without_the_server_when_that_is_frozen(
     reports: Reports, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forks = reports.forks()
-    async with reports.supervisor(FOREVER, forks=forks) as supervisor:
+    forks = reports.fork_server()
+    async with reports.supervisor(FOREVER, fork_server=forks) as supervisor:
         pid = await reports.next_pid()
         await until(lambda: supervisor.pids)
         assert forks.pid is not None
         freeze(forks.pid)
-        monkeypatch.setattr(fork_server, "REPLY_LIMIT_S", 0.2)
+        monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 0.2)
         os.kill(pid, signal.SIGKILL)
         await reports.next()
-    assert "of no use (TimeoutError)" in caplog.text
+    assert "has failed (TimeoutError)" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("server", "said"),
     [
-        ("sys.exit(1)", "it has ended"),
-        ("os.write(0, b'what?'); time.sleep(1000)", "does not say that it is ready"),
+        ("sys.exit(1)", "the fork server has ended"),
+        ("os.write(0, b'what?'); time.sleep(1000)", "unexpected message instead of ready"),
         ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'what?'); time.sleep(1000)", "Expecting value"),
         ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'5'); time.sleep(1000)", "iterable"),
         ("os.write(0, b'ready'); time.sleep(1); os.write(0, b'{}'); time.sleep(1000)", "error"),
-        ('os.write(0, b"ready"); time.sleep(1); os.write(0, b\'{"pid": 1}\'); time.sleep(1000)', "No child process"),
+        (GIVES_AWAY_OTHERS, "No child process"),
         (HANGS, "TimeoutError"),
         (
             BECOME + "import threading; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
-            "serve_forks(become)",
+            "run_fork_server(become)",
             "started a thread",
         ),
-        (BECOME + "os.fork = lambda: os.open('/nowhere', 0)\nserve_forks(become)", "No such file"),
+        (BECOME + "os.fork = lambda: os.open('/nowhere', 0)\nrun_fork_server(become)", "No such file"),
     ],
     ids=[
         "ends",
@@ -127,8 +158,8 @@ async def test_workers_are_started_without_a_server_that_does_not_serve(
     reports: Reports, server: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if server == HANGS:
-        monkeypatch.setattr(fork_server, "START_LIMIT_S", 0.2)
-    async with reports.supervisor(FOREVER, 2, forks=reports.forks(server)) as supervisor:
+        monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 0.2)
+    async with reports.supervisor(FOREVER, 2, fork_server=reports.fork_server(server)) as supervisor:
         ups = [await reports.next() for _ in range(2)]
         pids = {int(slot): int(pid) for slot, pid, _ in ups}
         await until(lambda: supervisor.pids == pids)
@@ -139,15 +170,15 @@ async def test_workers_are_started_without_a_server_that_cannot_be_started(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     forks = reports.servers.enter_context(fork_server.ForkServer(["/nowhere/to/be/found"], os.environ))
-    async with reports.supervisor(FOREVER, 2, forks=forks):
+    async with reports.supervisor(FOREVER, 2, fork_server=forks):
         await reports.next()
         await reports.next()
-    assert "fork server cannot be started" in caplog.text
+    assert "cannot start the fork server" in caplog.text
 
 
 async def test_leaving_does_not_wait_for_a_server_that_still_imports(reports: Reports) -> None:
     server = "report('importing'); time.sleep(1000)"
-    async with reports.supervisor(FOREVER, 2, forks=reports.forks(server), stop_timeout_s=1000):
+    async with reports.supervisor(FOREVER, 2, fork_server=reports.fork_server(server), stop_timeout_s=1000):
         await reports.next()
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 100, "it waited for the server"
@@ -163,9 +194,9 @@ async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: 
         "    if pid: report('forking'); time.sleep(1)\n"
         "    return pid\n"
         "os.fork = slow_fork\n"
-        "sys.exit(serve_forks(become))\n"
+        "sys.exit(run_fork_server(become))\n"
     )
-    forks = reports.forks(server)
+    forks = reports.fork_server(server)
     task = asyncio.create_task(forks.fork(reports.command(script, 0)))
     said = [(await reports.next())[2]]
     task.cancel()
@@ -176,18 +207,31 @@ async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: 
     assert set(said) == {"forking", "up", "read=''"}
 
 
+async def test_no_zombie_is_left_when_a_fork_is_answered_too_late(
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 1.0)
+    forks = reports.fork_server(ANSWERS_TOO_LATE)
+    before = children() - {forks.pid}
+    assert await forks.fork(reports.command(EXIT_WITH_PARENT, 0)) is None
+    await until(lambda: children() - before <= {forks.pid})
+
+
 async def test_others_do_not_wait_for_a_server_that_was_of_no_use_to_one(
     reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "START_LIMIT_S", 5.0)
-    forks = reports.forks("time.sleep(1000)")
+    monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 5.0)
+    forks = reports.fork_server("time.sleep(1000)")
     began_s = time.monotonic()
     assert await asyncio.gather(*(forks.fork(["anything"]) for _ in range(20))) == [None] * 20
     assert time.monotonic() - began_s < 50, "each waited for a server of its own"
 
 
 def test_process_is_shown_as_what_it_became() -> None:
-    code = "import sys; from deploy.fork_server import show_as; show_as(sys.argv[1]); print(open('/proc/self/cmdline').read())"
+    code = (
+        "import sys; from multiworld_serving.deploy.processes.fork_server import set_process_title; "
+        "set_process_title(sys.argv[1]); print(open('/proc/self/cmdline').read())"
+    )
     for title, room in (("multiworld worker", True), ("x" * 1000, False)):
         said = subprocess.run([sys.executable, "-c", code, title], capture_output=True, text=True, check=True).stdout
         shown = said.strip().strip("\0")

@@ -6,12 +6,20 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import Tuning, cut, deviation, load_model, reference_stage, stage_input_shape, stage_weights
-from models.optimize import TOLERANCE
-from models.optimize.folding import FoldedStage
-from models.optimize.graphs import graphed
-from workers.engine import Engine
-from workers.transfers import transfers
+from multiworld_serving.models import (
+    Tuning,
+    deviation,
+    load_model,
+    reference_stage,
+    split_model,
+    stage_input_shape,
+    stage_weights,
+)
+from multiworld_serving.models.optimize import TOLERANCE
+from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
+from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.transfers import transfers_for
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -23,9 +31,9 @@ LARGEST = 5
 def test_recorded_stages_equal_the_reference_for_every_batch_size() -> None:
     device = torch.device("cuda", 0)
     model = load_model("resnet18", "random:0", image_size=64)
-    for spec in cut(model, 2):
+    for spec in split_model(model, 2):
         stage, shape = reference_stage(model, spec), stage_input_shape(spec, model.preprocessing.crop_size)
-        recorded = graphed(FoldedStage(stage).to(device), shape, LARGEST, device)
+        recorded = record_cuda_graphs(FoldedStage(stage).to(device), shape, LARGEST, device)
         for rows in range(1, LARGEST + 1):
             batch = torch.rand(rows, *shape) if spec.index else torch.randint(0, 256, (rows, *shape), dtype=torch.uint8)
             with torch.inference_mode():
@@ -35,13 +43,13 @@ def test_recorded_stages_equal_the_reference_for_every_batch_size() -> None:
 
 def test_batches_arrive_and_results_come_back_whole_while_others_are_computed() -> None:
     device = torch.device("cuda", 0)
-    way = transfers(device)
+    way = transfers_for(device)
     batches = [torch.full((16, 3, 224, 224), float(value)) for value in range(32)]
-    arriving = [way.up(batch) for batch in batches]
+    arriving = [way.to_device(batch) for batch in batches]
     for value, arrived in enumerate(arriving):
         there = arrived()
         assert there.device.type == "cuda"
-        back = way.down(there * 2)
+        back = way.to_host(there * 2)
         assert torch.equal(back, batches[value] * 2)
 
 
@@ -49,12 +57,12 @@ def test_batches_arrive_and_results_come_back_whole_while_others_are_computed() 
 async def test_engine_computes_what_the_reference_does(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     model = load_model("resnet18", "random:0", image_size=64)
-    (spec,) = cut(model, 1)
-    place, shape = engine.place(), stage_input_shape(spec, model.preprocessing.crop_size)
+    (spec,) = split_model(model, 1)
+    queue, shape = engine.new_queue(), stage_input_shape(spec, model.preprocessing.crop_size)
     weights = safetensors.torch.save(stage_weights(model, spec))
-    await place.load(1, spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
+    await queue.load(1, spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
-    answers = await asyncio.gather(*(place.compute(1, 0, batch) for batch in batches))
+    answers = await asyncio.gather(*(queue.compute(1, 0, batch) for batch in batches))
     expected = reference_stage(model, spec)
     for batch, (output, _, _) in zip(batches, answers, strict=True):
         with torch.inference_mode():

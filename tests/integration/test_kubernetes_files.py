@@ -12,12 +12,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from config import load
-from deploy.kubernetes.rules import RESOURCE, rendered
-from server.settings import ServeSettings
+from multiworld_serving.common.config import load
+from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.leader_connection import DRAIN_S
+from multiworld_serving.workers.settings import WorkerSettings
 from tests.integration.test_prometheus_files import check, tool
-from workers.membership import DRAIN_S
-from workers.settings import WorkerSettings
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
@@ -265,7 +265,7 @@ def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None
 
 
 def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -> None:
-    assert RESOURCE.read_text() == rendered(), "python -m deploy.kubernetes.rules"
+    assert RESOURCE.read_text() == rendered(), "python -m multiworld_serving.deploy.kubernetes.rules"
     spec = yaml.safe_load(RESOURCE.read_text())["spec"]
     sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
     assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]]

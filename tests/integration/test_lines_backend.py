@@ -1,4 +1,4 @@
-"""Worlds without a backend of c10d: messages, all_reduce and barrier go, other collectives are refused, and nobody listens but rank 0."""
+"""Worlds whose operations all go over the library's own connections: c10d builds nothing, and nobody listens but rank 0."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ def listening() -> set[str]:
 
 
 async def test_messages_go_both_ways_when_a_world_has_lines_alone(managers: tuple[WorldManager, WorldManager]) -> None:
-    await form(managers, "lines", "lines")
+    await form(managers, "tcp", "tcp")
     sent, received = torch.arange(1000.0), torch.empty(1000)
     for source, target in (managers, managers[::-1]):
         rank = 0 if source is managers[0] else 1
@@ -44,8 +44,8 @@ async def test_messages_go_both_ways_when_a_world_has_lines_alone(managers: tupl
         assert torch.equal(received, sent * (rank + 1))
 
 
-async def test_all_reduce_and_barrier_need_no_backend(managers: tuple[WorldManager, WorldManager]) -> None:
-    await form(managers, "lines", "lines")
+async def test_collectives_need_no_group_of_c10d(managers: tuple[WorldManager, WorldManager]) -> None:
+    await form(managers, "tcp", "tcp")
     tensors = [torch.arange(200_000.0) * (rank + 1) for rank in range(2)]
     await asyncio.gather(
         *(
@@ -57,19 +57,22 @@ async def test_all_reduce_and_barrier_need_no_backend(managers: tuple[WorldManag
     await asyncio.gather(*(manager.communicator.barrier("w") for manager in managers))
 
 
-async def test_other_collectives_are_refused_and_the_world_goes_on_when_it_has_lines_alone(
-    managers: tuple[WorldManager, WorldManager],
+async def test_world_is_made_without_a_thread_or_connection_of_gloo_when_the_backend_is_gloo(
+    managers: tuple[WorldManager, WorldManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await form(managers, "lines", "lines")
-    for refused in (
-        managers[0].communicator.broadcast(torch.ones(1), 0, "w"),
-        managers[0].communicator.all_gather([torch.ones(1)] * 2, torch.ones(1), "w"),
-    ):
-        with pytest.raises(ValueError, match="has lines alone"):
-            await refused
-    received = torch.empty(1)
-    await asyncio.gather(managers[0].world("w").send(torch.ones(1), 1), managers[1].world("w").recv(received, 0))
-    assert received.item() == 1
+    def refuse(*_: object) -> None:
+        raise AssertionError("a Gloo group was built")
+
+    monkeypatch.setattr("multiworld.execution.process_group._make_gloo", refuse)
+    await form(managers, "gloo", "tcp")
+    results = [[torch.zeros(3), torch.zeros(3)] for _ in managers]
+    await asyncio.gather(
+        *(
+            manager.communicator.all_gather(result, torch.full((3,), float(rank)), "w")
+            for rank, (manager, result) in enumerate(zip(managers, results, strict=True))
+        )
+    )
+    assert [[each.tolist() for each in result] for result in results] == [[[0.0] * 3, [1.0] * 3]] * 2
 
 
 async def test_members_say_so_when_they_were_given_different_backends(
@@ -77,17 +80,17 @@ async def test_members_say_so_when_they_were_given_different_backends(
 ) -> None:
     host, guest = managers
     port = host.listen()
-    hosting = asyncio.create_task(host.initialize_world("w", 0, 2, "lines", port=port))
-    told = "rank 0 is unchecked with backend lines, we are unchecked with backend cpu:gloo"
+    hosting = asyncio.create_task(host.initialize_world("w", 0, 2, "tcp", port=port))
+    told = "rank 0 is unchecked with backend cpu:lines, we are unchecked with backend cpu:c10d-gloo"
     with pytest.raises(JoinError, match=told):
-        await guest.initialize_world("w", 1, 2, port=port)
+        await guest.initialize_world("w", 1, 2, "c10d-gloo", port=port)
     (ending,) = await asyncio.gather(hosting, return_exceptions=True)
     assert isinstance(ending, WorldError), "rank 0 learns of it at once"
 
 
 async def test_connections_leave_from_the_address_that_was_bound(managers: tuple[WorldManager, WorldManager]) -> None:
     before = listening()
-    await form(managers, "lines", "lines")
+    await form(managers, "tcp", "tcp")
     assert len(listening() - before) == 1, "rank 0's port, and none of c10d's"
     hosts = {line.rsplit(":", 1)[0] for line in peers_of(managers[0])}
     assert hosts == {"127.0.0.2"}
@@ -109,4 +112,4 @@ def peers_of(host: WorldManager) -> list[str]:
 async def test_address_that_is_not_ours_is_named_when_it_cannot_be_bound() -> None:
     async with WorldManager() as host, WorldManager(bind_host="192.0.2.7") as guest:
         with pytest.raises(JoinError, match="Cannot assign requested address"):
-            await guest.initialize_world("w", 1, 2, "lines", port=host.listen(), timeout=0.5)
+            await guest.initialize_world("w", 1, 2, "tcp", port=host.listen(), timeout=0.5)

@@ -1,7 +1,10 @@
 """A leader's link and a worker's session over a real world: coming up, computing, failing, leaving."""
 
 import asyncio
+import contextlib
 import dataclasses
+import re
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +13,22 @@ import pytest
 import safetensors.torch
 import torch
 
-from models import Tuning, load_model, reference_stage
-from multiworld import Cause, WorldManager
-from server.link import CanaryError, Link, LinkEndedError
-from server.plan import StagePlan, make_plan
-from server.slots import Slot
-from wire import WORLD_BACKEND, Channel, JoinOffer, JoinRequest, Message, StageOrder
-from workers.engine import Engine
-from workers.session import Session
+from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld_serving.common.wire import (
+    WORLD_BACKEND,
+    Channel,
+    JoinOffer,
+    JoinRequest,
+    Message,
+    MessageKind,
+    StageAssignment,
+)
+from multiworld_serving.models import Tuning, load_model, reference_stage
+from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, SlotId, WorkerLink
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.session import Session
+from tests.chaos.lies import LIES, lying, raw_header
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -44,16 +55,16 @@ class Heard:
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def on_link_state(self, link: Link) -> None:
+    def on_link_state(self, link: WorkerLink) -> None:
         self.states.put_nowait(link.state)
 
-    def on_result(self, link: Link, message: Message) -> None:
+    def on_result(self, link: WorkerLink, message: Message) -> None:
         self.results.put_nowait(message)
 
-    def on_failed(self, link: Link, message: Message) -> None:
+    def on_failed(self, link: WorkerLink, message: Message) -> None:
         self.failures.put_nowait((message.batch, message.text()))
 
-    def on_leaving(self, link: Link) -> None:
+    def on_leaving(self, link: WorkerLink) -> None:
         self.leaving.set()
 
     async def until(self, state: str) -> None:
@@ -73,14 +84,14 @@ class Pair:
     heard: Heard = field(default_factory=Heard)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
-    def link(self, *plans: StagePlan, slot: Slot | None = None) -> Link:
-        slot = slot or Slot(plans[0].spec.index, 0)
-        link = Link(plans=plans, slot=slot, epoch=1, request=REQUEST, listener=self.heard, batches=self.heard)
+    def link(self, *plans: StagePlan, slot: SlotId | None = None) -> WorkerLink:
+        slot = slot or SlotId(plans[0].spec.index, 0)
+        link = WorkerLink(plans=plans, slot=slot, epoch=1, request=REQUEST, listener=self.heard, batches=self.heard)
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
         self.tasks.append(asyncio.create_task(running))
         return link
 
-    async def session(self, link: Link) -> Session:
+    async def session(self, link: WorkerLink) -> Session:
         offer = JoinOffer(link.world_name, link.epoch)
         world = await self.worker.initialize_world(
             offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, epoch=offer.epoch
@@ -125,21 +136,152 @@ async def test_link_computes_what_the_reference_does_when_it_is_ready(
             assert answer.compute_ns > 0
 
 
-async def test_worker_goes_on_when_its_stage_raises(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+async def test_worker_goes_on_when_its_stage_raises(
+    pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = pair.link(plan[0])
-    await pair.session(link)
+    session = await pair.session(link)
     await pair.heard.until("ready")
-    link.send(7, torch.zeros(1, 5, 5), 1)  # not uint8 [B,3,H,W]
+    monkeypatch.setattr(session.queue, "_forward", raising)
+    link.send(7, images(), 1)
     async with asyncio.timeout(WAIT_S):
-        batch, error = await pair.heard.failures.get()
-        assert batch == 7
-        assert "uint8" in error
-        link.send(8, torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8), 1)
+        assert await pair.heard.failures.get() == (7, "RuntimeError: the device is gone")
+        monkeypatch.undo()
+        link.send(8, images(), 1)
         assert (await pair.heard.results.get()).batch == 8
     assert link.state == "ready"
 
 
-async def test_link_never_serves_when_the_canary_comes_back_wrong(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+def raising(*_: object) -> torch.Tensor:
+    raise RuntimeError("the device is gone")
+
+
+REFUSALS = {
+    "size-zero": "0 bytes are not torch.float32",
+    "huge": r"expected torch.float32, 2 rows of \(128, 4, 4\)",
+    "overflow": "bytes are not torch.float32",
+    "no-payload": "got no payload",
+    "other-batch": "batch 1001, which is not in flight",
+    "twice": "batch 1, which is not in flight",
+    "failed-other-batch": "batch 1001, which is not in flight",
+    "failed-at-length": "expected torch.uint8, 0 to 65536 rows",
+    "not-text": "expected torch.uint8, 0 to 65536 rows",
+    "leader's": "unexpected BATCH from a worker",
+    "garbage": "not a message of this version",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_link_breaks_when_a_result_is_not_what_was_asked_for(
+    pair: Pair, plan: tuple[StagePlan, ...], lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    monkeypatch.setattr(Channel, "send", lying_worker(link, lie))
+    link.send(1, images(2), 1)
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert re.search(REFUSALS.get(lie, r"RESULT: expected torch.float32, 2 rows of \(128, 4, 4\), got"), link.detail)
+    assert pair.heard.results.qsize() == (lie == "twice")
+    assert pair.heard.failures.empty()
+
+
+def lying_worker(link: WorkerLink, lie: str) -> Any:
+    """In place of `Channel.send`: the leader's end, in this same process, goes on to tell the truth."""
+    truth, lies = Channel.send, lying(lie)
+
+    async def send(self: Channel, message: Message) -> None:
+        await (truth if self is link._channel else lies)(self, message)
+
+    return send
+
+
+BATCH = (MessageKind.BATCH, 1, torch.uint8)
+LEADERS_LIES: dict[str, tuple[list[torch.Tensor], str]] = {
+    "size 0": ([raw_header(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0)], "0 bytes are not torch.uint8"),
+    "more rows than ordered": (
+        [raw_header(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32)],
+        "expected torch.uint8, 1 to 4 rows",
+    ),
+    "no rows": ([raw_header(*BATCH, (0, 3, 32, 32), 0)], "expected torch.uint8, 1 to 4 rows"),
+    "other image size": ([raw_header(*BATCH, (1, 3, 33, 33), 3 * 33 * 33)], r"rows of \(3, 32, 32\), got"),
+    "other dtype": (
+        [raw_header(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32)],
+        "expected torch.uint8",
+    ),
+    "no payload": ([Message(MessageKind.BATCH, 1, version=1).header()], "got no payload"),
+    "stage that was not ordered": (
+        [Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1).header()],
+        "stage 1, version 1, which is not assigned",
+    ),
+    "weights without an order": (
+        [raw_header(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        "WEIGHTS was not",
+    ),
+    "long order": ([raw_header(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 65536 rows"),
+    "long trace": ([raw_header(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 24576 rows"),
+    "drop with a payload": (
+        [raw_header(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        "expected no payload",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LEADERS_LIES)
+async def test_session_ends_when_its_leader_sends_what_was_not_announced(
+    pair: Pair, plan: tuple[StagePlan, ...], lie: str
+) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    tensors, refusal = LEADERS_LIES[lie]
+    assert link._world is not None
+    for tensor in tensors:
+        await link._world.send(tensor, 1)
+    ending = await pair.tasks[-1]
+    assert isinstance(ending, BrokenWorldException)
+    assert ending.cause == Cause.ABORTED
+    assert re.search(refusal, ending.detail)
+
+
+async def test_session_ends_when_there_are_more_weights_than_were_announced(
+    pair: Pair, plan: tuple[StagePlan, ...]
+) -> None:
+    class Lying(StagePlan):
+        def order(self, max_batch_size: int, window: int) -> StageAssignment:
+            return dataclasses.replace(super().order(max_batch_size, window), weights_bytes=4)
+
+    await pair.session(pair.link(Lying(**vars(plan[0]))))
+    ending = await pair.tasks[-1]
+    assert isinstance(ending, BrokenWorldException)
+    assert "WEIGHTS: expected torch.uint8, 1 to 4 rows" in ending.detail
+
+
+async def test_link_breaks_at_once_when_a_batch_cannot_be_sent(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    await pair.session(link)
+    await pair.heard.until("ready")
+    link.send(1, images().bool(), 1)
+    await pair.heard.until("broken")
+    assert (link.cause, link.leader_unresponsive) == (Cause.ABORTED, True)
+    assert "BATCH 1 cannot be sent: ValueError: cannot send torch.bool" in link.detail
+
+
+async def test_link_breaks_at_once_when_a_result_cannot_be_sent(
+    pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = pair.link(plan[0])
+    session = await pair.session(link)
+    await pair.heard.until("ready")
+    monkeypatch.setattr(session.queue, "_forward", lambda *_: torch.zeros(1, dtype=torch.bool))
+    link.send(1, images(), 1)
+    await pair.heard.until("broken")
+    assert link.cause in (Cause.ABORTED, Cause.LEFT, Cause.EXIT)
+    assert link.leader_unresponsive is False
+
+
+async def test_link_never_serves_when_the_self_test_comes_back_wrong(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     weights = safetensors.torch.load(plan[1].weights)
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
     lying = dataclasses.replace(plan[1], weights=safetensors.torch.save(weights))
@@ -147,7 +289,7 @@ async def test_link_never_serves_when_the_canary_comes_back_wrong(pair: Pair, pl
     await pair.session(link)
     await pair.heard.until("broken")
     assert link.cause == "error"
-    assert "canary" in link.detail
+    assert "self-test" in link.detail
 
 
 async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
@@ -158,18 +300,87 @@ async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: 
     assert "fc.weight" in link.detail
 
 
-async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    link = pair.link(plan[0])
-    world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
-    )
-    channel = Channel(world, 0, 1 << 30)
-    left = StageOrder.from_json((await channel.receive()).text()).weights_bytes
+async def take_order(channel: Channel) -> None:
+    """Read one order and its weights as a worker does, and keep nothing."""
+    left = StageAssignment.from_json((await channel.receive()).text()).weights_bytes
     while left:
         piece = (await channel.receive()).payload
         assert piece is not None
         left -= piece.nbytes
-    await world.send(torch.full((64,), 7, dtype=torch.uint8), 0)
+
+
+async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
+    """A worker that says what the test says."""
+    world = await pair.worker.initialize_world(
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+    )
+    return Channel(world, 0, lambda _: None)
+
+
+async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Channel:
+    """A scripted worker that has come to serve."""
+    channel = await scripted_worker(pair, link)
+    await take_order(channel)
+    await channel.send(Message.from_text(MessageKind.READY, "{}"))
+    await channel.receive()
+    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output))
+    await pair.heard.until("ready")
+    return channel
+
+
+async def test_link_copies_no_weights_when_a_worker_joins(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    tracemalloc.start()
+    try:
+        link = pair.link(plan[1])
+        await take_order(await scripted_worker(pair, link))
+        await pair.heard.until("warming")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < len(plan[1].weights) / 4
+
+
+async def test_link_breaks_when_a_worker_that_loads_a_version_answers_twice(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
+) -> None:
+    link = pair.link(plan[0])
+    channel = await serving_script(pair, link, plan[0])
+    loading = asyncio.create_task(link.load(second[:1]))
+    await channel.receive()  # the order; its weights stay unread, so that the answers come before anything is asked
+    with contextlib.suppress(
+        BrokenWorldException
+    ):  # the second one breaks the world, perhaps before it is seen to have arrived
+        for _ in range(2):
+            await channel.send(Message.from_text(MessageKind.READY, "{}"))
+    await pair.heard.until("broken")
+    assert link.cause == "error"
+    assert "has not asked for another reply" in link.detail
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError):
+            await loading
+
+
+async def test_link_breaks_when_a_worker_says_something_else_while_it_loads_a_version(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
+) -> None:
+    link = pair.link(plan[0])
+    channel = await serving_script(pair, link, plan[0])
+    loading = asyncio.create_task(link.load(second[:1]))
+    await take_order(channel)
+    with contextlib.suppress(BrokenWorldException):  # the header alone breaks the world
+        await channel.send(Message(MessageKind.RESULT, payload=plan[0].self_test_output))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError):
+            await loading
+    assert "not in flight" in link.detail
+    assert (link.state, link.cause) == ("broken", "error")
+
+
+async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+    link = pair.link(plan[0])
+    channel = await scripted_worker(pair, link)
+    await take_order(channel)
+    await channel.world.send(torch.full((64,), 7, dtype=torch.uint8), 0)
     await pair.heard.until("broken")
     assert link.cause == "error"
     assert "not a message" in link.detail
@@ -192,7 +403,7 @@ async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]
     heard = Heard()
     async with WorldManager() as leader:
         port = leader.listen("127.0.0.1", 0)
-        link = Link(plans=plan[:1], slot=Slot(0, 0), epoch=1, request=REQUEST, listener=heard, batches=heard)
+        link = WorkerLink(plans=plan[:1], slot=SlotId(0, 0), epoch=1, request=REQUEST, listener=heard, batches=heard)
         await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
     assert link.state == "broken"
     assert link.cause == Cause.TIMEOUT
@@ -201,7 +412,7 @@ async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]
 async def test_link_is_over_at_once_when_it_is_given_up_while_it_forms(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     former = pair.link(plan[0])
     await asyncio.sleep(0)
-    former.give_up(Cause.EXIT, "its worker has joined again")
+    former.fail(Cause.EXIT, "its worker has joined again")
     assert (former.state, former.cause) == ("broken", Cause.EXIT)
     again = pair.link(plan[0])  # the same world, by name and epoch
     await pair.session(again)
@@ -215,7 +426,7 @@ async def test_link_is_over_at_once_when_it_is_given_up_while_it_serves(
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    link.give_up(Cause.HANG, "no answer")
+    link.fail(Cause.HANG, "no answer")
     assert (link.state, link.cause) == ("broken", Cause.HANG)
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*pair.tasks)
@@ -226,7 +437,7 @@ def images(rows: int = 1) -> torch.Tensor:
     return torch.full((rows, 3, IMAGE_SIZE, IMAGE_SIZE), 90, dtype=torch.uint8)
 
 
-async def answered(pair: Pair, link: Link, batch: int, version: int) -> torch.Tensor:
+async def answered(pair: Pair, link: WorkerLink, batch: int, version: int) -> torch.Tensor:
     link.send(batch, images(), version)
     async with asyncio.timeout(WAIT_S):
         answer = await pair.heard.results.get()
@@ -239,23 +450,21 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
 ) -> None:
     link = pair.link(plan[0])
-    await pair.session(link)
+    session = await pair.session(link)
     await pair.heard.until("ready")
     old = await answered(pair, link, 1, version=1)
     loading = asyncio.create_task(link.load(second[:1]))
     torch.testing.assert_close(await answered(pair, link, 2, version=1), old)
     async with asyncio.timeout(WAIT_S):
         await loading
-    assert link.holds == {1, 2}
+    assert link.loaded_versions == {1, 2}
     new = await answered(pair, link, 3, version=2)
     assert not torch.allclose(new, old)
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
-    link.drop(1)
-    link.send(5, images(), 1)
-    async with asyncio.timeout(WAIT_S):
-        assert (await pair.heard.failures.get())[0] == 5
-    torch.testing.assert_close(await answered(pair, link, 6, version=2), new)
-    assert (link.state, link.holds) == ("ready", {2})
+    link.unload(1)
+    torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
+    assert not session.queue.has_stage(1, 0)
+    assert (link.state, link.loaded_versions) == ("ready", {2})
 
 
 def none_left(needed_bytes: int) -> None:
@@ -263,7 +472,7 @@ def none_left(needed_bytes: int) -> None:
 
 
 BAD_VERSIONS = {
-    "other weights than the reference's": "wrong answer to the canary",
+    "other weights than the reference's": "the join self-test failed",
     "weights that do not load": "conv1.weight",
     "no memory": "5 are left",
 }
@@ -282,15 +491,15 @@ async def test_link_serves_on_when_a_version_cannot_be_loaded(
     await pair.session(link)
     await pair.heard.until("ready")
     if why == "no memory":
-        monkeypatch.setattr("workers.session.check_memory", none_left)
+        monkeypatch.setattr("multiworld_serving.workers.session.check_memory", none_left)
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(CanaryError, match=BAD_VERSIONS[why]):
+        with pytest.raises(SelfTestError, match=BAD_VERSIONS[why]):
             await link.load((bad,))
-        link.drop(2)
+        link.unload(2)
         await answered(pair, link, 1, version=1)
         monkeypatch.undo()
         await link.load(second[:1])
-    assert (link.state, link.holds) == ("ready", {1, 2})
+    assert (link.state, link.loaded_versions) == ("ready", {1, 2})
 
 
 async def test_load_ends_when_the_link_breaks(
@@ -299,12 +508,12 @@ async def test_load_ends_when_the_link_breaks(
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(session.place, "load", lambda *_: asyncio.Event().wait())  # it never comes back
+    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())  # it never comes back
     loading = asyncio.create_task(link.load(second[:1]))
     await answered(pair, link, 1, version=1)
-    link.give_up(Cause.HANG, "no answer")
+    link.fail(Cause.HANG, "no answer")
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError, match="went while it loaded"):
+        with pytest.raises(LinkEndedError, match="was lost while it loaded"):
             await loading
         with pytest.raises(LinkEndedError, match="broken"):
             await link.load(second[:1])
@@ -316,7 +525,7 @@ async def test_load_ends_when_the_worker_leaves(
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(session.place, "load", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())
     loading = asyncio.create_task(link.load(second[:1]))
     await session.leave()
     async with asyncio.timeout(WAIT_S):
@@ -331,20 +540,20 @@ async def test_worker_that_leaves_while_it_loads_a_version_is_no_faulty_one(
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    proceed, load = asyncio.Event(), session.place.load
+    proceed, load = asyncio.Event(), session.queue.load
 
     async def load_later(*args: Any) -> object:
         await proceed.wait()
         return await load(*args)
 
-    monkeypatch.setattr(session.place, "load", load_later)
+    monkeypatch.setattr(session.queue, "load", load_later)
     loading = asyncio.create_task(link.load(second[:1]))
     await session.leave()
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(LinkEndedError):
             await loading
         proceed.set()
-        while not session.place.holds(2, 0):  # noqa: ASYNC110 - nothing tells of it
+        while not session.queue.has_stage(2, 0):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
     await answered(pair, link, 7, 1)  # behind what it says of the version
     assert link.state == "draining"
@@ -353,12 +562,12 @@ async def test_worker_that_leaves_while_it_loads_a_version_is_no_faulty_one(
 @pytest.mark.parametrize("tuning", [Tuning(optimize="eager"), Tuning("bfloat16", "eager"), Tuning("auto", "auto")])
 async def test_link_serves_when_its_worker_computes_another_way(pair: Pair, tuning: Tuning) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, tuning)
-    link = pair.link(*plan, slot=Slot(None, 0))
+    link = pair.link(*plan, slot=SlotId(None, 0))
     await pair.session(link)
     await pair.heard.until("ready")
 
 
-async def test_link_never_serves_when_the_canary_is_wrong_and_precision_was_left_to_the_worker(pair: Pair) -> None:
+async def test_link_never_serves_when_the_self_test_is_wrong_and_precision_was_left_to_the_worker(pair: Pair) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, Tuning("auto", "auto"))
     weights = safetensors.torch.load(plan[1].weights)
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
@@ -366,4 +575,4 @@ async def test_link_never_serves_when_the_canary_is_wrong_and_precision_was_left
     await pair.session(link)
     await pair.heard.until("broken")
     assert link.cause == "error"
-    assert "canary" in link.detail
+    assert "self-test" in link.detail

@@ -1,14 +1,18 @@
-"""What one GPU can show of NCCL worlds, and of Gloo worlds with tensors on the GPU. More has never been run by us."""
+"""What one GPU can show of NCCL worlds, and of Gloo worlds with tensors on the GPU; docs/gpu.md lists what is still open."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ReduceOp
 
 from multiworld import BrokenWorldException, Cause, WorldManager, WorldState
-from multiworld.process_group import UnsupportedBackendError, parse_backend
+from multiworld.collectives import reductions
+from multiworld.execution.process_group import UnsupportedBackendError, check_nccl_device, parse_backend
+from multiworld.ops import p2p as messages
+from multiworld.ops.validation import Ranks
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,8 +34,45 @@ def test_nccl_is_refused_in_plain_words_when_there_is_no_gpu() -> None:
 
 
 def test_gloo_takes_the_tensors_of_every_device() -> None:
-    assert parse_backend("cuda:gloo") == {"cuda": "gloo"}
-    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "gloo", "cuda": "gloo"}
+    assert parse_backend("cuda:gloo") == {"cuda": "tcp"}
+    assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "tcp", "cuda": "tcp"}
+
+
+ON_SECOND = Ranks("w", 0, 2, {"cuda": "nccl"}, torch.device("cuda", 1))
+"""Of a world on the second device, of which tensors without memory are enough to see what is made and checked."""
+
+
+def test_barrier_uses_the_device_of_its_world_when_another_one_is_current() -> None:
+    with FakeTensorMode():
+        assert [token.device for token in reductions.barrier(ON_SECOND).tensors] == [torch.device("cuda", 1)]
+
+
+def test_operation_is_refused_when_its_tensor_is_on_a_device_that_its_world_does_not_use() -> None:
+    with FakeTensorMode():
+        ours, other = torch.zeros(4, device="cuda:1"), torch.zeros(4, device="cuda:0")
+        assert not reductions.all_reduce(ON_SECOND, ours, ReduceOp.SUM).staged
+        with pytest.raises(ValueError, match="all_reduce: the tensors are on cuda:0, world 'w' of 2 uses cuda:1"):
+            reductions.all_reduce(ON_SECOND, other, ReduceOp.SUM)
+        with pytest.raises(ValueError, match="send: the tensors are on cuda:0"):
+            messages.send(ON_SECOND, other, 1, 0)
+
+
+def test_nccl_uses_the_callers_current_device_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device in ("cpu", "cuda", "cuda:1"):
+        assert check_nccl_device(torch.device(device)) == torch.device("cuda", 1)
+    assert check_nccl_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="device cuda:2 does not exist: expected an index below 2"):
+        check_nccl_device(torch.device("cuda", 2))
+
+
+@needs_gpu
+async def test_nccl_world_says_that_it_is_experimental_when_it_is_made(
+    manager: WorldManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
+    assert "world=w uses NCCL, which is experimental: see docs/gpu.md" in caplog.messages
 
 
 @needs_gpu
@@ -87,7 +128,7 @@ async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) ->
 
 
 @needs_gpu
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "c10d-gloo"])
 @pytest.mark.parametrize("checked", [False, True])
 async def test_gloo_carries_tensors_of_the_gpu(backend: str, checked: bool) -> None:
     async with WorldManager(checked=checked) as first, WorldManager(checked=checked) as second:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.metrics import Metrics
+from multiworld_serving.server.observability.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"

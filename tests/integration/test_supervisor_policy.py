@@ -7,11 +7,11 @@ import sys
 import pytest
 from pydantic import SecretStr
 
-from deploy.child import status_text
-from deploy.local_workers import local_workers
-from deploy.supervisor import Backoff
-from deploy.worker_forks import fair_threads, worker_environment
-from server.settings import ServeSettings
+from multiworld_serving.deploy.processes.child_process import status_text
+from multiworld_serving.deploy.processes.environment import fair_threads, worker_environment
+from multiworld_serving.deploy.processes.local_workers import local_workers
+from multiworld_serving.deploy.processes.supervisor import Backoff
+from multiworld_serving.server.settings import ServeSettings
 
 SETTINGS = ServeSettings(token=SecretStr("of-the-leader"), stages=2, replicas=3, worker_threads=2, log_format="json")
 
@@ -74,7 +74,7 @@ def test_workers_share_the_cores_unless_they_were_given_threads() -> None:
     supervisor = local_workers(SETTINGS.replace("worker_threads", 0, "test"), "127.0.0.1:8001")
     said = [dict(itertools.pairwise(supervisor._command(slot))) for slot in range(6)]
     assert {each["--cores-file"] for each in said} == {said[0]["--cores-file"]}
-    assert [each["--cores-seat"] for each in said] == [str(slot) for slot in range(6)]
+    assert [each["--cores-index"] for each in said] == [str(slot) for slot in range(6)]
     assert os.path.exists(said[0]["--cores-file"])
 
 

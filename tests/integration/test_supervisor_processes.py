@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.supervisor import Backoff, Supervisor
+from multiworld_serving.deploy.processes.child_process import ChildProcess
+from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
 from tests.integration.small_processes import (
     DEAF,
     EXIT_WITH_PARENT,
@@ -150,18 +152,50 @@ async def test_error_of_the_block_is_raised_when_it_fails(reports: Reports) -> N
         await run()
 
 
-async def test_block_is_ended_when_a_callback_fails(reports: Reports) -> None:
+async def test_slot_is_kept_when_the_restart_callback_fails(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     def fail(slot: int) -> None:
         raise RuntimeError("of the callback")
 
-    async def run() -> None:
-        async with reports.supervisor(FOREVER, 2, on_restart=fail):
+    async with reports.supervisor(FOREVER, on_restart=fail, backoff=Backoff(initial_s=0)) as supervisor:
+        for _ in range(2):
             os.kill(await reports.next_pid(), signal.SIGKILL)
-            await asyncio.Event().wait()
+        pid = await reports.next_pid()
+        await until(lambda: supervisor.pids == {0: pid})
+    assert "of the callback" in caplog.text
 
-    with pytest.raises(ExceptionGroup) as raised:
-        await run()
-    assert raised.group_contains(RuntimeError, match="of the callback")
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Until the block ends, everything that needs a new descriptor fails with EMFILE."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):  # gaps below
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_end_is_seen_and_reaped_when_no_descriptor_is_left(reports: Reports) -> None:
+    command = reports.command(FOREVER, 0)
+    child = await reports.fork_server().fork(command) if reports.forking else ChildProcess.spawn(command, os.environ)
+    assert child is not None
+    await reports.next()
+    with no_descriptor_left():
+        ended = asyncio.create_task(child.ended())
+        await asyncio.sleep(0)
+        assert not ended.done()
+        child.send(signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await ended
+        assert child.reap() == -signal.SIGKILL
 
 
 async def test_process_is_tried_again_when_it_cannot_be_started(
@@ -198,12 +232,12 @@ async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: 
     leader_script = tmp_path / "leader.py"
     leader_script.write_text(
         "import asyncio, contextlib, json, os, sys\n"
-        "from deploy.fork_server import ForkServer\n"
-        "from deploy.supervisor import Supervisor\n"
+        "from multiworld_serving.deploy.processes.fork_server import ForkServer\n"
+        "from multiworld_serving.deploy.processes.supervisor import Supervisor\n"
         "child, server = json.loads(sys.argv[1])\n"
         "async def main():\n"
         "    with ForkServer(server, os.environ) if server else contextlib.nullcontext() as forks:\n"
-        "        async with Supervisor(lambda slot: [*child[:-2], str(slot), child[-1]], 2, forks=forks):\n"
+        "        async with Supervisor(lambda slot: [*child[:-2], str(slot), child[-1]], 2, fork_server=forks):\n"
         "            await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from config.settings import Settings
-from config.sources import option
-from server.settings import ServeSettings
-from workers.membership import DRAIN_S
-from workers.settings import WorkerSettings
+from multiworld_serving.common.config.settings import Settings
+from multiworld_serving.common.config.sources import option
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.leader_connection import DRAIN_S
+from multiworld_serving.workers.settings import WorkerSettings
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/multiworld/bin/multiworld"
@@ -66,6 +66,13 @@ def test_unit_gives_options_and_variables_that_the_program_takes(
     assert {argument for argument in arguments if argument.startswith("--")} <= known
     variables = set(re.findall(r"^Environment=MULTIWORLD_(\w+)=", (UNITS / name).read_text(), re.MULTILINE))
     assert {variable.lower() for variable in variables} - {"config"} <= settings.model_fields.keys()
+
+
+def test_units_watch_event_loops_and_give_the_other_side_time_to_see_a_stall_first() -> None:
+    stall_s = Settings.model_fields["loop_stall_timeout_s"].default
+    for name in NAMES:
+        assert value(name, "Type") == "notify"
+        assert int(value(name, "WatchdogSec")) >= 2 * stall_s
 
 
 def test_units_are_given_the_time_that_draining_takes() -> None:

@@ -9,17 +9,27 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from multiworld import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldManager, WorldState
-from multiworld.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind
-from multiworld.handshake import NONCE_BYTES
-from multiworld.process_group import UnsupportedBackendError
-from multiworld.reception import bind
-from multiworld.rendezvous import Roster
-from tests.integration.members import Spawn, form, members
+from multiworld import (
+    BrokenWorldException,
+    Cause,
+    JoinError,
+    WorldClosedError,
+    WorldManager,
+    WorldNotFoundError,
+    WorldState,
+)
+from multiworld.control.frames import PROTOCOL_VERSION, Frame, FrameReader, Kind
+from multiworld.control.handshake import NONCE_BYTES
+from multiworld.execution.process_group import UnsupportedBackendError
+from multiworld.membership.acceptor import bind
+from multiworld.membership.monitor import HostSession
+from tests.integration.members import PATIENCE_S, Spawn, form, members
 
 PATIENT_S = 10.0
 PULSE_S = 2.0
@@ -85,11 +95,11 @@ async def test_join_is_given_up_when_the_host_does_not_know_the_secret(manager: 
 
 
 @pytest.mark.parametrize(
-    "kind", [Kind.START, Kind.PUT, Kind.GONE, Kind.DONE, Kind.HEARTBEAT], ids=lambda kind: kind.name
+    "kind", [Kind.START, Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.CLOSE_ACK, Kind.HEARTBEAT], ids=lambda kind: kind.name
 )
 async def test_nothing_is_taken_from_a_host_that_has_not_proven_itself(manager: WorldManager, kind: Kind) -> None:
     """Left out, the welcome must not be skipped: the group would be built with whoever sits there."""
-    fields = {Kind.START: (b"1",), Kind.PUT: (b"k", b"v"), Kind.GONE: (b"0", b"exit", b"")}.get(kind, ())
+    fields = {Kind.START: (b"1",), Kind.STORE_SET: (b"k", b"v"), Kind.MEMBER_FAILED: (b"0", b"exit", b"")}.get(kind, ())
     with bind("127.0.0.1", 0) as listener:
         joining = asyncio.create_task(manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600))
         heard = await impostor(listener, Frame(kind, fields))
@@ -187,7 +197,7 @@ async def until_missing(manager: WorldManager, world: str, ranks: list[int]) -> 
     """Return once exactly these ranks have no seat yet in the world that we host."""
     while True:
         watch = manager.worlds[world]._watch if world in manager.worlds else None
-        if isinstance(watch, Roster) and watch.missing() == ranks:
+        if isinstance(watch, HostSession) and watch.missing() == ranks:
             return
         await asyncio.sleep(0.005)
 
@@ -219,8 +229,10 @@ async def test_a_world_breaks_when_a_member_fails_while_it_forms(
     victim = await spawn()
     port = await victim.do("listen") if victim_rank == 0 else manager.listen()
     await victim.do("freeze_while_forming", published=published)
-    victim.start("join", world="w", rank=victim_rank, size=2, port=port)
-    joining = asyncio.create_task(manager.initialize_world("w", 1 - victim_rank, 2, port=port, timeout=3600))
+    victim.start("join", world="w", rank=victim_rank, size=2, port=port, backend="c10d-gloo")
+    joining = asyncio.create_task(
+        manager.initialize_world("w", 1 - victim_rank, 2, "c10d-gloo", port=port, timeout=3600)
+    )
     await victim.stopped()
     if how == "killed":
         victim.kill()
@@ -251,30 +263,118 @@ async def test_a_port_serves_worlds_while_strangers_flood_it(spawn: Spawn) -> No
             await exchange(manager, world, peer.start("recv", world=world, src=0))
 
 
-async def test_strangers_on_the_port_of_the_group_take_nothing_down(spawn: Spawn, manager: WorldManager) -> None:
-    """Few of them: Gloo keeps a descriptor for each, and ends the process that has none left."""
-    port = manager.listen()
-    peer = await spawn()
-    await form("before", port, manager, peer)
-    others = _listening_ports() - {port}  # Gloo's, and whatever else this process has opened before
-    assert others
-    for number in range(40):
-        for other in others:
-            with socket.create_connection(("127.0.0.1", other)) as stranger:
-                stranger.sendall([os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"", b"\0" * 64][number % 4])
-    await form("after", port, manager, peer)
-    for world in ("before", "after"):
-        await exchange(manager, world, peer.start("recv", world=world, src=0))
+async def test_event_loop_goes_on_when_the_address_to_listen_at_is_slow_to_resolve(
+    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, resolve = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "slow.invalid":
+            return resolve(host, *arguments, **options)
+        assert gate.wait(PATIENCE_S), "the event loop stands still"
+        return resolve("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    joining = asyncio.create_task(manager.initialize_world("w", 0, 1, "tcp", "slow.invalid", manager.listen()))
+    await asyncio.sleep(0)
+    gate.set()
+    assert (await joining).state is WorldState.READY
 
 
-def _listening_ports() -> set[int]:
-    """The ports on 127.0.0.1 on which this process listens."""
-    inodes = {
-        os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    loopback = "0100007F"  # as /proc writes it
-    ours = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
-    return {int(port, 16) for host, port in ours if host == loopback}
+async def test_join_fails_after_its_timeout_when_the_address_to_listen_at_is_not_resolved(
+    manager: WorldManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("multiworld.listeners.listening_host", lambda _: gate.wait(PATIENCE_S))
+    try:
+        with pytest.raises(JoinError, match=r"slow.invalid was not resolved within 0.05 s"):
+            await manager.initialize_world("w", 0, 1, addr="slow.invalid", port=1, timeout=0.05)
+    finally:
+        gate.set()
+
+
+async def test_nothing_is_left_when_the_watchdog_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    async with WorldManager() as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await manager.initialize_world("w", 0, 1, port=port)
+        await manager.initialize_world("w", 0, 1, port=port)
+
+
+# -- a store of the caller's ---------------------------------------------------------------------------------------------------
+
+
+async def test_members_meet_anew_when_a_store_still_has_the_keys_of_an_earlier_generation() -> None:
+    store = HashStore()
+    async with WorldManager() as host, WorldManager() as guest:
+        port = host.listen()
+        for generation in range(1, 4):
+            joined = await asyncio.gather(
+                *(
+                    each.initialize_world("w", rank, 2, port=port, store=store)
+                    for rank, each in enumerate((host, guest))
+                )
+            )
+            tensor = torch.zeros(4)
+            await asyncio.gather(
+                host.communicator.broadcast(torch.full((4,), float(generation)), 0, "w", timeout_s=5),
+                guest.communicator.broadcast(tensor, 0, "w", timeout_s=5),
+            )
+            assert tensor.tolist() == [generation] * 4
+            await asyncio.gather(*(each.close_world("w") for each in (host, guest)))
+            assert all(world.epoch == generation for world in joined)
+
+
+async def test_world_does_not_form_when_one_member_alone_has_a_store() -> None:
+    async with WorldManager() as host, WorldManager() as guest:
+        port = host.listen()
+        hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port, timeout=5))
+        with pytest.raises(JoinError, match="and a store of its own"):
+            await guest.initialize_world("w", 1, 2, port=port, store=HashStore(), timeout=5)
+        hosting.cancel()
+        await asyncio.gather(hosting, return_exceptions=True)
+
+
+# -- names that several threads use --------------------------------------------------------------------------------------------
+
+
+async def test_a_new_world_stays_when_another_thread_removes_the_old_one_of_its_name(manager: WorldManager) -> None:
+    old = await manager.initialize_world("w", 0, 1, port=manager.listen())
+    close = old.close
+
+    def replaced_meanwhile() -> None:
+        close()
+        manager._worlds["w"] = new
+
+    async with WorldManager() as other:
+        new = await other.initialize_world("w", 0, 1, port=other.listen())
+        old.close = replaced_meanwhile  # type: ignore[method-assign]
+        manager.remove_world("w")
+        assert manager.worlds["w"] is new
+        old.close = close  # type: ignore[method-assign]
+
+
+async def test_removing_raises_nothing_else_than_not_found_when_two_threads_remove_a_world(
+    manager: WorldManager,
+) -> None:
+    port, errors = manager.listen(), []
+
+    def remove(together: threading.Barrier) -> None:
+        together.wait(PATIENCE_S)
+        try:
+            manager.remove_world("w")
+        except Exception as error:  # noqa: BLE001 - which ones is the question
+            errors.append(type(error))
+
+    for _ in range(100):
+        await manager.initialize_world("w", 0, 1, port=port)
+        together = threading.Barrier(2)
+        await asyncio.gather(*(asyncio.to_thread(remove, together) for _ in range(2)))
+        assert "w" not in manager.worlds
+    assert set(errors) <= {WorldNotFoundError}

@@ -235,8 +235,8 @@ async def test_a_program_ends_cleanly_when_its_world_is_still_built(spawn: Spawn
     member, victim = await spawn(), await spawn()
     await victim.do("freeze_while_forming", published=published)
     port = await member.do("listen")
-    member.start("join", world="w", rank=0, size=2, port=port)
-    victim.start("join", world="w", rank=1, size=2, port=port)
+    member.start("join", world="w", rank=0, size=2, port=port, backend="c10d-gloo")
+    victim.start("join", world="w", rank=1, size=2, port=port, backend="c10d-gloo")
     await victim.stopped()
     assert await member.end() == 0
 
@@ -256,6 +256,33 @@ async def test_a_forked_child_ends_cleanly_and_leaves_its_parents_worlds_alone(s
     coming = peer.start("recv", world="w", src=0)
     await member.do("send", world="w", dst=1, value=5.0)
     assert await coming == [5.0]
+
+
+async def test_death_of_a_member_is_seen_as_its_end_when_a_child_that_it_forked_lives_on(spawn: Spawn) -> None:
+    """Not as a silence: the child has closed its copies of the connections."""
+    member, peer = await spawn(), await spawn()
+    await form("w", await peer.do("listen"), peer, member)
+    child = await member.do("fork_a_child_that_stays")
+    try:
+        coming = peer.start("recv", world="w", src=1)
+        member.kill()
+        with pytest.raises(BrokenWorldException) as caught:
+            await coming
+        assert (caught.value.cause, caught.value.rank) == (Cause.EXIT, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+async def test_worlds_that_ended_are_forgotten_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld.manager._ENDED_KEPT", 3)
+    async with WorldManager() as manager:
+        port = manager.listen()
+        for number in range(6):
+            world = await manager.initialize_world(f"w{number}", 0, 1, port=port)
+            world.break_(Cause.ABORTED, 0, "for the test")
+        await manager.initialize_world("lives", 0, 1, port=port)
+        assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
+        assert manager.is_broken("w0")
 
 
 PROGRAM = """
@@ -323,3 +350,34 @@ async def test_watchdog_goes_on_and_a_world_is_freed_later_when_no_thread_can_be
             await enough.wait()
         assert await asyncio.to_thread(falls.reclaimed.wait, PATIENCE_S)
         await asyncio.gather(host.communicator.barrier("stays"), guest.communicator.barrier("stays"))
+
+
+async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_lets_go_of_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo's destructor waits for a send that never ends; NCCL's abort may hang."""
+    freed = threading.Event()
+    monkeypatch.setattr("multiworld.world.abort_process_group", lambda *_: freed.wait(PATIENCE_S))
+    monkeypatch.setattr("multiworld.world._RECLAIM_S", 0.05)
+    async with (
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
+        WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
+    ):
+        port = host.listen()
+        await asyncio.gather(
+            *(
+                manager.initialize_world("w", rank, 2, "c10d-gloo", port=port)
+                for rank, manager in enumerate((host, guest))
+            )
+        )
+        broadcasting = asyncio.create_task(host.communicator.broadcast(torch.zeros(0), 1, "w"))
+        await asyncio.sleep(0)
+        worlds = [manager.world("w") for manager in (host, guest)]
+        worlds[1].break_(Cause.ABORTED, 1, "for the test")
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(BrokenWorldException):
+                await broadcasting
+        assert not freed.is_set()
+        await reclaimed(host, guest)
+        assert all(world.threads_lost for world in worlds)
+        freed.set()

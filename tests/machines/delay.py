@@ -10,14 +10,14 @@ import contextlib
 from collections import deque
 
 _PIECE_BYTES = 1 << 16
-_MOST_PIECES = 1024
+_MAX_PIECES = 1024
 """What is under way one way is bounded, as on any line."""
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
     loop = asyncio.get_running_loop()
     pieces: deque[tuple[float, bytes]] = deque()
-    room, news = asyncio.Semaphore(_MOST_PIECES), asyncio.Semaphore(0)
+    room, news = asyncio.Semaphore(_MAX_PIECES), asyncio.Semaphore(0)
 
     async def deliver() -> None:
         while True:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.service import LocalService
-from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, load_on
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.machines.network import Host, Network, need_namespaces
 
 pytestmark = pytest.mark.timeout(900)
@@ -131,7 +131,7 @@ def test_worker_whose_packets_are_lost_costs_nothing_and_is_back_when_it_heals(
     site: Site, rules: Sequence[str]
 ) -> None:
     host, name = site.hosts["victim"], "victim"
-    with load_on(site.service, clients=CLIENTS) as load:
+    with run_load(site.service, clients=CLIENTS) as load:
         seen = len(site.service.lines)
         with host.losing(*rules):
             site.until(name, "->broken", seen)
@@ -144,7 +144,7 @@ def test_worker_whose_packets_are_lost_costs_nothing_and_is_back_when_it_heals(
 
 def test_worker_whose_cable_is_pulled_costs_nothing_and_is_back_when_it_is_plugged_in(site: Site) -> None:
     host, name = site.hosts["victim"], "victim"
-    with load_on(site.service, clients=CLIENTS) as load:
+    with run_load(site.service, clients=CLIENTS) as load:
         seen = len(site.service.lines)
         host.run("ip", "link", "set", "lan", "down")
         try:
@@ -162,7 +162,7 @@ def test_worker_behind_a_router_that_hides_it_serves_and_is_known_by_the_name_it
         site.leader.run("ping", "-c1", "-W1", "192.168.77.2")
     with (
         site.worker(hidden, "hidden", "--advertise-host", "hidden.example"),
-        load_on(site.service, clients=CLIENTS) as load,
+        run_load(site.service, clients=CLIENTS) as load,
     ):
         assert site.replica("hidden")["host"] == "hidden.example"
         seen = len(site.service.lines)
@@ -210,7 +210,7 @@ def test_worker_fifty_milliseconds_away_serves_under_load(site: Site) -> None:
             seen = len(site.service.lines)
             done = site.replica("distant")["batches_done"]
             enough = threading.Event()
-            with load_on(site.service, clients=CLIENTS) as load:
+            with run_load(site.service, clients=CLIENTS) as load:
                 while site.replica("distant")["batches_done"] == done:  # the test's own timeout bounds it
                     enough.wait(0.1)
             assert_nothing_lost(site.service, load)

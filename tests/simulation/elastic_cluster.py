@@ -17,13 +17,22 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.elastic import coordinator as holder
-from multiworld.elastic import seat as moves
-from multiworld.elastic.call import Await, EpochOver, Exchange, Run, conduct
-from multiworld.elastic.coordinator import Coordinator, Drop, Remember, Tell
-from multiworld.elastic.messages import Evicted, Message, Seating, View, decode, encode
-from multiworld.elastic.rounds import Round
-from multiworld.elastic.seat import BoundaryFailed, BoundaryPassed, CloseEpoch, Fail, Form, Ready, Seat, Send
+from multiworld.elastic.protocol import coordinator as holder
+from multiworld.elastic.protocol import member_state as moves
+from multiworld.elastic.protocol.commit_protocol import Await, EpochOver, Exchange, Run, Stand, conduct, pass_boundary
+from multiworld.elastic.protocol.coordinator import Coordinator, Drop, Remember, Tell
+from multiworld.elastic.protocol.member_state import (
+    BoundaryFailed,
+    BoundaryPassed,
+    CloseEpoch,
+    Fail,
+    Form,
+    MemberState,
+    Ready,
+    Send,
+)
+from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, View, decode, encode
+from multiworld.elastic.protocol.rounds import Round
 
 SILENCE_S = 1.2
 """After how long a silence a member counts as lost: heartbeat_timeout_s and an interval."""
@@ -101,7 +110,7 @@ class Member:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
-        self.seat = Seat(name)
+        self.seat = MemberState(name)
         self.state = "running"
         """running, killed, done, or why it failed."""
         self.harmed = False
@@ -133,7 +142,7 @@ class Member:
             success = yield from conduct(self.seat, round_)
             self.outcomes[number] = success, {i: v for i, v in self.values.items() if round_.finished[i]}
             if number % 2:
-                yield "boundary"
+                yield from pass_boundary(self.seat)
 
     def _advance(self, go: Callable[[], Any]) -> None:
         try:
@@ -376,7 +385,7 @@ class Cluster:
             self.at(member, self._moment(), lambda: self.perform(member, member.seat.heard(Evicted("given up"))))
             return
         member.linked = True
-        seating, incarnation = Seating(member.name, "host", 1), self._incarnation
+        seating, incarnation = MemberInfo(member.name, "host", 1), self._incarnation
 
         def arrive() -> None:
             if self._coordinator is not None and incarnation == self._incarnation and member.linked:
@@ -464,7 +473,7 @@ class Cluster:
                     if not member.started:
                         member.start()
                 case BoundaryPassed():
-                    self._done(member, "boundary", None)
+                    self._done(member, (member.seat.epoch, "boundary"), None)
                 case BoundaryFailed(reason):
                     member.fail(reason)
                 case Fail(_, reason):
@@ -499,12 +508,15 @@ class Cluster:
                 self._take_part(member, epoch, ("exchange", nth), data, lambda said: member.resume(list(said.values())))
             case Run(epoch, _):
                 self._run(member, epoch)
-            case "boundary":
-                self._wait(member, "boundary", member.seat.epoch, lambda _: member.resume())
-                self.perform(member, member.seat.stand_at_boundary())
+            case Stand(epoch):
+                pending = member.pending[epoch, "boundary"] = Pending(epoch, lambda _: member.resume(), member.over)
+                if member.seat.state == "ready" and member.seat.epoch == epoch:
+                    self.perform(member, member.seat.stand_at_boundary(epoch))
+                else:
+                    self.at(member, 0, lambda: self._overtaken(member, (epoch, "boundary"), pending))
 
     def _formed_after(self, member: Member, since_s: float, after: int, epoch: int) -> None:
-        if after:
+        if after and member.seat.closed < CALLS:  # at the last boundary the members leave one after another
             self.longest_reform_s = max(self.longest_reform_s, self.now_s - since_s)
         member.resume(epoch)
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from server.scheduler import Action, Answer, Event, LinkBroken, RequestCancelled, Scheduler
+from multiworld_serving.server.scheduling.scheduler import (
+    Action,
+    Answer,
+    Event,
+    ReplicaLost,
+    RequestCancelled,
+    Scheduler,
+)
 
 
 class LosesBatches(Scheduler):
-    """Forgets what was in flight when a link breaks."""
+    """Forgets what was in flight when a replica breaks."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, LinkBroken) and (link := self._fleet.links.get(event.link)):
-            for copy in link.copies.values():
-                self._hedging.forget(copy)
-            link.copies.clear()
+        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
+            for attempt in replica.in_flight.values():
+                self._hedging.unwatch(attempt)
+            replica.in_flight.clear()
         return super().handle(event, now_s)
 
 
@@ -35,20 +42,20 @@ class MissesDeadlines(Scheduler):
     """Answers in its own time."""
 
     def _expire_deadlines(self) -> None:
-        self._backlog.deadlines.pop_until(self._turn.now_s)
+        self._backlog.deadlines.pop_until(self._step.now_s)
 
 
 class LosesBatchesOfDoubleFaults(Scheduler):
-    """Forgets what was in flight when a second link of a stage breaks within a second of the first."""
+    """Forgets what was in flight when a second replica of a stage breaks within a second of the first."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, LinkBroken) and (link := self._fleet.links.get(event.link)):
+        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
             broke_s = vars(self).setdefault("broke_s", {})
-            if now_s - broke_s.get(link.pool.stage, -1e9) < 1.0:
-                for copy in link.copies.values():
-                    self._hedging.forget(copy)
-                link.copies.clear()
-            broke_s[link.pool.stage] = now_s
+            if now_s - broke_s.get(replica.pool.stage, -1e9) < 1.0:
+                for attempt in replica.in_flight.values():
+                    self._hedging.unwatch(attempt)
+                replica.in_flight.clear()
+            broke_s[replica.pool.stage] = now_s
         return super().handle(event, now_s)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld.elastic.rounds import RoundMismatch
+from multiworld.elastic.protocol.rounds import RoundMismatch
 from tests.simulation.elastic_cluster import CALLS, SCENARIOS, Cluster, Scenario, replay
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_same_seed_gives_the_same_run_in_every_process() -> None:
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taking as finished what has finished here, whatever the others say, gives different results."""
-    monkeypatch.setattr("multiworld.elastic.rounds.Round.settle", lambda self, flags: None)
+    monkeypatch.setattr("multiworld.elastic.protocol.rounds.Round.settle", lambda self, flags: None)
 
     def replay_all() -> None:
         for seed in range(SCHEDULES):

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from simulation.fleet_history import simulate_history
-from simulation.meter import quantile
-from simulation.picture import draw
-from simulation.planning import Plan, foresee
+from multiworld_serving.testing.planning.fleet_history import simulate_history
+from multiworld_serving.testing.planning.forecast import Plan, compute_forecast
+from multiworld_serving.testing.planning.plot import draw
+from multiworld_serving.testing.simulation.meter import quantile
 
 SINGLE = Plan(
     stages=1, replicas=1, load=0.5, mtbf_s=float("inf"), max_batch_size=1, batch_timeout_s=0.0, queue_limit=10_000
@@ -21,14 +21,14 @@ SINGLE = Plan(
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.7])
 def test_waiting_time_is_that_of_an_m_d_1_queue_within_a_twentieth(load: float) -> None:
     plan = replace(SINGLE, load=load, requests=30_000)
-    forecast = foresee(plan)
+    forecast = compute_forecast(plan)
     assert forecast.mean_s is not None
     waiting_s = forecast.mean_s - plan.service_s
     assert waiting_s == pytest.approx(load * plan.service_s / (2 * (1 - load)), rel=0.05)
 
 
 def test_latency_is_that_of_the_slowest_path_when_there_is_hardly_any_load() -> None:
-    forecast = foresee(replace(SINGLE, stages=3, load=0.001, requests=2_000))
+    forecast = compute_forecast(replace(SINGLE, stages=3, load=0.001, requests=2_000))
     assert forecast.p50_s == pytest.approx(3 * SINGLE.service_s, rel=1e-6)
 
 
@@ -50,13 +50,13 @@ def test_availability_is_that_of_independent_replicas_within_a_fifth(stages: int
 
 def test_as_much_is_refused_as_the_stage_is_away_within_a_tenth_when_nothing_waits_for_it() -> None:
     plan = replace(SINGLE, load=0.1, mtbf_s=1_000.0, recovery_s=10.0, grace_s=0.0, detection_s=0.0)
-    forecast = foresee(plan)
+    forecast = compute_forecast(plan)
     assert forecast.refused.keys() == {"no_replica"}
     assert forecast.failed == pytest.approx(1 - plan.exact_availability, rel=0.1)
 
 
 def test_nothing_fails_when_requests_may_wait_for_the_only_replica() -> None:
-    forecast = foresee(replace(SINGLE, load=0.1, mtbf_s=1_000.0, recovery_s=5.0, requests=5_000))
+    forecast = compute_forecast(replace(SINGLE, load=0.1, mtbf_s=1_000.0, recovery_s=5.0, requests=5_000))
     assert forecast.outages
     assert forecast.failed == pytest.approx(0.0, abs=1e-12)
     assert forecast.p99_s is not None
@@ -64,7 +64,7 @@ def test_nothing_fails_when_requests_may_wait_for_the_only_replica() -> None:
 
 
 def test_more_than_the_capacity_is_refused_early_when_there_is_too_much() -> None:
-    forecast = foresee(replace(SINGLE, load=2.0, queue_limit=32, requests=10_000))
+    forecast = compute_forecast(replace(SINGLE, load=2.0, queue_limit=32, requests=10_000))
     assert forecast.refused["overloaded"] == pytest.approx(0.5, rel=0.05)
 
 
@@ -72,8 +72,8 @@ def test_forecast_repeats_itself_and_improves_with_replicas() -> None:
     plan = Plan(
         stages=2, replicas=1, load=0.5, mtbf_s=600.0, recovery_s=5.0, service_s=0.1, grace_s=1.0, requests=2_000
     )
-    assert foresee(plan) == foresee(plan)
-    assert foresee(replace(plan, replicas=2)).failed < foresee(plan).failed / 10
+    assert compute_forecast(plan) == compute_forecast(plan)
+    assert compute_forecast(replace(plan, replicas=2)).failed < compute_forecast(plan).failed / 10
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_plan_says_so_when_a_number_is_out_of_range(wrong: dict[str, object]) ->
 
 
 def test_forecast_is_not_tried_when_it_would_take_hours() -> None:
-    with pytest.raises(ValueError, match="shorter recovery"):
-        foresee(Plan(stages=1, replicas=2, load=0.5, service_s=1e-4, mtbf_s=1e6, recovery_s=1e4))
+    with pytest.raises(ValueError, match="reduce the load or the recovery time"):
+        compute_forecast(Plan(stages=1, replicas=2, load=0.5, service_s=1e-4, mtbf_s=1e6, recovery_s=1e4))
 
 
 def test_quantile_goes_by_weight() -> None:
@@ -99,6 +99,6 @@ def test_quantile_goes_by_weight() -> None:
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_picture_is_drawn(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib", reason="an extra: bench")
-    forecasts = [foresee(replace(SINGLE, load=load, requests=500)) for load in (0.2, 0.5)]
+    forecasts = [compute_forecast(replace(SINGLE, load=load, requests=500)) for load in (0.2, 0.5)]
     draw(forecasts, tmp_path / f"plan.{ending}")
     assert (tmp_path / f"plan.{ending}").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""`python -m simulation`: what it finds is printed with the command that finds it again."""
+"""`python -m multiworld_serving.testing.simulation`: what it finds is printed with the command that finds it again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-import simulation.__main__ as program
-from simulation import soak
-from simulation.verdict import Case
+import multiworld_serving.testing.simulation.__main__ as program
+from multiworld_serving.testing.simulation import soak
+from multiworld_serving.testing.simulation.case import Case
 from tests.simulation.planted import LosesBatches
 
 _SOAK = ["soak", "--hours", "0.0003", "--events", "2000", "--processes", "1", "--first-seed", "5"]
@@ -17,7 +17,7 @@ _SOAK = ["soak", "--hours", "0.0003", "--events", "2000", "--processes", "1", "-
 
 def test_soak_is_quiet_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(_SOAK) == 0
-    assert "from seed 5 on" in capsys.readouterr().out
+    assert "starting at seed 5" in capsys.readouterr().out
 
 
 def test_soak_prints_what_replays_and_shrinks_it_when_a_promise_breaks(
@@ -27,16 +27,20 @@ def test_soak_prints_what_replays_and_shrinks_it_when_a_promise_breaks(
         monkeypatch.setattr(module, "Case", partial(Case, scheduler=LosesBatches))
     assert program.main([*_SOAK, "--scenario", "kills-in-turn"]) == 1
     printed = capsys.readouterr().out
-    commands = [line.partition(": ")[2] for line in printed.splitlines() if ": python -m simulation" in line]
+    commands = [
+        line.partition(": ")[2]
+        for line in printed.splitlines()
+        if ": python -m multiworld_serving.testing.simulation" in line
+    ]
     replay, shrink = (shlex.split(command)[3:] for command in commands)
 
     assert program.main([*replay, "--trace"]) == 1
     replayed = capsys.readouterr().out
     assert replayed.splitlines()[0] in printed
-    assert "LinkBroken" in replayed
+    assert "ReplicaLost" in replayed
 
     assert program.main(shrink) == 1
-    assert "kill strikes" in capsys.readouterr().out
+    assert "fault kill at" in capsys.readouterr().out
 
 
 def test_soak_uses_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +50,6 @@ def test_soak_uses_several_processes(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_replay_says_so_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["replay", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0
-    assert "no promise was broken" in capsys.readouterr().out
+    assert "no failure" in capsys.readouterr().out
     assert program.main(["shrink", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0
     assert "nothing to shrink" in capsys.readouterr().out

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from server.scheduler import Scheduler, SchedulerConfig
-from simulation.injections import Arrival, Start, Strike
-from simulation.report import describe
-from simulation.scenarios import SCENARIOS
-from simulation.shrinking import Shrinker
-from simulation.verdict import Case, Failure
+from multiworld_serving.server.scheduling.scheduler import Scheduler, SchedulerConfig
+from multiworld_serving.testing.simulation.case import Case, Failure
+from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Start
+from multiworld_serving.testing.simulation.report import describe
+from multiworld_serving.testing.simulation.scenarios import SCENARIOS
+from multiworld_serving.testing.simulation.shrinking import Shrinker
 from tests.simulation import planted
 
 _EVENTS = 6_000
@@ -22,9 +22,9 @@ class Bug:
     scheduler: type[Scheduler]
     scenario: str
     injections: int
-    """At most so many are left."""
-    strikes: int
-    """Exactly so many misfortunes are among them."""
+    """Maximum number of injections after shrinking."""
+    faults: int
+    """Exact number of faults among them."""
 
 
 BUGS = (
@@ -56,11 +56,11 @@ def test_planted_bug_is_found_replayed_and_shrunk(bug: Bug) -> None:
     left = shrunk.recording.injections
     print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{describe(shrunk)}")
     assert len(left) <= bug.injections
-    assert sum(isinstance(each, Strike) for each in left) == bug.strikes
+    assert sum(isinstance(each, FaultInjected) for each in left) == bug.faults
 
 
 class GivesUpEarly(Scheduler):
-    """Its grace is shorter than the scenario counts on: it keeps every rule, and requests are lost."""
+    """Its recovery grace is shorter than the scenario assumes: it violates no invariant, and requests are lost."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(replace(config, recovery_grace_s=0.5))
@@ -68,8 +68,8 @@ class GivesUpEarly(Scheduler):
 
 def test_lost_request_is_found_and_shrunk_though_every_rule_was_kept() -> None:
     case, failure = _found(Bug(GivesUpEarly, "stage-lost-for-less-than-the-grace", 0, 0))
-    assert failure.of_outcome
+    assert failure.is_outcome_failure
     shrunk = Shrinker(case, failure, max_runs=60).shrink()
     kinds = [type(each) for each in shrunk.recording.injections]
     assert "no_replica" in str(shrunk)
-    assert (kinds.count(Start), kinds.count(Strike), kinds.count(Arrival)) == (6, 1, 1)
+    assert (kinds.count(Start), kinds.count(FaultInjected), kinds.count(Arrival)) == (6, 1, 1)

@@ -8,8 +8,8 @@ import json
 import pytest
 import typer
 
-from cli.main import main
-from cli.simulate import seconds
+from multiworld_serving.cli.main import main
+from multiworld_serving.cli.verbs.simulate import seconds
 
 QUICK = ["simulate", "--requests", "400", "--mtbf", "1h", "--service-time", "200ms"]
 
@@ -39,7 +39,7 @@ def test_json_says_what_was_asked_and_answered(capsys: pytest.CaptureFixture[str
         (["--stages", "0"], "at least 1"),
         (["--service-tail", "long"], "none or usual or heavy"),
         (["--plot", "plan.gif"], ".png"),
-        (["--plot", "nowhere/plan.png"], "no folder"),
+        (["--plot", "nowhere/plan.png"], "does not exist"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -1,0 +1,71 @@
+"""The tables of `multiworld status`, made from GET /status."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
+
+
+def render_status(snapshot: dict[str, Any]) -> "RenderableType":
+    """Render a document of GET /status. Raises KeyError or TypeError if it has another form."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(_headline(snapshot)), _table(snapshot["stages"])]
+    if spares := snapshot["spares"]:
+        parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
+    return Group(*parts)
+
+
+def _headline(snapshot: dict[str, Any]) -> str:
+    state = "draining" if snapshot["draining"] else "ready" if snapshot["ready"] else "not ready"
+    return (
+        f"{snapshot['model']} {snapshot['version']}: {state}, up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight"
+    )
+
+
+def _table(stages: list[dict[str, Any]]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("stage", "replica", "state", "worker", "device", "world"):
+        table.add_column(name)
+    for name in ("in flight", "done"):
+        table.add_column(name, justify="right")
+    table.add_column("last failure")
+    for stage in stages:
+        for replica in stage["replicas"]:
+            table.add_row(
+                str(stage["index"]),
+                str(replica["slot"]),
+                Text(replica["state"], style=_STYLES.get(replica["state"], "")),
+                Text(replica["worker"] or "-"),
+                Text(replica["device"] or "-"),
+                Text(f"{replica['world']}@{replica['epoch']}" if replica["world"] else "-"),
+                str(replica["in_flight"]),
+                str(replica["batches_done"]),
+                Text(_failure(replica["last_failure"])),
+            )
+    return table
+
+
+def _failure(failure: dict[str, Any] | None) -> str:
+    if failure is None:
+        return "-"
+    return f"{failure['cause']}, {duration(time.time() - failure['at_unix_s'])} ago"
+
+
+def duration(seconds: float) -> str:
+    """Format a time span: "42 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    whole = max(0, round(seconds))
+    for large, small, large_s, small_s in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if whole >= large_s:
+            return f"{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{whole} s"

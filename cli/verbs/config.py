@@ -1,0 +1,119 @@
+"""`multiworld config`: show the effective settings and the source of each."""
+
+import json
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multiworld_serving.cli.options import PROGRAMS
+from multiworld_serving.cli.service import AsJson
+from multiworld_serving.common.config import Settings, load
+from multiworld_serving.common.config.settings import allowed, declaration, effective_settings, fields_of
+from multiworld_serving.common.config.sources import option, refuse_unknown_options, variable
+
+EPILOG = """
+[bold]Examples[/bold]
+
+multiworld config
+
+multiworld config --config service.toml --changed
+
+MULTIWORLD_STAGES=3 multiworld config serve --set replicas=4 --json
+"""
+
+_BY_SECTION = {cls.section: cls for cls in PROGRAMS}
+Program = Enum("Program", {section: section for section in _BY_SECTION})  # type: ignore[misc]
+
+Of = Annotated[
+    Program, typer.Argument(metavar="[serve|worker]", help="Program whose settings are shown.", show_default="serve")
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", envvar="MULTIWORLD_CONFIG", metavar="FILE", help="TOML file with settings, as for the program."
+    ),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Value of a command line option of the program; may be repeated."),
+]
+Changed = Annotated[bool, typer.Option("--changed", help="Show only settings that differ from the default.")]
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    value: str
+    origin: str
+    option: str | None
+    variable: str
+    allowed: str
+    meaning: str
+
+
+def config(
+    program: Of = Program("serve"),  # noqa: B008 - typer needs the member as default
+    config_file: ConfigFile = None,
+    sets: Sets = None,
+    changed: Changed = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print the effective settings of a program and the source of each. Secrets are masked.
+
+    The command line takes precedence over the environment, then the TOML file, then the defaults. Invalid settings are
+    rejected as the program rejects them, so this command can check a file before the service is started.
+    """
+    cls = _BY_SECTION[program.value]
+    options = dict(_parse_assignment(text) for text in sets or [])
+    refuse_unknown_options(options, cls)
+    settings = load(cls, options, config_file=config_file, programs=PROGRAMS)
+    lines = [line for line in _lines(settings) if not changed or line.origin != "default"]
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+    else:
+        _show(lines)
+    return 0
+
+
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name.strip().removeprefix("--").replace("-", "_"), value.strip()
+
+
+def _lines(settings: Settings) -> list[_Line]:
+    fields = fields_of(type(settings))
+    return [
+        _Line(
+            *row,
+            option=option(row.name) if declaration(fields[row.name])["in_argv"] else None,
+            variable=variable(row.name),
+            allowed=allowed(fields[row.name]),
+            meaning=fields[row.name].description or "",
+        )
+        for row in effective_settings(settings)
+        if not declaration(fields[row.name])["hidden"]
+    ]
+
+
+def _show(lines: list[_Line]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from multiworld_serving.cli.console import console
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("setting", "value", "source", "allowed"):
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        style = "" if line.origin == "default" else "bold"
+        table.add_row(
+            Text(line.name, style=style),
+            Text(line.value, style=style),
+            Text(line.origin),
+            Text(line.allowed, style="dim"),
+        )
+    console().print(table)

@@ -1,0 +1,135 @@
+"""`multiworld plan`: measure a model and show how to partition it into stages."""
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from multiworld_serving.cli.service import AsJson
+from multiworld_serving.common.config import UserError
+
+if TYPE_CHECKING:
+    from multiworld_serving.server.versions.partition_plan import PartitionPlan
+
+EPILOG = """
+[bold]Examples[/bold]
+
+multiworld plan --model resnet50 --stages 2
+
+multiworld plan --model resnet152 --stages 4 --link-gbps 1 --json
+
+`multiworld serve --cut measured` uses this partition.
+"""
+
+_BAR = 40
+
+Model = Annotated[
+    str, typer.Option("--model", help="Model to partition: resnet18, resnet34, resnet50, resnet101, resnet152.")
+]
+Stages = Annotated[int, typer.Option("--stages", min=1, metavar="N", help="Number of pipeline stages.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images per batch.")]
+Device = Annotated[str, typer.Option("--device", help="Device to measure on: cpu, cuda or cuda:N.")]
+Threads = Annotated[
+    int,
+    typer.Option(
+        "--threads", min=0, metavar="N", help="Compute threads per worker; 0 divides the cores among the stages."
+    ),
+]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Number of measurements of each block.")]
+LinkGbps = Annotated[
+    float | None,
+    typer.Option(
+        "--link-gbps", min=1e-3, help="Bandwidth between the machines in Gbit/s; by default measured on this machine."
+    ),
+]
+
+
+def plan(
+    model: Model = "resnet50",
+    stages: Stages = 2,
+    batch_size: BatchSize = 8,
+    device: Device = "cpu",
+    threads: Threads = 0,
+    repeats: Repeats = 5,
+    link_gbps: LinkGbps = None,
+    as_json: AsJson = False,
+) -> int:
+    """Measure every block of a model on this machine and show the partition that makes the slowest stage fastest.
+
+    Random weights are used: the values do not affect the time.
+    """
+    import torch
+
+    from multiworld_serving.models import load_model
+    from multiworld_serving.server.versions.partition_plan import measure_partition
+    from multiworld_serving.workers.compute.device import check_device
+
+    check_device(device)
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // stages))
+    speed = None if link_gbps is None else link_gbps * 1e9 / 8
+    try:
+        found = measure_partition(
+            load_model(model, "random:0"),
+            stages,
+            batch_size=batch_size,
+            device=device,
+            repeats=repeats,
+            link_bytes_per_s=speed,
+        )
+    except OSError as error:
+        raise UserError(f"the network bandwidth cannot be measured: {error}; give it with --link-gbps") from error
+    if as_json:
+        print(json.dumps(_facts(found, model)))
+    else:
+        _show(found, model)
+    return 0
+
+
+def _facts(found: "PartitionPlan", model: str) -> dict[str, Any]:
+    crossings = [*zip(found.boundary_bytes, found.transfer_s, strict=True), (0, 0.0)]
+    return {
+        "model": model,
+        "blocks": [
+            {"name": name, "compute_s": time_s, "output_bytes": size, "transfer_s": transfer_s}
+            for name, time_s, (size, transfer_s) in zip(found.blocks, found.block_s, crossings, strict=True)
+        ],
+        "stages": [
+            {"blocks": list(found.blocks[first:end]), "seconds": time_s}
+            for (first, end), time_s in zip(found.stages, found.stage_s, strict=True)
+        ],
+        "images_per_s": found.images_per_s,
+        "balance": found.balance,
+    }
+
+
+def _show(found: "PartitionPlan", model: str) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from multiworld_serving.cli.console import console
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("stage", justify="right")
+    table.add_column("block")
+    table.add_column("ms", justify="right")
+    table.add_column("")
+    table.add_column("output KiB", justify="right")
+    table.add_column("transfer ms", justify="right")
+    longest = max(found.block_s)
+    crossings = [*zip(found.boundary_bytes, found.transfer_s, strict=True), (0, 0.0)]
+    for number, (first, end) in enumerate(found.stages):
+        for block in range(first, end):
+            size, transfer_s = crossings[block]
+            time_s, last = found.block_s[block], block == end - 1
+            table.add_row(
+                *(str(number) if block == first else "", found.blocks[block], f"{time_s * 1e3:.2f}"),
+                "█" * max(1, round(_BAR * time_s / longest)),
+                *(f"{size / 1024:.0f}" if size else "", f"{transfer_s * 1e3:.2f}" if size else ""),
+                end_section=last,
+            )
+    out = console()
+    out.print(f"{model}, times per image", style="bold")
+    out.print(table)
+    times = ", ".join(f"stage {number} {time_s * 1e3:.1f} ms" for number, time_s in enumerate(found.stage_s))
+    out.print(f"{times}: {found.images_per_s:.1f} images/s with one device per stage; balance {found.balance:.2f}")

@@ -1,0 +1,33 @@
+"""Settings, user errors, logging and process limits of all programs. Start reading at `settings` and `sources`."""
+
+from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.errors import SettingsError, UserError
+from multiworld_serving.common.config.limits import check_memory, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config.logs import configure_logging
+from multiworld_serving.common.config.settings import (
+    DEVICE_PATTERN,
+    EffectiveSetting,
+    Settings,
+    describe,
+    effective_settings,
+    setting,
+)
+from multiworld_serving.common.config.sources import load
+
+__all__ = [
+    "DEVICE_PATTERN",
+    "NO_CREDENTIALS",
+    "ClientCredentials",
+    "EffectiveSetting",
+    "Settings",
+    "SettingsError",
+    "UserError",
+    "check_memory",
+    "configure_logging",
+    "describe",
+    "effective_settings",
+    "kill_on_parent_death",
+    "load",
+    "raise_descriptor_limit",
+    "setting",
+]

@@ -1,0 +1,123 @@
+"""Messages for joining: a worker sends a JoinRequest, the leader answers with a JoinOffer, and in that world sends StageAssignments."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name
+from multiworld_serving.common.wire.message import WireError
+
+WORLD_BACKEND = "tcp"
+"""Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
+
+_MAX_WAIT_MS = 100_000_000
+"""Longest quarantine of a failing worker, a little more than a day."""
+
+
+class _Json:
+    """Mixin: a flat dataclass, encoded as a JSON object with exactly its fields."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]  # the mixin's users are dataclasses
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Decode. Raises WireError unless the text is an object with exactly these fields, each of the declared type."""
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"{cls.__name__} is not JSON: {error}") from error
+        expected = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]  # likewise
+        if not isinstance(data, dict) or data.keys() != expected.keys():
+            raise WireError(f"{cls.__name__}: expected {sorted(expected)}; do leader and worker run the same release?")
+        for name, kind in expected.items():
+            if type(data[name]) is not kind:
+                raise WireError(
+                    f"{cls.__name__}: {name} is {data[name]!r:.60}; expected {getattr(kind, '__name__', kind)}"
+                )
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest(_Json):
+    """A worker asks for a world. A second request with the same `worker` name replaces the first worker.
+
+    Attributes:
+        host, pid: where the worker runs, for operators; `host` is its --advertise-host.
+    Raises:
+        WireError: a field is invalid. The fields appear in logs, metrics and the status.
+    """
+
+    worker: str
+    device: str
+    host: str
+    pid: int
+
+    def __post_init__(self) -> None:
+        for field, limit in (("worker", MAX_NAME_CHARS), ("device", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS)):
+            if not is_name(getattr(self, field), limit):
+                raise WireError(
+                    f"JoinRequest: {field} is {getattr(self, field)!r:.60}; expected 1 to {limit} printable ASCII characters "
+                    "without spaces"
+                )
+        if not 0 < self.pid < 1 << 32:
+            raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOffer(_Json):
+    """The world to join, as rank 1 of 2.
+
+    Attributes:
+        world: empty if there is none now. Ask again after `wait_ms`, not before.
+        address: HOST:PORT to join at; empty for the address that the request was sent to.
+    Raises:
+        WireError: the world's name is invalid, or `wait_ms` is out of range.
+    """
+
+    world: str
+    epoch: int
+    wait_ms: int = 0
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.world and not is_name(self.world):
+            raise WireError(
+                f"JoinOffer: world is {self.world!r:.60}; expected at most {MAX_NAME_CHARS} printable ASCII characters without spaces"
+            )
+        if not 0 <= self.wait_ms <= _MAX_WAIT_MS:
+            raise WireError(f"JoinOffer: wait_ms is {self.wait_ms!r:.60}; expected 0 to {_MAX_WAIT_MS}")
+
+
+@dataclass(frozen=True, slots=True)
+class StageAssignment(_Json):
+    """A stage that the worker must load and serve. Sent first in a new world, once per stage. Later assignments bring stages of other
+    versions of the model; they are kept next to the others until UNLOAD.
+
+    Attributes:
+        spec: a models.StageSpec as JSON.
+        weights_bytes: length of the safetensors file that follows in WEIGHTS messages.
+        input_shape: shape of one sample of this stage's input, as "3x224x224".
+        window: most batches that the leader keeps in flight.
+        version: the leader's number of this model version; batches refer to it.
+        precision, optimize: see models.Tuning.
+        tuning_ms: longest time for measuring execution modes.
+    """
+
+    spec: str
+    weights_bytes: int
+    input_shape: str
+    max_batch_size: int
+    window: int
+    version: int
+    precision: str = "float32"
+    optimize: str = "none"
+    tuning_ms: int = 0
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Raises WireError."""
+        try:
+            return tuple(int(dim) for dim in self.input_shape.split("x"))
+        except ValueError as error:
+            raise WireError(f"not a shape: {self.input_shape!r}") from error

@@ -1,0 +1,162 @@
+"""A message between leader and worker: a header of fixed size, then a payload of the size that the header states.
+
+The header is checked twice before memory is allocated for the payload: `Header.parse` rejects an inconsistent header, and the receiver
+rejects a dtype or shape that it does not expect.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from multiworld.texts import shown
+
+HEADER_BYTES = 64
+MAX_DIMS = 5
+MAX_TEXT_BYTES = 64 << 10
+_MAGIC = 0x4D574233  # "MWB3": multiworld batch, version 3
+_LAYOUT = struct.Struct("!IBBBBQQQQI5I")
+assert _LAYOUT.size == HEADER_BYTES
+
+_DTYPES = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class WireError(ValueError):
+    """The peer sent something that no leader or worker of this version sends."""
+
+
+class MessageKind(IntEnum):
+    """Types of messages."""
+
+    ASSIGN = 1  # leader → worker: load and serve a stage (StageAssignment as JSON)
+    WEIGHTS = 2  # leader → worker: a chunk of the stage's weights (safetensors)
+    READY = 3  # worker → leader: the stage is loaded and warmed up (JSON: seconds taken, execution mode, reason)
+    BATCH = 4  # leader → worker: input for an assigned stage
+    RESULT = 5  # worker → leader: output for a batch
+    FAILED = 6  # worker → leader: the stage raised; the payload is the error text
+    LEAVING = 7  # worker → leader: send no new batches, and close the world after the last answer
+    RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
+    UNLOAD = 9  # leader → worker: unload the stages of this version
+    TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message.
+
+    Attributes:
+        batch: number of the batch; 0 if the message concerns none.
+        payload: a tensor of up to 5 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
+        compute_ns, waited_ns: of RESULT, how long the worker computed, and how long the batch waited before.
+        stage, version: stage and model version that the message refers to.
+    """
+
+    kind: MessageKind
+    batch: int = 0
+    payload: Tensor | None = None
+    compute_ns: int = 0
+    waited_ns: int = 0
+    stage: int = 0
+    version: int = 0
+
+    @staticmethod
+    def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
+        return Message(kind, batch, bytes_tensor(text.encode()), stage=stage, version=version)
+
+    def text(self) -> str:
+        """The payload as text. Raises WireError if it is not text."""
+        payload = self.payload
+        if payload is None or payload.dtype != torch.uint8 or payload.dim() != 1:
+            found = "no payload" if payload is None else f"{payload.dtype} {tuple(payload.shape)}"
+            raise WireError(f"{self.kind.name}: expected text, got {found}")
+        return bytes(payload.numpy()).decode(errors="replace")
+
+    def reason(self) -> str:
+        """The payload as an error text: one line, truncated for logs, traces and responses. Raises WireError if it is not text."""
+        return shown(self.text())
+
+    def header(self) -> Tensor:
+        """Encode the header as uint8 [64]. Raises ValueError if the payload cannot be encoded."""
+        payload = self.payload
+        if payload is not None and payload.dtype not in _CODES:
+            raise ValueError(f"cannot send {payload.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
+        shape = () if payload is None else tuple(payload.shape)
+        code = 0 if payload is None else _CODES[payload.dtype]
+        size = 0 if payload is None else payload.nbytes
+        if len(shape) > MAX_DIMS:
+            raise ValueError(f"cannot send {len(shape)} dimensions; expected at most {MAX_DIMS}")
+        dims = shape + (0,) * (MAX_DIMS - len(shape))
+        packed = _LAYOUT.pack(
+            *(_MAGIC, self.kind, code, len(shape), self.stage, self.batch, size),
+            *(self.compute_ns, self.waited_ns, self.version, *dims),
+        )
+        return bytes_tensor(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A received, consistent header.
+
+    Attributes:
+        shape: shape of the payload; None if there is no payload.
+    """
+
+    kind: MessageKind
+    batch: int
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    compute_ns: int
+    waited_ns: int
+    stage: int
+    version: int
+
+    @staticmethod
+    def parse(data: Tensor) -> "Header":
+        """Decode uint8 [64]. Raises WireError if the header is inconsistent."""
+        magic, kind, code, ndim, stage, batch, size, compute_ns, waited_ns, version, *dims = _LAYOUT.unpack(
+            bytes(data.numpy())
+        )
+        if magic != _MAGIC:
+            raise WireError(f"not a message of this version (it begins with {magic:#010x})")
+        try:
+            known, dtype = MessageKind(kind), _DTYPES[code]
+        except (ValueError, IndexError) as error:
+            raise WireError(f"unknown kind {kind} or dtype {code}") from error
+        if ndim > MAX_DIMS or any(dims[ndim:]):
+            raise WireError(f"{known.name} with {ndim} dimensions of {dims}")
+        shape: tuple[int, ...] | None = tuple(dims[:ndim])
+        if (code, ndim, size) == (0, 0, 0):  # no payload; a tensor without dimensions has one element, so size > 0
+            shape = None
+        elif size != math.prod(dims[:ndim]) * dtype.itemsize:
+            raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
+        return Header(known, batch, dtype, shape, compute_ns, waited_ns, stage, version)
+
+    def require_batch(self, dtype: torch.dtype, sample_shape: tuple[int, ...], least: int, most: int) -> None:
+        """Raise WireError unless the payload has this dtype and shape [N, *sample_shape] with `least` <= N <= `most`."""
+        shape = self.shape
+        if shape and self.dtype == dtype and shape[1:] == sample_shape and least <= shape[0] <= most:
+            return
+        rows = least if least == most else f"{least} to {most}"
+        found = "no payload" if shape is None else f"{self.dtype} {shape}"
+        raise WireError(f"{self.kind.name}: expected {dtype}, {rows} rows of {sample_shape}, got {found}")
+
+    def require_text(self) -> None:
+        """Raise WireError unless the payload is text of at most MAX_TEXT_BYTES."""
+        self.require_batch(torch.uint8, (), 0, MAX_TEXT_BYTES)
+
+    def require_no_payload(self) -> None:
+        """Raise WireError if there is a payload."""
+        if self.shape is not None:
+            raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
+
+    def message(self, payload: Tensor | None) -> Message:
+        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
+
+
+def bytes_tensor(data: bytes) -> Tensor:
+    """uint8 [N] over a copy of `data`."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,1 +1,0 @@
-"""Grafana's dashboards as code, and what provisions them."""

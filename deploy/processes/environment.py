@@ -1,0 +1,52 @@
+"""Programs and environment variables of the child processes. Imports no torch, so that the fork server starts early."""
+
+import os
+import sys
+
+from multiworld_serving.common.config.settings import ENV_PREFIX
+from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.server.settings import ServeSettings
+
+PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.main")
+"""The command `multiworld`. -P keeps the working directory off `sys.path`, so that no module there is imported by mistake."""
+FORK_SERVER_PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.fork_server")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+SPINS = "20000"
+"""OpenMP spin count of an idle thread: about 0.5 ms, longer than the pauses between the operations of a model. The default is
+several milliseconds, during which another worker could use the core."""
+
+
+def worker_fork_server(settings: ServeSettings) -> ForkServer:
+    """Return the fork server of workers and frontends. Enter it before this process imports torch: both then import in parallel."""
+    return ForkServer(FORK_SERVER_PROGRAM, worker_environment(settings))
+
+
+def worker_environment(settings: ServeSettings) -> dict[str, str]:
+    """Return the environment of local workers: inherited, without settings of the leader, with the token (not in the arguments)."""
+    assert settings.token is not None, "the token must be set before workers start"
+    return {
+        **_inherited(),
+        **dict.fromkeys(THREAD_VARIABLES, str(compute_threads(settings))),
+        SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
+        ENV_PREFIX + "TOKEN": settings.token.get_secret_value(),
+    }
+
+
+def frontend_environment() -> dict[str, str]:
+    """Return the environment of frontends: inherited, without settings of the leader. Frontends compute nothing: one thread."""
+    return {**_inherited(), **dict.fromkeys(THREAD_VARIABLES, "1")}
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+
+
+def compute_threads(settings: ServeSettings) -> int:
+    """Return the compute threads per local worker: as configured, or an equal share of the cores."""
+    return settings.worker_threads or fair_threads(settings.num_workers)
+
+
+def fair_threads(num_workers: int) -> int:
+    """Return the threads per worker so that all workers together use the cores available to this process."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)

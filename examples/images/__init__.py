@@ -1,0 +1,1 @@
+"""The image of the quick start. `draw_clock.py` draws it."""

@@ -1,0 +1,218 @@
+"""Chooses the fastest execution mode of a stage on this device among those whose output is accurate enough, by measuring."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
+from multiworld_serving.models.optimize.execution_modes import (
+    UNOPTIMIZED,
+    ExecutionMode,
+    Tuning,
+    candidates,
+    compiled_mode,
+)
+from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.fusing import Workload
+from multiworld_serving.models.optimize.padded_stage import PaddedStage
+from multiworld_serving.models.optimize.tolerance import TOLERANCE, deviation
+from multiworld_serving.models.stages import Stage
+
+_ROUNDS = 5
+_MEASURED_ROWS = 4
+"""Batch size for measuring. Larger batches take proportionally longer and rank the modes alike."""
+_GAIN = 0.03
+"""A mode must be faster than a simpler one by at least this share: smaller differences are noise."""
+
+
+@dataclass(frozen=True)
+class OptimizedStage:
+    """A stage that is ready to run, and why its mode was chosen.
+
+    Attributes:
+        module: on the device; same interface as `Stage`.
+        why: reason for the log.
+    """
+
+    module: nn.Module
+    mode: ExecutionMode
+    why: str
+
+
+@dataclass
+class Trial:
+    """A measured execution mode.
+
+    Attributes:
+        deviation: of its output from the reference (`tolerance.deviation`); NaN if the output is invalid.
+        times_s: shortest time of all rounds for one sample, and for a batch.
+    """
+
+    mode: ExecutionMode
+    module: nn.Module
+    deviation: float = 0.0
+    times_s: list[float] = field(default_factory=lambda: [inf, inf])
+
+    @property
+    def is_accurate(self) -> bool:
+        """Whether the mode may be chosen. The unoptimized stage is the reference."""
+        return self.deviation <= TOLERANCE[self.mode.precision]
+
+    @property
+    def cost_s(self) -> float:
+        """Geometric mean, which weighs single requests and batches equally."""
+        return sqrt(self.times_s[0] * self.times_s[1])
+
+    def __str__(self) -> str:
+        one_s, batch_s = self.times_s
+        times = "not timed" if inf in self.times_s else f"{one_s * 1e3:.1f} and {batch_s * 1e3:.1f} ms"
+        off = (
+            ""
+            if self.is_accurate
+            else f", {self.deviation:.2g} off where {TOLERANCE[self.mode.precision]:g} is allowed"
+        )
+        return f"{self.mode} {times}{off}"
+
+
+def optimize(
+    stage: Stage,
+    sample_shape: tuple[int, ...],
+    max_batch_size: int,
+    tuning: Tuning,
+    device: torch.device,
+    compiled: PaddedStage | None = None,
+    threads: tuple[int, ...] = (),
+) -> OptimizedStage:
+    """Optimize `stage` as `tuning` says and move it to `device`. Blocks; with "auto" for about `tuning.limit_s` at most.
+
+    Args:
+        stage: on the CPU, with weights. It may become part of the result.
+        sample_shape: shape of one sample of its input.
+        compiled: the same stage compiled in the precision of `compiled_mode`. "compile" takes it if it is accurate, "auto" if it is
+            also the fastest.
+        threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
+    """
+    modes = candidates(tuning, device)
+    workload = Workload(sample_shape, max_batch_size, threads or (torch.get_num_threads(),))
+    makers: list[tuple[ExecutionMode, Callable[[], nn.Module]]] = [
+        (mode, partial(_make, mode, stage, workload, device)) for mode in modes
+    ]
+    example = _example_input(stage, min(max_batch_size, _MEASURED_ROWS), sample_shape)
+    if compiled is not None and tuning.optimize == "compile":
+        trial = Trial(compiled_mode(tuning, device), compiled)
+        with torch.inference_mode():
+            trial.deviation = _deviation(trial, example, stage(example), device)
+        if trial.is_accurate:
+            return OptimizedStage(compiled, trial.mode, f"asked for; {trial.deviation:.1g} off")
+    elif compiled is not None:
+        makers.append((compiled_mode(tuning, device), lambda: compiled))
+    if len(makers) == 1:
+        return OptimizedStage(makers[0][1](), modes[0], "asked for")
+    return choose(makers, stage, example, device, tuning.limit_s)
+
+
+def choose(
+    makers: Sequence[tuple[ExecutionMode, Callable[[], nn.Module]]],
+    reference: nn.Module,
+    example: Tensor,
+    device: torch.device,
+    limit_s: float,
+    clock_s: Callable[[], float] = time.perf_counter,
+) -> OptimizedStage:
+    """The fastest mode whose output is accurate. Modes that cannot be built are skipped, except the first, which raises.
+
+    Args:
+        makers: modes with functions that build them. The first is the fallback if all others are inaccurate or time runs out.
+        reference: the reference stage, on the CPU in float32.
+        example: an input batch on the CPU.
+        limit_s: no mode is built and no round is started after this time.
+    """
+    deadline_s = clock_s() + limit_s
+    trials: list[Trial] = []
+    failed: list[str] = []
+    untried: list[ExecutionMode] = []
+    with torch.inference_mode():
+        expected = reference(example)
+        # The most promising mode is last. Try the fallback first, then from the most promising on.
+        for mode, make in (makers[0], *reversed(makers[1:])):
+            if trials and clock_s() >= deadline_s:
+                untried.append(mode)
+                continue
+            try:
+                with torch.inference_mode(mode=False):
+                    trial = Trial(mode, make())
+                if mode != UNOPTIMIZED:
+                    trial.deviation = _deviation(trial, example, expected, device)
+            except RuntimeError as error:  # from torch: a graph cannot be recorded, out of memory, ...
+                if not trials:
+                    raise
+                failed.append(f"{mode} cannot be built ({str(error).strip().partition(chr(10))[0]})")
+                continue
+            trials.append(trial)
+        modes = [mode for mode, _ in makers]
+        trials.sort(key=lambda trial: modes.index(trial.mode))
+        close = [trial for trial in trials if trial.is_accurate] or trials[:1]
+        _time(close, example, device, deadline_s, clock_s)
+    chosen = fastest(close)
+    said = [*map(str, trials), *failed, *(f"{mode} no time to try" for mode in untried)]
+    return OptimizedStage(
+        chosen.module, chosen.mode, "measured for batches of 1 and {}: {}".format(len(example), "; ".join(said))
+    )
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """The mode to use: a later one must be clearly faster. The first if nothing was measured."""
+    best = trials[0]
+    for trial in trials[1:]:
+        if trial.cost_s < best.cost_s * (1 - _GAIN):
+            best = trial
+    return best
+
+
+def _make(mode: ExecutionMode, stage: Stage, workload: Workload, device: torch.device) -> nn.Module:
+    if mode == UNOPTIMIZED:
+        return stage.to(device)
+    folded = FoldedStage(stage, mode.dtype, fuse_for=workload if mode.method == "fused" else None).to(device)
+    return (
+        record_cuda_graphs(folded, workload.sample_shape, workload.max_batch_size, device)
+        if mode.method == "graphed"
+        else folded
+    )
+
+
+def _example_input(stage: Stage, batch_size: int, sample_shape: tuple[int, ...]) -> Tensor:
+    """Deterministic input: random pixels, or random activations after a ReLU."""
+    generator = torch.Generator().manual_seed(1)
+    if stage.spec.is_first:
+        return torch.randint(0, 256, (batch_size, *sample_shape), dtype=torch.uint8, generator=generator)
+    return torch.randn((batch_size, *sample_shape), generator=generator).relu_()
+
+
+def _deviation(trial: Trial, example: Tensor, expected: Tensor, device: torch.device) -> float:
+    output: Tensor = trial.module(example.to(device)).cpu()
+    if output.shape != expected.shape or output.dtype != expected.dtype:
+        return float("nan")
+    is_last = expected.ndim == 2
+    return deviation(output, expected, probabilities=is_last and trial.mode.precision != "float32")
+
+
+def _time(
+    trials: Sequence[Trial], example: Tensor, device: torch.device, deadline_s: float, clock_s: Callable[[], float]
+) -> None:
+    """Time all modes in interleaved rounds, so that other load on the machine affects all alike."""
+    if len(trials) < 2:
+        return
+    for round_number in range(_ROUNDS + 1):
+        if round_number > 1 and clock_s() >= deadline_s:
+            return
+        for trial in trials:
+            for place, batch_size in enumerate((1, len(example))):
+                started_s = clock_s()
+                trial.module(example[:batch_size].to(device)).cpu()
+                if round_number:  # the first round warms up
+                    trial.times_s[place] = min(trial.times_s[place], clock_s() - started_s)

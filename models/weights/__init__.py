@@ -1,0 +1,1 @@
+"""Weights of a model: published, from a file, or random; and class labels. Start reading at `loading`."""

@@ -1,0 +1,133 @@
+"""Reads checkpoint files into dicts of tensors by torchvision's names. Never executes code from a file."""
+
+import hashlib
+import io
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from multiworld_serving.models.errors import WeightsError
+
+SUFFIXES = (".pth", ".pt", ".safetensors")
+MAX_FILE_BYTES = 4 * 2**30
+"""The largest of the models has 0.24 GB of weights; with gradients and optimiser state it stays well below this."""
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
+_HOW_TO_SAVE = "save the weights alone with torch.save(model.state_dict(), path) or safetensors.torch.save_file"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a file, on the CPU, and their version."""
+
+    tensors: dict[str, Tensor]
+    version: str
+    """File name without its suffix, and the first 12 hex digits of the SHA-256 of the file's content."""
+    sha256: str
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Read `.pth`, `.pt` (`weights_only=True`) or `.safetensors`.
+
+    Takes a plain state dict, or one wrapped as {"state_dict": ...}, {"model_state_dict": ...} or {"model": ...}; a
+    prefix that all names share because the model was wrapped in training ("module.") is removed.
+
+    Raises:
+        WeightsError: the file is missing, unreadable, truncated, holds code, or holds no tensors by name.
+    """
+    file = Path(path)
+    content = _read_bytes(file)
+    parse = _parse_safetensors if file.suffix.lower() == ".safetensors" else _parse_torch
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{file.stem}-{sha256[:12]}", sha256=sha256)
+
+
+def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
+    """A plain dict from name to tensor out of what a checkpoint held: unwrapped, and without prefixes of training.
+
+    Raises:
+        WeightsError: there are no tensors by name in it.
+    """
+    for wrapper in _WRAPPERS:
+        if isinstance(data, Mapping) and isinstance(data.get(wrapper), Mapping):
+            data = data[wrapper]
+    if not isinstance(data, Mapping) or not data:
+        raise WeightsError(f"{origin} holds {_describe(data)}; expected a state dict (name to tensor): {_HOW_TO_SAVE}")
+    for name, value in data.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise WeightsError(
+                f"{origin} holds {_describe(value)} under {name!r}; "
+                f"expected a state dict (name to tensor): {_HOW_TO_SAVE}"
+            )
+    return _without_prefixes(dict(data))
+
+
+def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    for _ in _PREFIXES:  # they nest: "module._orig_mod.conv1.weight"
+        for prefix in _PREFIXES:
+            if all(name.startswith(prefix) for name in tensors):
+                tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _read_bytes(file: Path) -> bytes:
+    # Read once, so that what is hashed is what is loaded even when the file is replaced meanwhile.
+    try:
+        if not file.exists():
+            raise WeightsError(f"weights file {file} does not exist; check the path (seen from {Path.cwd()})")
+        if not file.is_file():
+            raise WeightsError(f"{file} is not a file; expected one of {', '.join(SUFFIXES)}")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise WeightsError(f"{file} is larger than {MAX_FILE_BYTES >> 30} GiB, no ResNet is; {_HOW_TO_SAVE}")
+        return file.read_bytes()
+    except OSError as error:
+        raise WeightsError(
+            f"cannot read weights from {file}: {error.strerror or error}; check its permissions"
+        ) from error
+
+
+def _parse_safetensors(content: bytes, path: str) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise WeightsError(
+            f"{path} is not a whole safetensors file ({_first_line(error)}); copy or download it again"
+        ) from error
+
+
+def _parse_torch(content: bytes, path: str) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it wonders about pickle protocols before it refuses
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        whole = zipfile.is_zipfile(io.BytesIO(content))
+        what = "holds" if whole else "is damaged, or holds"
+        raise WeightsError(
+            f"{path} {what} something else than tensors, such as a whole pickled model or code, which is never loaded; "
+            f"{_HOW_TO_SAVE}"
+        ) from error
+    except Exception as error:  # whatever a damaged pickle makes the unpickler stumble over
+        raise WeightsError(
+            f"{path} is not a whole PyTorch checkpoint ({_first_line(error)}); copy or download it again"
+        ) from error
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "an empty dict" if not value else "a dict"
+    return f"a {type(value).__name__}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

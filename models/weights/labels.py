@@ -1,0 +1,86 @@
+"""Class labels from a file, or placeholders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from multiworld_serving.models.errors import LabelsError
+
+MAX_FILE_BYTES = 16 * 2**20
+_EXPECTED = (
+    'expected one label a line, or JSON: a list, or an object from index to label such as {"0": "cat", "1": "dog"}'
+)
+
+
+def read_labels(path: str, num_classes: int) -> tuple[str, ...]:
+    """Labels from a file, one per class, in the order of the class ids.
+
+    A `.json` file holds a list, or an object from index to label (or to a list that ends in the label, as in the usual
+    ImageNet index). Any other file is UTF-8 text with one label a line; empty lines at the end do not count.
+
+    Raises:
+        LabelsError: the file is missing or malformed, or does not hold exactly `num_classes` labels.
+    """
+    text = _read_text(Path(path))
+    labels = _from_json(text, path) if path.lower().endswith(".json") else _from_lines(text, path)
+    if len(labels) != num_classes:
+        raise LabelsError(
+            f"{path} has {len(labels)} labels, but the model has {num_classes} classes; expected one label a class"
+        )
+    return labels
+
+
+def placeholder_labels(num_classes: int) -> tuple[str, ...]:
+    """ "class_0", "class_1", ...: for a model without labels."""
+    return tuple(f"class_{i}" for i in range(num_classes))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise LabelsError(
+                f"{path} is larger than {MAX_FILE_BYTES} bytes, so it is not a file of labels; {_EXPECTED}"
+            )
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise LabelsError(f"cannot read labels from {path}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise LabelsError(f"{path} is not UTF-8 text; {_EXPECTED}") from error
+
+
+def _from_lines(text: str, path: str) -> tuple[str, ...]:
+    lines = [line.strip() for line in text.rstrip().split("\n")]
+    if lines == [""]:
+        raise LabelsError(f"{path} is empty; {_EXPECTED}")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            raise LabelsError(f"{path} has an empty line {number} among its labels; {_EXPECTED}")
+    return tuple(lines)
+
+
+def _from_json(text: str, path: str) -> tuple[str, ...]:
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LabelsError(f"{path} is not valid JSON ({error}); {_EXPECTED}") from error
+    if isinstance(data, dict):
+        data = _in_index_order(data, path)
+    if not isinstance(data, list) or not data:
+        raise LabelsError(f"{path} holds neither a list nor an object of labels; {_EXPECTED}")
+    return tuple(_label(entry, path) for entry in data)
+
+
+def _in_index_order(data: dict[str, Any], path: str) -> list[Any]:
+    expected = {str(i) for i in range(len(data))}
+    if set(data) != expected:
+        strange = sorted(set(data) - expected)[0]
+        raise LabelsError(f"{path} has the key {strange!r}; expected the indices 0 to {len(data) - 1}, each once")
+    return [data[str(i)] for i in range(len(data))]
+
+
+def _label(entry: Any, path: str) -> str:
+    if isinstance(entry, list) and entry:
+        entry = entry[-1]  # the usual ImageNet index: {"0": ["n01440764", "tench"], ...}
+    if not isinstance(entry, str) or not entry.strip():
+        raise LabelsError(f"{path} has the label {entry!r}; expected text")
+    return entry.strip()

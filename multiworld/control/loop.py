@@ -1,0 +1,205 @@
+"""The control loop: one thread that serves all control connections of a process. It never blocks.
+
+Sockets are non-blocking and callbacks are short, so the loop does not wait for a peer, a world or the application. An asyncio event
+loop that does not run for seconds breaks no world, unless it is registered for monitoring (see progress.py). When this process was
+stopped or starved, that time does not count as silence of its peers.
+"""
+
+import contextlib
+import heapq
+import itertools
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from multiworld.control.progress import LoopCounter
+from multiworld.control.sockets import not_inherited
+from multiworld.execution.threads import DaemonThread
+
+logger = logging.getLogger(__name__)
+
+_STALL_S = 0.25
+"""A longer delay of one iteration is a stall of this process. Shorter ones need no correction: received data is read before timers run."""
+_IDLE_S = 60.0
+
+
+def _nothing() -> None: ...
+
+
+class MonitoredConnection(Protocol):
+    """The part of a control connection that the loop uses.
+
+    Attributes:
+        last_heard_s: when data from the peer last arrived, by `time.monotonic`.
+    """
+
+    last_heard_s: float
+
+    def close(self) -> None: ...
+
+
+class Timer:
+    """A scheduled call. Call `cancel` on the control loop's thread only."""
+
+    __slots__ = ("args", "call", "cancelled")
+
+    def __init__(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.call = call
+        self.args = args
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.call, self.args = (
+            _nothing,
+            (),
+        )  # a cancelled timer stays queued until it is due and must not keep a world alive
+
+
+class WatchDog:
+    """Serves sockets and timers on one daemon thread. `start`, `stop` and `call_soon` may be called from other threads."""
+
+    def __init__(self) -> None:
+        self.now_s = time.monotonic()
+        self.lifelines: set[MonitoredConnection] = set()
+        self.loop_counter = LoopCounter()
+        """Counts the ticks of this process's event loop; heartbeats carry the count."""
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._sequence = itertools.count()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._wake_out, self._wake_in = map(not_inherited, socket.socketpair())
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on the control loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Start the thread. Does nothing if it was started. It cannot start again after `stop`.
+
+        Raises RuntimeError when no thread is available; the sockets are closed then.
+        """
+        if self._thread is not None:
+            return
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakeups)
+        self._thread = DaemonThread(self._run, "multiworld-watchdog")
+        try:
+            self._thread.start()
+        except BaseException:
+            self._thread = None
+            self._free()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is alive."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Run the calls already queued by `call_soon`, end the thread, and close all sockets. Waits at most `timeout_s` for the thread."""
+        self.loop_counter.stop()
+        if self._thread is not None:
+            self.call_soon(self._stop)
+            self._thread.join(timeout_s)
+        else:
+            self._free()
+
+    # -- from any thread -------------------------------------------------------------------------------------------------
+
+    def call_soon(self, call: Callable[..., object], *args: Any) -> None:
+        """Run `call(*args)` on the control loop's thread, in the order of the calls."""
+        self._calls.append((call, args))
+        with contextlib.suppress(OSError):  # buffer full: the loop wakes anyway; closed: the loop has ended
+            self._wake_in.send(b"\0")
+
+    # -- on the control loop's thread ------------------------------------------------------------------------------------
+
+    def call_later(self, delay_s: float, call: Callable[..., object], *args: Any) -> Timer:
+        timer = Timer(call, args)
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), timer))
+        return timer
+
+    def register(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
+        self._selector.register(sock, events, callback)
+
+    def modify(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
+        if self._selector.get_key(sock).events != events:
+            self._selector.modify(sock, events, callback)
+
+    def unregister(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                with contextlib.suppress(MemoryError):  # the next iteration retries
+                    self._round()
+        finally:
+            self._free()
+
+    def _round(self) -> None:
+        began_s = time.monotonic()
+        timeout_s = min(_IDLE_S, self._timers[0][0] - began_s) if self._timers else _IDLE_S
+        timeout_s = 0.0 if self._calls else max(0.0, timeout_s)
+        ready = self._selector.select(timeout_s)
+        self._forgive_own_stall(began_s, timeout_s)
+        for key, mask in ready:
+            if key.fd in self._selector.get_map():  # an earlier callback of this iteration may have closed it
+                self._guarded(key.data, mask)
+        for _ in range(len(self._calls)):
+            call, args = self._calls.popleft()
+            self._guarded(call, *args)
+        while self._timers and self._timers[0][0] <= self.now_s:
+            _, _, timer = heapq.heappop(self._timers)
+            if not timer.cancelled:
+                self._guarded(timer.call, *timer.args)
+
+    def _forgive_own_stall(self, began_s: float, planned_s: float) -> None:
+        """Add the length of a stall of this process (SIGSTOP, no CPU time, no GIL) to `last_heard_s` of all connections."""
+        now_s = time.monotonic()
+        away_s = began_s - self.now_s + max(0.0, now_s - began_s - planned_s)
+        self.now_s = now_s
+        if away_s > _STALL_S:
+            for lifeline in self.lifelines:
+                lifeline.last_heard_s += away_s
+
+    def _guarded(self, call: Callable[..., object], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception:
+            with contextlib.suppress(Exception):  # logging may fail for lack of memory
+                logger.exception("watchdog: %r failed", call)
+
+    def _drain_wakeups(self, _mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _free(self) -> None:
+        for lifeline in list(self.lifelines):
+            lifeline.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+        self._timers.clear()

@@ -1,0 +1,109 @@
+"""How the members of an epoch agree on the finished operations of a round. Pure: bytes in, decisions out.
+
+A *round* is one call: the operations that all members run together. Each member has a flag per operation: finished on this member. In
+every epoch, before and after operations run, the members exchange their flags. An operation counts as finished when it is finished on all
+members. The rules, and why they give the same bits on all members:
+
+1. All members run an operation again that finished on only some of them, from the originals, which all members still have.
+2. No member runs an operation in an epoch before all of its members have exchanged flags. So all members of an epoch run the same set of
+   operations, and an operation that finishes has the same result on every member on which it finishes.
+3. A member may die during the exchange, so that only some members complete it. Those clear the flags that are not set on all members and
+   run these operations, but cannot finish any of them, because that takes all members. The next epoch compares the flags again.
+4. A member closes the round when it sees that all operations finished on all members. All members have all results then, so the originals
+   may be overwritten. The member reports the closed round before the next epoch is decided (`Ask.closed`), and the view reports it to all
+   members. A member that has not closed the round yet closes it then, with the results that it has.
+5. No member can be more than one round ahead, because closing a round takes all members.
+"""
+
+import hashlib
+import struct
+from typing import Literal
+
+from multiworld.errors import MultiWorldError
+
+_HEAD = struct.Struct("!QQ16s16s")
+
+
+class RoundMismatch(MultiWorldError):  # noqa: N818 - internal; the caller gets DesyncError
+    """The members run different calls.
+
+    Attributes:
+        rank: the first rank that differs from rank 0.
+    """
+
+    def __init__(self, rank: int, detail: str) -> None:
+        super().__init__(rank, detail)
+        self.rank = rank
+        self.detail = detail
+
+
+class Round:
+    """One member's flags of a round.
+
+    Args:
+        number: number of rounds closed before this one.
+        count: number of operations.
+        signature: describes the operations; must be equal on all members.
+    """
+
+    def __init__(self, number: int, count: int, signature: str) -> None:
+        self.number = number
+        self.finished = [False] * count
+        self._signature = hashlib.blake2b(signature.encode(), digest_size=16).digest()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all operations are finished."""
+        return all(self.finished)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the unfinished operations."""
+        return [index for index, finished in enumerate(self.finished) if not finished]
+
+    def finish(self, index: int) -> None:
+        """Mark operation `index` as finished on this member. Its result is kept beside the original."""
+        self.finished[index] = True
+
+    def is_closed(self, closed: int) -> bool:
+        """Return whether any member has closed this round, given the number of closed rounds.
+
+        Raises RoundMismatch if it is closed but operations are unfinished on this member.
+        """
+        if closed > self.number and not self.complete:
+            raise RoundMismatch(0, f"round {self.number} is closed elsewhere, but is not finished here")
+        return closed > self.number
+
+    # -- the exchange ----------------------------------------------------------------------------------------------------------
+
+    def head(self) -> bytes:
+        """Return the data of the first exchange, of fixed length: number, operations, digest of the flags."""
+        flags = hashlib.blake2b(self.flags(), digest_size=16).digest()
+        return _HEAD.pack(self.number, len(self.finished), self._signature, flags)
+
+    def flags(self) -> bytes:
+        """Return one bit per operation, padded with ones."""
+        bits = self.finished + [True] * (-len(self.finished) % 8)
+        return bytes(sum(bit << place for place, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8))
+
+    def judge(self, heads: list[bytes]) -> Literal["agreed", "compare"]:
+        """Return "agreed" if all members have the same flags, "compare" if they must exchange them.
+
+        Raises RoundMismatch if the rounds differ. All members raise it.
+        """
+        said = [_HEAD.unpack(head) for head in heads]
+        first = said[0]
+        for rank, (number, count, signature, _) in enumerate(said):
+            if number != first[0]:
+                raise RoundMismatch(rank, f"it is in round {number}, rank 0 in round {first[0]}")
+            if (count, signature) != first[1:3]:
+                raise RoundMismatch(rank, f"its {count} operations are not those of rank 0, {first[1]}")
+        return "agreed" if all(head[3] == first[3] for head in said) else "compare"
+
+    def settle(self, flags: list[bytes]) -> None:
+        """Mark as finished the operations that all members have flagged, and only those."""
+        common = bytearray(flags[0])
+        for each in flags[1:]:
+            for at, byte in enumerate(each):
+                common[at] &= byte
+        self.finished = [bool(common[index // 8] >> index % 8 & 1) for index in range(len(self.finished))]

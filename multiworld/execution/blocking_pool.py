@@ -1,0 +1,86 @@
+"""Threads for blocking work of one world: NCCL, waits for c10d, copies between devices and into tensors that are not contiguous.
+
+Threads are created on demand and reused until the world closes. There are as many as jobs that run at the same time, without a limit,
+because a job that stays blocked must not delay the completion of another operation.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from multiworld.execution.threads import DaemonThread
+
+logger = logging.getLogger(__name__)
+
+
+def _log(error: BaseException) -> None:
+    logger.error("a job of a world failed", exc_info=error)
+
+
+class BlockingPool:
+    """A pool of threads that grows as needed. The constructor starts no thread.
+
+    Args:
+        name: name of the threads.
+        on_error: called with the error of a failed job, on the thread that ran the job.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], object] = _log) -> None:
+        self._name = name
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def run(self, wait: Callable[[], None]) -> None:
+        """Run `wait` on an idle or new thread. Raises RuntimeError after `close`, or when no thread can start."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the waiting threads are closed")
+            if self._idle:
+                self._idle.pop().put(wait)
+                return
+            inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            inbox.put(wait)
+            thread = DaemonThread(self._serve, self._name, (inbox,))
+            thread.start()
+            self._threads.add(thread)
+
+    def guarded(self, job: Callable[[], None]) -> None:
+        """Run `job` on the calling thread. Does not raise: errors are passed to `on_error`."""
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - the following jobs must run after any error
+            with contextlib.suppress(Exception):  # the callback may fail, too, when memory is short
+                self._on_error(error)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the idle threads and wait at most `timeout_s` seconds in total for the busy ones. Returns whether all have ended."""
+        with self._lock:
+            self._closed = True
+            for inbox in self._idle:
+                inbox.put(None)
+            self._idle.clear()
+            threads = list(self._threads)
+        until_s = time.monotonic() + timeout_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+        try:
+            while (wait := inbox.get()) is not None:
+                self.guarded(wait)
+                del wait  # else an idle thread would keep the tensors or the group of the job alive
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._idle.append(inbox)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())

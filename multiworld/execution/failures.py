@@ -1,0 +1,32 @@
+"""Classifies errors of operations: a lost connection is attributed to the peer, any other error to this member."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_REASON_CHARS = 500
+
+
+class ConnectionLostError(RuntimeError):
+    """A connection to another member failed."""
+
+
+@contextlib.contextmanager
+def lost_connections() -> Iterator[None]:
+    """Translate a RuntimeError of c10d into ConnectionLostError, unless it reports missing memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        missing_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if missing_memory or isinstance(error, ConnectionLostError):
+            raise
+        raise ConnectionLostError(str(error)) from None
+
+
+def described(error: BaseException) -> str:
+    """The error as one line of text."""
+    if isinstance(error, ConnectionLostError):
+        return str(error)
+    reason = str(error).partition("\n")[0][:_REASON_CHARS]  # torch appends a stack trace
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__

@@ -1,0 +1,137 @@
+"""The listening ports of one process. Each port accepts members for the worlds hosted there, and queries."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from multiworld.control.loop import WatchDog
+from multiworld.errors import AskError, JoinError
+from multiworld.membership.acceptor import NO_ANSWER, Acceptor, bind
+from multiworld.membership.monitor import HeartbeatConfig
+from multiworld.texts import shown
+from multiworld.world import World
+
+logger = logging.getLogger(__name__)
+
+Answerer = Callable[[str, str], Awaitable[bytes]]
+"""(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """A listening port. It stays open while a world is hosted there, and until the manager's cleanup if `pinned`."""
+
+    reception: Acceptor
+    pinned: bool = False
+    worlds: set[World] = field(default_factory=set)
+
+    def answer(self, answerer: Answerer) -> None:
+        """Answer queries on this port with `answerer`, on the running event loop. Replaces an earlier `answerer`."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def answer(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
+            found: bytes | str = NO_ANSWER
+            try:
+                found = await answerer(question, host)
+            except AskError as refusal:
+                found = shown(str(refusal))
+                logger.warning("a question from %s is refused: %s", host, found)
+            except Exception:
+                logger.exception("a question from %s found no answer", host)
+            reply(found)
+
+        def start(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
+            task = loop.create_task(answer(question, host, reply))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        def on_question(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the event loop is closed; the acceptor refuses the query after a timeout
+                loop.call_soon_threadsafe(start, question, host, reply)
+
+        self.reception.on_question = on_question
+
+
+class ListenerRegistry:
+    """All listeners of a manager, by address and port. Not thread-safe: `WorldManager` guards it with its lock.
+
+    Args:
+        secret: the secret that clients must know.
+    """
+
+    def __init__(self, secret: bytes, pulse: HeartbeatConfig) -> None:
+        self._secrets: tuple[bytes, ...] = (secret,)
+        self._pulse = pulse
+        self._doors: dict[tuple[str, int], Listener] = {}
+
+    def at(self, addr: str, port: int) -> Listener:
+        """Return an open listener. Raises KeyError."""
+        return self._doors[listening_host(addr), port]
+
+    def open(self, host: str, port: int, watchdog: Callable[[], WatchDog]) -> Listener:
+        """Return the listener on `host`:`port`; open it if necessary.
+
+        Args:
+            host: a result of `listening_host`.
+            port: 0 lets the kernel choose.
+            watchdog: returns the control loop for a new listener. Called after the port is bound.
+        Raises:
+            OSError: this process cannot listen there.
+        """
+        door = self._doors.get((host, port))
+        if door is None:
+            sock = bind(host, port)
+            try:
+                serving = watchdog()
+            except BaseException:
+                sock.close()
+                raise
+            reception = Acceptor(serving, sock, self._secrets, self._pulse)
+            serving.call_soon(reception.open)
+            door = self._doors[host, reception.port] = Listener(reception)
+        return door
+
+    def let_in(self, secrets: tuple[bytes, ...]) -> None:
+        """Accept only clients that know one of these secrets from now on, on all ports. Existing connections stay open."""
+        self._secrets = secrets
+        for door in self._doors.values():
+            door.reception.secrets = secrets
+
+    def leave(self, world: World) -> None:
+        """Remove an ended world from its listener."""
+        for door in self._doors.values():
+            door.worlds.discard(world)
+
+    def close_idle(self) -> None:
+        """Close the listeners that are not pinned and have no world. Runs on the control loop's thread."""
+        for key in [key for key, door in self._doors.items() if not door.worlds and not door.pinned]:
+            self._doors.pop(key).reception.close()
+
+    def give_up(self) -> list[Listener]:
+        """Remove and return all listeners. They are still open; the caller closes them."""
+        doors, self._doors = list(self._doors.values()), {}
+        return doors
+
+
+def listening_host(addr: str) -> str:
+    """Return the address to bind for `addr`. An IP address is returned as it is; a name is resolved, which may block. Raises OSError."""
+    return str(socket.getaddrinfo(addr, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+async def resolved_host(world_name: str, addr: str, timeout_s: float) -> str:
+    """Like `listening_host`, without blocking the event loop. Raises OSError, and JoinError after `timeout_s`."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(addr)
+        return listening_host(addr)  # an IP address needs no name resolution and no thread
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.to_thread(listening_host, addr)
+    except TimeoutError:
+        raise JoinError(world_name, f"{addr} was not resolved within {timeout_s:g} s") from None

@@ -1,0 +1,126 @@
+"""Converts the caller's tensors to what connections and c10d accept (dense, contiguous, on the right device) and copies results back.
+
+A tensor is copied only if necessary. Operations that move data without computing on it send bytes, so they support every dtype.
+"""
+
+import torch
+from torch import Tensor
+
+_COMPUTED = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+"""Real dtypes that reductions support."""
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [nbytes]: the memory of a contiguous tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(
+        torch.uint8
+    )  # a tensor of one element is contiguous with any stride
+
+
+def arithmetic(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor with a dtype that c10d can reduce: bool as uint8 0 and 1, complex [...] as real [..., 2]."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless `tensor` is a dense tensor with data (not sparse, quantized or on the meta device)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got layout {tensor.layout}, dtype {tensor.dtype}, {tensor.device}"
+        )
+
+
+def check_computable(name: str, tensor: Tensor, op: str) -> None:
+    """Raises TypeError when reduction `op` does not support the dtype of `tensor`."""
+    dtype = tensor.dtype
+    if dtype is torch.bool:
+        possible = op in {"MIN", "MAX", "BAND", "BOR", "BXOR"}
+    elif dtype in {torch.complex64, torch.complex128}:
+        possible = op in {"SUM", "AVG"}
+    elif op in {"BAND", "BOR", "BXOR"}:
+        possible = dtype in _COMPUTED and not dtype.is_floating_point
+    elif op == "AVG":
+        possible = dtype in _COMPUTED and dtype.is_floating_point
+    else:
+        possible = dtype in _COMPUTED
+    if not possible:
+        raise TypeError(f"{name}: cannot reduce {dtype} with {op}; convert the tensor, to float32 or int64 say")
+
+
+class SendBuffer:
+    """A tensor whose data is sent. The caller's tensor is not changed."""
+
+    __slots__ = ("_on_host", "tensor")
+
+    def __init__(self, tensor: Tensor, on_host: bool) -> None:
+        self.tensor = tensor.detach()
+        self._on_host = on_host
+
+    def open(self) -> Tensor:
+        """The data as a contiguous tensor, on the host if `on_host`; a copy only if necessary. May block on a copy from a device."""
+        tensor = self.tensor
+        if self._on_host:
+            tensor = tensor.cpu()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.contiguous()
+
+
+class RecvBuffer:
+    """A tensor that results are written into, directly or through a contiguous staging tensor that `deliver` copies back.
+
+    Raises ValueError for a tensor that cannot be written: elements that share memory, or a conjugated or negated view.
+    """
+
+    __slots__ = ("_direct", "_on_host", "_staged", "tensor")
+
+    def __init__(self, name: str, tensor: Tensor, on_host: bool) -> None:
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{name}: cannot write into a conjugated or negated view; resolve it first")
+        self.tensor = tensor.detach()
+        self._on_host = on_host
+        self._direct = tensor.is_contiguous() and not on_host
+        self._staged: Tensor | None = None
+        if not self._direct and not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
+
+    @property
+    def direct(self) -> bool:
+        """Whether results are written into the caller's tensor, so that `deliver` is not necessary."""
+        return self._direct
+
+    def open(self, *, load: bool = False) -> Tensor:
+        """The contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""
+        if self._direct:
+            return self.tensor
+        device = torch.device("cpu") if self._on_host else self.tensor.device
+        if load:
+            self._staged = self.tensor.to(device).contiguous()  # always a copy, because `_direct` is false
+        else:
+            self._staged = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=device)
+        return self._staged
+
+    @property
+    def result(self) -> Tensor:
+        """The tensor that holds the results before `deliver`."""
+        return self.tensor if self._staged is None else self._staged
+
+    def deliver(self) -> None:
+        """Copy the results from the staging tensor to the caller's tensor. Idempotent."""
+        if self._staged is not None:
+            with torch.inference_mode():  # so that inference tensors can be written
+                self.tensor.copy_(self._staged)
+            self._staged = None

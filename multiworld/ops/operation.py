@@ -1,0 +1,174 @@
+"""One operation of a world: its plan, which has no side effects, and the pending operation that the caller awaits."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["pending", "done", "failed"]
+Script = Callable[[Any], Coroutine[Any, Any, None]]
+"""The algorithm of a collective; its argument is a `multiworld.collectives.channel.CollectiveChannel`.
+
+Raises RuntimeError when a connection is lost, WorldError when the world has ended.
+"""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Plan:
+    """An operation with checked arguments. Creating a plan sends nothing.
+
+    Attributes:
+        name: name of the operation, for error messages.
+        signature: text that must be equal at all participating members. For a collective, checked mode compares it before data moves; for
+            a send or receive, each message carries it.
+        post: hands the operation to c10d, if c10d carries it; None if c10d never does.
+        deliver: copies the results to the caller's tensors; None if the results are written into them directly.
+        tensors: the caller's tensors; the plan keeps them alive.
+        staged: whether the data must be copied between a device and the host, which may block and must not run on an event loop.
+        peer: the other rank of a send or receive; -1 for a collective.
+        tag, size_bytes: tag and size of a send or receive.
+        buffer: for a send or receive, returns the contiguous tensor to send from or to receive into, on the host if `staged`.
+        script: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
+        splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
+    """
+
+    name: str
+    signature: str
+    post: Callable[[ProcessGroup], Work] | None = None
+    tensors: tuple[Tensor, ...] = ()
+    deliver: Callable[[], None] | None = None
+    staged: bool = False
+    peer: int = -1
+    tag: int = 0
+    size_bytes: int = 0
+    buffer: Callable[[], Tensor] | None = None
+    script: "Callable[[], Script] | None" = None
+    splits_bytes: tuple[list[int], list[int]] | None = None
+
+
+class Carrier(Protocol):
+    """The executor of the world that runs an operation."""
+
+    def on_cancelled(self, operation: "Operation") -> Exception | None:
+        """The caller was cancelled while the operation was pending. Returns the error that the world ended with."""
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """A pending operation. Await it, or poll `done`.
+
+    Raises, when awaited:
+        BrokenWorldException: a member failed; the content of the tensors is undefined.
+        WorldClosedError: this process closed the world.
+    Cancelling a task that awaits a pending operation breaks its world, because messages may be partly sent. Other worlds are unaffected.
+    """
+
+    plan: Plan
+    timeout_s: float | None
+    future: asyncio.Future[None]
+    carrier: Carrier
+    works: list[Work] = field(default_factory=list)
+    exchange: Any = None
+    """The `CollectiveChannel` of a running collective; else None."""
+    task: asyncio.Task[None] | None = None
+    """The task that runs the script of a collective."""
+    agreed: bool = False
+    """In checked mode: whether the fingerprint of this collective matched at all members."""
+    timer: asyncio.TimerHandle | None = None
+    posted: bool = False
+    """Whether `OperationExecutor.start` has returned the operation to its caller."""
+    stream: Any = None
+    """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def peer(self) -> int:
+        return self.plan.peer
+
+    def done(self) -> bool:
+        """Whether the operation completed or failed."""
+        return self.future.done()
+
+    @property
+    def status(self) -> Status:
+        if not self.future.done():
+            return "pending"
+        return "failed" if self.future.cancelled() or self.future.exception() is not None else "done"
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.finish().__await__()
+
+    async def finish(self) -> None:
+        """Wait for the operation; same as awaiting it. Raises the errors named in the class."""
+        try:
+            await self.future
+        except asyncio.CancelledError:
+            if self.future.done() and not self.future.cancelled():
+                raise
+            ending = self.carrier.on_cancelled(self)
+            if ending is not None and not _is_being_cancelled():  # another awaiting task was cancelled
+                raise ending from None
+            raise
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Complete the operation, with `error` if not None. May be called from any thread.
+
+        No effect if the operation is already complete or its event loop is closed.
+        """
+        loop = self.future.get_loop()
+        try:
+            if asyncio._get_running_loop() is not loop:
+                loop.call_soon_threadsafe(self._settle, error)
+            elif self.posted:
+                self._settle(error)
+            else:  # complete on the next iteration, so that a loop of sends cannot block the event loop
+                loop.call_soon(self._settle, error)
+        except RuntimeError:
+            logger.debug("%s: the event loop that awaited it is closed", self.name)
+
+    def _settle(self, error: BaseException | None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.task is not None and error is not None:
+            self.task.cancel()
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+            self.future.exception()  # mark as retrieved: asyncio logs errors of futures that nobody awaits
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One pending message of a collective.
+
+    Attributes:
+        whole: the collective.
+        on_carried: called when the message is sent or received, under the world's lock, on any thread.
+    """
+
+    whole: Operation
+    on_carried: Callable[[], object]
+
+
+def _is_being_cancelled() -> bool:
+    """Whether the current task is being cancelled.
+
+    A separate function, because a frame in the traceback of a CancelledError must not refer to the task: the garbage collector of
+    Python 3.11 does not detect this cycle.
+    """
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())

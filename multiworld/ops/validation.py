@@ -1,0 +1,140 @@
+"""Checks the arguments of operations before anything is sent.
+
+The functions raise ValueError or TypeError for invalid arguments; the world stays usable. Checked mode detects arguments that do not
+match those of other members (see multiworld/collectives/fingerprint.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multiworld.execution.process_group import NCCL, TCP
+from multiworld.ops.buffers import check_dense
+
+TAG_LIMIT = 1 << 29
+"""Tags of sends and receives are below this limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The properties of a world that arguments are checked against.
+
+    Attributes:
+        rank, size: rank of this member and number of members.
+        backends: device type → backend of collectives on tensors of this device type (`TCP`, `GLOO`, `NCCL`). Except with NCCL, tensors
+            of other devices are copied through host memory.
+        device: the CUDA device that NCCL uses; None without NCCL.
+    """
+
+    world_name: str
+    rank: int
+    size: int
+    backends: dict[str, str]
+    device: torch.device | None = None
+
+    def peer(self, name: str, peer: int) -> int:
+        """Returns `peer`. Raises ValueError unless it is the rank of another member."""
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"{name}: rank {peer} is no peer of rank {self.rank} in {self._self}")
+        return peer
+
+    def root(self, name: str, root: int) -> int:
+        """Returns `root`. Raises ValueError unless it is the rank of a member."""
+        if not 0 <= root < self.size:
+            raise ValueError(f"{name}: rank {root} does not exist in {self._self}")
+        return root
+
+    def on_host(self, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors must be copied through host memory.
+
+        Raises ValueError when they are on different or unsupported devices, TypeError when one is not dense.
+        """
+        for tensor in tensors:
+            check_dense(name, tensor)
+        device = tensors[0].device
+        if any(tensor.device != device for tensor in tensors[1:]):
+            devices = sorted({str(tensor.device) for tensor in tensors})
+            raise ValueError(f"{name}: all tensors must be on one device, got {devices}")
+        carrier = self.carrier(device.type)
+        if not carrier:
+            raise ValueError(f"{name}: {self._self} has no backend for tensors on {device}, only {self.backends}")
+        if carrier == NCCL and device != self.device:
+            raise ValueError(f"{name}: the tensors are on {device}, {self._self} uses {self.device}; move them there")
+        return device.type != "cpu" and carrier != NCCL
+
+    def carrier(self, device_type: str) -> str:
+        """The backend of collectives on tensors of this device type: `TCP`, `GLOO` or `NCCL`; "" if there is none."""
+        on_host = (each for each in self.backends.values() if each != NCCL)
+        return self.backends.get(device_type) or next(on_host, "")
+
+    def over_lines(self, tensor: Tensor) -> bool:
+        """Whether collectives of this tensor use the library's own connections, not c10d."""
+        return self.carrier(tensor.device.type) == TCP
+
+    @property
+    def _self(self) -> str:
+        return f"world {self.world_name!r} of {self.size}"
+
+
+def check_tag(name: str, tag: int) -> None:
+    """Raises ValueError unless 0 <= `tag` < `TAG_LIMIT`."""
+    if not 0 <= tag < TAG_LIMIT:
+        raise ValueError(f"{name}: a tag must be from 0 to {TAG_LIMIT - 1}, got {tag}")
+
+
+def parts_of_root(
+    name: str, ranks: Ranks, parts: Sequence[Tensor] | None, root: int, argument: str
+) -> Sequence[Tensor]:
+    """The list of tensors that only the root passes; () at other ranks.
+
+    Raises ValueError when the root passes no tensors or another rank passes any.
+    """
+    if ranks.rank != root:
+        if parts:
+            raise ValueError(f"{name}: {argument} is for rank {root} alone; give None on rank {ranks.rank}")
+        return ()
+    if not parts:
+        raise ValueError(f"{name}: rank {root} is the root and must give {argument}, one tensor a rank")
+    return parts
+
+
+def check_list(name: str, ranks: Ranks, tensors: Sequence[Tensor], tensor: Tensor, *, written: bool) -> None:
+    """Raises ValueError or TypeError unless there is one tensor per rank, each with the dtype and number of elements of `tensor`.
+
+    With `written`, also checks that they do not start at the same memory.
+    """
+    if len(tensors) != ranks.size:
+        raise ValueError(f"{name}: expected a list of {ranks.size} tensors, one a rank, got {len(tensors)}")
+    for index, each in enumerate(tensors):
+        if each.dtype is not tensor.dtype:
+            raise TypeError(f"{name}: tensor {index} of the list is {each.dtype}, the other tensor {tensor.dtype}")
+        if each.numel() != tensor.numel():
+            raise ValueError(
+                f"{name}: tensor {index} of the list has shape {tuple(each.shape)}, the other tensor {tuple(tensor.shape)}"
+            )
+    if written:
+        check_distinct(name, tensors)
+
+
+def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
+    """Raises ValueError when two tensors that are not empty start at the same address."""
+    filled = [each.data_ptr() for each in outputs if each.numel()]
+    if len(set(filled)) != len(filled):
+        raise ValueError(f"{name}: the same memory was given for the results of several ranks")
+
+
+def check_whole(name: str, ranks: Ranks, whole: Tensor, part: Tensor) -> None:
+    """Raises ValueError or TypeError unless `whole` has the dtype of `part` and `ranks.size` times as many elements."""
+    if whole.dtype is not part.dtype:
+        raise TypeError(f"{name}: one tensor is {whole.dtype}, the other {part.dtype}")
+    if whole.numel() != ranks.size * part.numel():
+        raise ValueError(
+            f"{name}: a tensor of {ranks.size} times {tuple(part.shape)} is needed, got {tuple(whole.shape)}"
+        )
+
+
+def described(tensor: Tensor) -> str:
+    """Dtype and number of elements as text, such as `float32[12]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]"

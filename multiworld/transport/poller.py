@@ -1,0 +1,72 @@
+"""Polls the connections that one event loop serves, with an epoll instance that the loop watches through one descriptor.
+
+Only the thread of an event loop may change which sockets it watches, but any thread may change an epoll instance. A world can
+therefore be closed, and a message sent, while its event loop is blocked or has ended.
+"""
+
+import asyncio
+import os
+import select
+import weakref
+from typing import Protocol
+
+
+class PollHandler(Protocol):
+    """Handles the events of one registered socket."""
+
+    def on_event(self, mask: int) -> None:
+        """The socket is readable or writable; `mask` has the epoll events. Must not raise. Called again while data remains."""
+
+
+class Poller:
+    """The sockets that one event loop serves. Construct it on the loop's thread; all methods may be called from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._epoll = select.epoll()
+        self._plugs: dict[int, PollHandler] = {}
+        self._loop = weakref.ref(loop)
+        loop.add_reader(self._epoll.fileno(), self._on_ready)
+
+    def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this poller belongs to `loop`."""
+        return self._loop() is loop
+
+    @property
+    def running(self) -> bool:
+        """Whether the event loop is running. If not, nothing serves the registered sockets."""
+        loop = self._loop()
+        return loop is not None and loop.is_running()
+
+    def plug(self, fd: int, plug: PollHandler, mask: int) -> None:
+        """Register a socket. `plug.on_event` is called for the epoll events in `mask`. Raises OSError when the kernel refuses."""
+        self._plugs[fd] = plug
+        self._epoll.register(fd, mask)
+
+    def modify(self, fd: int, mask: int) -> None:
+        """Change the epoll events that a registered socket is polled for."""
+        self._epoll.modify(fd, mask)
+
+    def unplug(self, fd: int) -> None:
+        """Unregister a socket. Call it before the descriptor is closed."""
+        del self._plugs[fd]
+        self._epoll.unregister(fd)
+
+    def _on_ready(self) -> None:
+        """Call each ready handler once, then return to the event loop so that its other callbacks run."""
+        for fd, mask in self._epoll.poll(0):
+            if plug := self._plugs.get(fd):  # an earlier handler of this round may have unregistered it
+                plug.on_event(mask)
+
+
+_boards: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Poller] = weakref.WeakKeyDictionary()
+os.register_at_fork(
+    after_in_child=_boards.clear
+)  # a forked child shares the epoll instances of its parent and must not change them
+
+
+def poller_of(loop: asyncio.AbstractEventLoop) -> Poller:
+    """The poller of this event loop; it lives as long as the loop. Call it on the loop's thread."""
+    board = _boards.get(loop)
+    if board is None:
+        board = _boards[loop] = Poller(loop)
+    return board

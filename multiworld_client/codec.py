@@ -1,0 +1,119 @@
+"""Builds requests and parses answers, for `/predict` and the Open Inference Protocol. No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote
+
+import httpx
+
+from multiworld_client.errors import InputError, ProtocolError
+from multiworld_client.inputs import FileInput, TensorInput
+from multiworld_client.results import Label, Prediction
+from multiworld_client.retries import RemainingTime
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that may be sent several times; only its remaining time changes."""
+
+    path: str
+    content: bytes
+    headers: Mapping[str, str]
+    params: Mapping[str, str | int] = field(default_factory=dict)
+
+    def build(self, http: httpx.Client | httpx.AsyncClient, remaining: RemainingTime) -> httpx.Request:
+        """Build the request for one try. Its header tells the service the remaining time."""
+        headers = {**self.headers, "X-Request-Timeout-S": f"{max(remaining.seconds, 0.001):.6f}"}
+        return http.build_request(
+            "POST",
+            self.path,
+            content=self.content,
+            headers=headers,
+            params=dict(self.params),
+            extensions={"timeout": remaining},
+        )
+
+
+REPOSITORY_INDEX = PreparedRequest("/v2/repository/index", b"", {})
+"""Request for the name of the served model."""
+
+
+def inference_request(
+    image: FileInput | TensorInput, model: str, top_k: int | None, request_id: str | None
+) -> PreparedRequest:
+    """The request for one or more images. Raises InputError if `request_id` is invalid."""
+    if request_id is not None and not _ID.fullmatch(request_id):
+        raise InputError(
+            f"invalid request id {request_id[:140]!r}: expected 1 to 128 printable ASCII characters without spaces"
+        )
+    headers = {"X-Request-Id": request_id or uuid.uuid4().hex}
+    if isinstance(image, FileInput):
+        params = {} if top_k is None else {"top_k": top_k}
+        return PreparedRequest("/predict", image.content, headers | {"Content-Type": image.media_type}, params)
+    tensor = {
+        "name": "input",
+        "datatype": image.datatype,
+        "shape": image.shape,
+        "parameters": {"binary_data_size": len(image.content)},
+    }
+    output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
+    header = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
+    headers |= {"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"}
+    return PreparedRequest(f"/v2/models/{quote(model, safe='')}/infer", header + image.content, headers)
+
+
+def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
+    """Parse a successful answer: one prediction per image. Raises ProtocolError if it cannot be parsed."""
+    try:
+        body = response.json()
+        labels = _labels_of_predict(body) if "predictions" in body else _labels_of_infer(body)
+        model = str(body["model"] if "predictions" in body else body["model_name"])
+        headers = response.headers
+        path = tuple(unquote(world) for world in headers["x-path"].partition(";")[0].split(","))
+        common = (model, unquote(headers["x-model-version"]), headers["x-request-id"], path, int(headers["x-attempts"]))
+        return [Prediction(each, *common, tries) for each in labels]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise _protocol_error(response, error) from error
+
+
+def model_name(response: httpx.Response) -> str:
+    """The model's name from the answer to POST /v2/repository/index. Raises ProtocolError if it cannot be parsed."""
+    try:
+        return str(response.json()[0]["name"])
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise _protocol_error(response, error) from error
+
+
+def _protocol_error(response: httpx.Response, error: Exception) -> ProtocolError:
+    return ProtocolError(
+        f"the answer from {response.url} is not from a multiworld service ({error!r}); check the URL of the client"
+    )
+
+
+def _labels_of_predict(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:
+    found = body["predictions"]
+    return [tuple(Label(str(each["label"]), int(each["class_id"]), float(each["probability"])) for each in found)]
+
+
+def _labels_of_infer(body: Mapping[str, Any]) -> list[tuple[Label, ...]]:
+    (output,) = body["outputs"]
+    images, classes = output["shape"]
+    texts = output["data"]
+    if len(texts) != images * classes or not texts:
+        raise ValueError(f"{len(texts)} classes for {images} images")
+    labels = [_parse_label(text) for text in texts]
+    return [tuple(labels[at : at + classes]) for at in range(0, len(labels), classes)]
+
+
+def _parse_label(text: str) -> Label:
+    """Parse "value:index:label". The label may contain colons."""
+    value, index, label = text.split(":", 2)
+    return Label(label, int(index), float(value))

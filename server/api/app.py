@@ -1,0 +1,198 @@
+"""Creates the ASGI applications of the HTTP port, of the frontends and of the admin port."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.server.api.admin import AdminRoutes
+from multiworld_serving.server.api.decode_pool import DecodePool
+from multiworld_serving.server.api.oip.infer_route import InferRoute
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
+from multiworld_serving.server.api.operations import OperationsRoutes, metrics_response
+from multiworld_serving.server.api.predict import PredictRoute
+from multiworld_serving.server.api.repository import RepositoryRoutes
+from multiworld_serving.server.auth.authorizer import (
+    ApiKeys,
+    AuthorizationMiddleware,
+    Authorizer,
+    admin_port_permission,
+    http_port_permission,
+)
+from multiworld_serving.server.auth.openapi_security import document_authentication
+from multiworld_serving.server.http.body import BodyReader
+from multiworld_serving.server.http.connection_table import CLOSING_REASONS
+from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
+from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestRecorder
+from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.predictor import Pipeline, Predictor, ServedModel
+
+
+def create_app(
+    pipeline: Pipeline,
+    model: ServedModel,
+    limits: RequestLimits,
+    metrics: Metrics,
+    feed: EventFeed | None = None,
+    authorizer: Authorizer | None = None,
+    traces: RequestTraces | None = None,
+    statistics: Statistics | None = None,
+) -> FastAPI:
+    """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
+
+    Args:
+        authorizer: checks permissions; None = no authentication.
+        traces: creates a span per traced request; None = no tracing.
+        feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
+        statistics: of all requests, including those of other processes.
+    Raises:
+        ValueError: the model has invalid sizes or no classes.
+    """
+    feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
+    inference = _Inference.of(pipeline, model, limits)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with inference.decoders, feed.running(pipeline.snapshot):
+            yield
+
+    app = FastAPI(
+        title="multiworld-serving",
+        summary="Image classification that survives the failure of its workers.",
+        version=importlib.metadata.version("multiworld-serving"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's page loads scripts from a CDN; tools can use /openapi.json
+        redoc_url=None,
+    )
+    app.include_router(inference.predict.router())
+    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router())
+    app.include_router(V2InferRoutes(pipeline, inference.infer.signature, inference.infer).router())
+    app.include_router(OperationsRoutes(pipeline, model, metrics, feed).router())
+    metrics.declare_closing_reasons(CLOSING_REASONS)
+    metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
+    _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)
+    return app
+
+
+def create_inference_app(
+    predictor: Predictor,
+    model: ServedModel,
+    limits: RequestLimits,
+    recorder: RequestRecorder,
+    authorizer: Authorizer | None = None,
+    traces: RequestTraces | None = None,
+) -> FastAPI:
+    """Create the application of a frontend: inference only. See `create_app`."""
+    inference = _Inference.of(predictor, model, limits)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with inference.decoders:
+            yield
+
+    app = FastAPI(lifespan=lifespan, redirect_slashes=False, openapi_url=None)
+    app.include_router(inference.predict.router())
+    app.include_router(V2InferRoutes(predictor, inference.infer.signature, inference.infer).router())
+    _guard(app, predictor, recorder, authorizer, traces)
+    return app
+
+
+@dataclass(frozen=True)
+class _Inference:
+    """The inference routes of both protocols, with shared limits."""
+
+    decoders: DecodePool
+    predict: PredictRoute
+    infer: InferRoute
+
+    @classmethod
+    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> _Inference:
+        if not 1 <= model.crop_size <= model.resize_size:
+            raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
+        if not model.labels:
+            raise ValueError("the model has no labels; it must have one for each class")
+        decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
+        bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
+        predict = PredictRoute(
+            predictor=predictor,
+            model=model,
+            bodies=bodies,
+            decoders=decoders,
+            timeout_s=limits.timeout_s,
+            max_image_pixels=limits.max_image_pixels,
+            exact_images=limits.exact_images,
+            top_k=limits.top_k,
+        )
+        infer = InferRoute(
+            predictor=predictor,
+            signature=_signature(model, limits),
+            bodies=bodies,
+            decoders=decoders,
+            timeout_s=limits.timeout_s,
+            max_image_pixels=limits.max_image_pixels,
+            exact_images=limits.exact_images,
+        )
+        return cls(decoders, predict, infer)
+
+
+def _guard(
+    app: FastAPI,
+    predictor: Predictor,
+    recorder: RequestRecorder,
+    authorizer: Authorizer | None,
+    traces: RequestTraces | None,
+) -> None:
+    """Add the middleware and error handlers that apply to every request."""
+    authorizer = authorizer or _open_access()
+    app.add_middleware(AuthorizationMiddleware, authorizer=authorizer, permission_for=http_port_permission)
+    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces)
+    install_error_handlers(app)
+    if authorizer.keys.inference:
+        document_authentication(app)
+
+
+def _signature(model: ServedModel, limits: RequestLimits) -> Signature:
+    fitting = limits.max_body_bytes // (3 * model.crop_size**2)
+    return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
+
+
+def create_admin_app(
+    metrics: Metrics,
+    admin: AdminRoutes,
+    authorizer: Authorizer | None = None,
+    repository: RepositoryRoutes | None = None,
+) -> ASGIApp:
+    """Create the application of the admin port: metrics and admin endpoints."""
+
+    def scrape(request: Request) -> Response:
+        return metrics_response(metrics, request)
+
+    verbs = [*admin.routes(), *(repository.routes() if repository else ())]
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs])
+    app.add_middleware(
+        AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
+    )
+    app.add_middleware(RequestIdMiddleware)
+    install_error_handlers(app)
+    return app
+
+
+def _open_access() -> Authorizer:
+    return Authorizer(ApiKeys(KeySet(), KeySet()))

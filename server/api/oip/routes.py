@@ -1,0 +1,243 @@
+"""The routes of the Open Inference Protocol, version 2, over HTTP, with Triton's statistics and configuration extensions."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+from fastapi import APIRouter, Path
+from fastapi.responses import Response
+from PIL import Image
+from starlette.requests import Request
+
+from multiworld_serving.server.api.images import MIN_SIDE
+from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
+from multiworld_serving.server.api.oip.infer_route import InferRoute
+from multiworld_serving.server.api.oip.metadata import INPUT, Signature, repository_index
+from multiworld_serving.server.api.predict import Seconds, timeout_parameter
+from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
+from multiworld_serving.server.errors import UnknownModelError
+from multiworld_serving.server.http.errors import error_documentation
+from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.predictor import Pipeline, Predictor
+from multiworld_serving.server.readiness import readiness_error
+
+_TAG = "open inference protocol"
+_EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
+
+Handler = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _ModelRoutes:
+    """Base class of routes with model name and version in their path."""
+
+    predictor: Predictor
+    signature: Signature
+
+    def _path_parameters(self) -> tuple[Any, Any]:
+        """The path parameters for name and version, documented with their only valid values."""
+        name = Path(description="The served model's name.", json_schema_extra={"enum": [self.signature.model.name]})
+        now = str(self.predictor.version.number)
+        says = "Number of the version that serves; this document contains the one that served when it was created."
+        version = Path(description=says, json_schema_extra={"enum": [now]})
+        return name, version
+
+    def _check(self, model: str, version: str | None = None) -> None:
+        served, now = self.signature.model, self.predictor.version
+        if model != served.name:
+            raise UnknownModelError(f"there is no model {model[:64]!r}; the only model is {served.name!r}")
+        if version is not None and version != str(now.number):
+            raise UnknownModelError(
+                f"the model {served.name!r} has no version {version[:64]!r}; the only version is {str(now.number)!r}, "
+                f"with the weights {now.name}"
+            )
+
+
+@dataclass(frozen=True)
+class V2Routes(_ModelRoutes):
+    """The routes under /v2 that are not inference."""
+
+    predictor: Pipeline
+    statistics: Statistics
+
+    def router(self) -> APIRouter:
+        """The routes, documented for OpenAPI."""
+        router = APIRouter(tags=[_TAG])
+        not_ready = error_documentation((503,))
+        router.add_api_route("/v2", self.server, response_model=dict[str, Any])
+        router.add_api_route("/v2/health/live", self.live, response_model=dict[str, bool])
+        router.add_api_route("/v2/health/ready", self.ready, response_model=dict[str, bool], responses=not_ready)
+        router.add_api_route("/v2/models/stats", self.all_statistics, response_model=dict[str, Any])
+        router.add_api_route("/v2/repository/index", self.index, methods=["POST"], response_model=list[dict[str, str]])
+        self._add_model_route(router, "", self._metadata, "The model's inputs and outputs.")
+        self._add_model_route(router, "/config", self._config, "The model's configuration in Triton's format.")
+        self._add_model_route(router, "/stats", self._statistics, "Statistics of inference since the start.")
+        self._add_model_route(router, "/ready", self._model_ready, "Readiness of the model.", not_ready)
+        return router
+
+    async def server(self) -> dict[str, Any]:
+        """The server's name, version and protocol extensions."""
+        version = importlib.metadata.version("multiworld-serving")
+        return {"name": "multiworld-serving", "version": version, "extensions": _EXTENSIONS}
+
+    async def live(self) -> dict[str, bool]:
+        """Liveness of the process."""
+        return {"live": True}
+
+    async def ready(self) -> dict[str, bool]:
+        """Readiness of the service."""
+        self._check_ready()
+        return {"ready": True}
+
+    async def all_statistics(self) -> dict[str, Any]:
+        """Statistics of inference since the start."""
+        return self._statistics()
+
+    async def index(self) -> list[dict[str, str]]:
+        """The versions of the model and their state."""
+        return repository_index(self.predictor.snapshot())
+
+    def _add_model_route(
+        self,
+        router: APIRouter,
+        suffix: str,
+        handler: Handler,
+        summary: str,
+        errors: dict[int | str, dict[str, Any]] | None = None,
+    ) -> None:
+        model_parameter, version_parameter = self._path_parameters()
+
+        async def of_model(model: str = model_parameter) -> dict[str, Any]:
+            self._check(model)
+            return handler()
+
+        async def of_version(model: str = model_parameter, version: str = version_parameter) -> dict[str, Any]:
+            self._check(model, version)
+            return handler()
+
+        responses = {**error_documentation((404, 422)), **(errors or {})}
+        endpoints: dict[str, Callable[..., Awaitable[dict[str, Any]]]]
+        endpoints = {"": of_model, "/versions/{version}": of_version}
+        for path, endpoint in endpoints.items():
+            router.add_api_route(
+                f"/v2/models/{{model}}{path}{suffix}",
+                endpoint,
+                name=f"model{suffix.replace('/', '_')}",
+                summary=summary,
+                response_model=dict[str, Any],
+                responses=responses,
+            )
+
+    def _check_ready(self) -> None:
+        if not self.predictor.ready:
+            raise readiness_error(self.predictor.snapshot())
+
+    def _metadata(self) -> dict[str, Any]:
+        return self.signature.metadata(self.predictor.version)
+
+    def _config(self) -> dict[str, Any]:
+        return self.signature.config(self.predictor.version)
+
+    def _model_ready(self) -> dict[str, Any]:
+        self._check_ready()
+        return {"name": self.signature.model.name, "ready": True}
+
+    def _statistics(self) -> dict[str, Any]:
+        return {"model_stats": [self.statistics.as_json(self.signature.model.name, str(self.predictor.version.number))]}
+
+
+@dataclass(frozen=True)
+class V2InferRoutes(_ModelRoutes):
+    """The inference routes under /v2."""
+
+    inference: InferRoute
+
+    def router(self) -> APIRouter:
+        """The routes, documented for OpenAPI."""
+        router = APIRouter(tags=[_TAG])
+        timeout_header = timeout_parameter(self.inference.timeout_s)
+        model_parameter, version_parameter = self._path_parameters()
+
+        async def of_model(
+            request: Request, model: str = model_parameter, timeout_s: Seconds = timeout_header
+        ) -> Response:
+            self._check(model)
+            return await self.inference.infer(request, timeout_s)
+
+        async def of_version(
+            request: Request,
+            model: str = model_parameter,
+            version: str = version_parameter,
+            timeout_s: Seconds = timeout_header,
+        ) -> Response:
+            self._check(model, version)
+            return await self.inference.infer(request, timeout_s, version=int(version))
+
+        endpoints: dict[str, Callable[..., Awaitable[Response]]] = {"": of_model, "/versions/{version}": of_version}
+        for path, endpoint in endpoints.items():
+            router.add_api_route(
+                f"/v2/models/{{model}}{path}/infer",
+                endpoint,
+                methods=["POST"],
+                name="infer",
+                summary="Classify images, sent as pixels or as files.",
+                response_class=Response,
+                responses={**_RESPONSE_DOCUMENTATION, **error_documentation(_INFER_ERRORS)},
+                openapi_extra={"requestBody": _body_documentation(self.signature)},
+            )
+        return router
+
+
+_INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+_RESPONSE_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The outputs: JSON, or JSON followed by binary data.",
+        "headers": HEADER_DOCUMENTATION
+        | {HEADER_LENGTH: {"description": "Length of the JSON if binary data follows.", "schema": {"type": "integer"}}},
+        "content": {"application/json": {"schema": {"type": "object"}}, "application/octet-stream": {}},
+    }
+}
+
+
+def _body_documentation(signature: Signature) -> dict[str, Any]:
+    image = {"name": INPUT, "datatype": "BYTES", "shape": [1], "data": [_grey_square()]}
+    inputs = {
+        "type": "object",
+        "required": ["name", "datatype", "shape"],
+        "properties": {
+            "name": {"const": INPUT},
+            "datatype": {"enum": ["UINT8", "FP32", "BYTES"]},
+            "shape": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 1},
+                "description": f"[N, {', '.join(map(str, signature.image_shape))}], or [N] for BYTES; "
+                f"N up to {signature.max_images}.",
+            },
+            "data": {"type": "array"},
+            "parameters": {"type": "object"},
+        },
+    }
+    schema = {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"},
+            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": inputs},
+            "outputs": {"type": "array", "maxItems": 1},
+            "parameters": {"type": "object"},
+        },
+    }
+    json_body = {"schema": schema, "example": {"inputs": [image]}}
+    return {"required": True, "content": {"application/json": json_body, "application/octet-stream": {}}}
+
+
+def _grey_square() -> str:
+    """An image file as base64, so that the example in the document works."""
+    file = BytesIO()
+    Image.new("L", (MIN_SIDE, MIN_SIDE), 128).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,135 @@
+"""Probes, metrics, status, events, and the status page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from multiworld_serving.server.api.event_stream import EventStream
+from multiworld_serving.server.api.status_files import file_response, page_response
+from multiworld_serving.server.http.errors import ErrorBody, error_documentation, refusal_response
+from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.predictor import Pipeline, PipelineSnapshot, ServedModel
+from multiworld_serving.server.readiness import readiness_error
+
+
+class Alive(BaseModel):
+    """The process is alive."""
+
+    alive: bool = True
+
+
+class Ready(BaseModel):
+    """Every stage has a replica that passed its join self-test."""
+
+    ready: bool = True
+    model: str
+    version: str
+
+
+class NotReady(ErrorBody):
+    """Why the service is not ready."""
+
+    ready: bool = False
+    missing_stages: list[int] = Field(description="Stages without a ready replica.")
+
+
+@dataclass(frozen=True)
+class OperationsRoutes:
+    """The routes of the HTTP port that are not inference."""
+
+    predictor: Pipeline
+    model: ServedModel
+    metrics: Metrics
+    feed: EventFeed
+
+    def router(self) -> APIRouter:
+        """The routes, documented for OpenAPI."""
+        router = APIRouter(tags=["operations"])
+        router.add_api_route("/", self.index, response_model=dict[str, Any])
+        router.add_api_route("/events", self.events, response_class=Response, responses=_EVENTS_DOCUMENTATION)
+        for name in ("page.css", "page.js"):
+            router.add_api_route(f"/status-page/{name}", partial(_file, name), include_in_schema=False)
+        router.add_api_route("/healthz", self.healthz, response_model=Alive)
+        ready_errors = error_documentation((503,))
+        ready_errors[503]["model"] = NotReady
+        router.add_api_route("/readyz", self.readyz, response_model=Ready, responses=ready_errors)
+        router.add_api_route("/status", self.status, response_model=PipelineSnapshot)
+        router.add_api_route("/metrics", self.scrape, response_class=Response, responses=_METRICS_DOCUMENTATION)
+        return router
+
+    async def index(self, request: Request) -> Any:
+        """The list of endpoints; for browsers, the status page."""
+        if "text/html" in request.headers.get("accept", ""):
+            return page_response()
+        endpoints = {
+            "GET /": "this list; for browsers, the status page",
+            "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
+            "GET /v2": "Open Inference Protocol: /v2/models/MODEL, /v2/models/MODEL/infer, …",
+            "GET /healthz": "liveness",
+            "GET /readyz": "readiness",
+            "GET /status": "current state of stages and replicas",
+            "GET /events": "state and events as server-sent events",
+            "GET /metrics": "Prometheus metrics",
+            "GET /openapi.json": "OpenAPI document",
+        }
+        content = {
+            "service": "multiworld-serving",
+            "model": self.model.name,
+            "version": self.predictor.version.name,
+            "endpoints": endpoints,
+        }
+        return JSONResponse(content, headers={"Vary": "Accept"})
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
+        last_id = request.headers.get("last-event-id", "")
+        return EventStream(self.feed, self.predictor, int(last_id) if last_id.isdecimal() and len(last_id) < 19 else 0)
+
+    async def healthz(self) -> Alive:
+        """Liveness of this process, regardless of the workers: restarting the leader would not repair them."""
+        return Alive()
+
+    async def readyz(self, request: Request) -> Response:
+        """Readiness: every stage has a replica that passed its join self-test."""
+        if self.predictor.ready:
+            return JSONResponse(Ready(model=self.model.name, version=self.predictor.version.name).model_dump())
+        snapshot = self.predictor.snapshot()
+        missing = list(snapshot.missing_stages)
+        record = RequestRecord.of(request.scope)
+        return refusal_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
+
+    async def status(self) -> PipelineSnapshot:
+        """The current state of the pipeline: stages and replicas."""
+        return self.predictor.snapshot()
+
+    def scrape(self, request: Request) -> Response:
+        """All metrics in the Prometheus or OpenMetrics text format."""
+        return metrics_response(self.metrics, request)  # not async, to run on a thread: many workers take milliseconds
+
+
+async def _file(name: str) -> Response:
+    return file_response(name)
+
+
+def metrics_response(metrics: Metrics, request: Request) -> Response:
+    """The response to a scrape."""
+    text, content_type = metrics.exposition(request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
+
+
+_METRICS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+_EVENTS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events.", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    **error_documentation((429,)),
+}

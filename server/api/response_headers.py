@@ -1,0 +1,35 @@
+"""Response headers that describe how the pipeline computed a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from multiworld_serving.server.predictor import Prediction
+
+
+def prediction_headers(predictions: Sequence[Prediction]) -> dict[str, str]:
+    """Version, path and attempts. If the images took several paths, each distinct path is listed once."""
+    # Percent-encoded: a version may be a file name, and header values are limited to ASCII.
+    versions = dict.fromkeys(quote(prediction.version, safe=":+@,") for prediction in predictions)
+    paths = dict.fromkeys(",".join(quote(world, safe=":+@") for world in prediction.path) for prediction in predictions)
+    return {
+        "X-Model-Version": ";".join(versions),
+        "X-Path": ";".join(paths),
+        "X-Attempts": str(max(prediction.attempts for prediction in predictions)),
+    }
+
+
+HEADER_DOCUMENTATION: dict[str, Any] = {
+    "X-Request-Id": {"description": "The client's id or a new one.", "schema": {"type": "string"}},
+    "X-Model-Version": {"description": "Version of the weights.", "schema": {"type": "string"}},
+    "X-Path": {
+        "description": "World that computed each stage, in order; several paths are separated by semicolons.",
+        "schema": {"type": "string"},
+    },
+    "X-Attempts": {
+        "description": "1 plus the number of retries; for several images, the highest.",
+        "schema": {"type": "integer"},
+    },
+}

@@ -1,0 +1,209 @@
+"""Authorization: middleware of both ports that admits a request or rejects it with 401 or 403.
+
+There are inference keys and admin keys; no key is both. Without inference keys, inference needs no authentication. Without
+admin keys, admin endpoints need the join token; if the service generated that token itself, they accept only requests from
+this machine that do not come from a browser or a proxy.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.server.errors import ForbiddenError, RequestRefused, UnauthenticatedError
+from multiworld_serving.server.http.errors import refusal_response
+from multiworld_serving.server.observability.request_record import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Permission(Enum):
+    """What a path requires."""
+
+    NOTHING = "nothing"
+    ANY_KEY = "any key"
+    INFERENCE = "an inference key"
+    ADMIN = "an admin key"
+
+
+_OPEN = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
+_OPEN_MODEL = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_READ_ONLY = frozenset({"/", "/status", "/events", "/metrics", "/openapi.json", "/v2/repository/index"})
+
+
+def http_port_permission(path: str) -> Permission:
+    """The permission for a path of the HTTP port. Unknown paths require an inference key."""
+    if path in _OPEN or _OPEN_MODEL.fullmatch(path):
+        return Permission.NOTHING
+    if path in _READ_ONLY or path.startswith("/status-page/"):
+        return Permission.ANY_KEY
+    if path.startswith(("/admin/", "/v2/repository/")):
+        return Permission.ADMIN
+    return Permission.INFERENCE
+
+
+def admin_port_permission(path: str) -> Permission:
+    """The permission for a path of the admin port: none for metrics and probes, an admin key for all else."""
+    return Permission.NOTHING if path in {"/metrics", "/healthz", "/readyz"} else Permission.ADMIN
+
+
+@dataclass(frozen=True)
+class ApiKeys:
+    """The configured keys.
+
+    Attributes:
+        inference: empty = inference needs no key.
+        admin: empty = admin endpoints accept the join token.
+    """
+
+    inference: KeySet
+    admin: KeySet
+
+
+class Principal(NamedTuple):
+    """The holder of a valid key."""
+
+    name: str
+    is_admin: bool
+
+
+class Authorizer:
+    """Checks permissions. `keys` and `tokens` may be replaced while it is in use.
+
+    Args:
+        tokens: join tokens that permit admin requests if there are no admin keys; empty if the token was generated.
+    """
+
+    def __init__(self, keys: ApiKeys, tokens: Sequence[bytes] = ()) -> None:
+        self.keys = keys
+        self.tokens = tokens
+
+    def check(self, permission: Permission, scope: Scope) -> str:
+        """Check the permission of a request.
+
+        Returns:
+            Name of the key's holder; empty if no authentication is required.
+        Raises:
+            UnauthenticatedError: no key, or an unknown one.
+            ForbiddenError: the key does not have this permission.
+        """
+        if permission is Permission.NOTHING:
+            return ""
+        headers = Headers(scope=scope)
+        if permission is Permission.ADMIN:
+            return self._check_admin(scope, headers)
+        if not self.keys.inference:
+            return ""
+        principal = self._principal(_presented_key(headers, scope["method"]))
+        if principal is None:
+            raise UnauthenticatedError(_KEY_REQUIRED)
+        if principal.is_admin and permission is Permission.INFERENCE:
+            raise ForbiddenError("an admin key does not permit inference; send a key of --api-keys-file")
+        return principal.name
+
+    def _check_admin(self, scope: Scope, headers: Headers) -> str:
+        presented = _bearer(headers)
+        principal = self._principal(presented)
+        if principal is not None and principal.is_admin:
+            return principal.name
+        if principal is not None:
+            raise ForbiddenError("an inference key does not permit admin requests; send a key of --admin-keys-file")
+        if self.keys.admin:
+            raise UnauthenticatedError("no valid admin key; send one as `Authorization: Bearer KEY`")
+        if self.tokens:
+            known = [token for token in self.tokens if presented is not None and hmac.compare_digest(presented, token)]
+            if not known:
+                raise UnauthenticatedError("no valid join token; send it as `Authorization: Bearer TOKEN`")
+            return "join token"
+        if not _is_local(scope) or any(name in headers for name in _BROWSER_AND_PROXY_HEADERS):
+            raise ForbiddenError(
+                "without admin keys (--admin-keys-file) or a join token (--token-file), the service accepts admin requests "
+                "only from programs on its own machine"
+            )
+        return "this machine"
+
+    def _principal(self, presented: bytes | None) -> Principal | None:
+        if presented is None:
+            return None
+        admin, inference = self.keys.admin.name_of(presented), self.keys.inference.name_of(presented)
+        if admin is not None:
+            return Principal(admin, is_admin=True)
+        return None if inference is None else Principal(inference, is_admin=False)
+
+
+_BROWSER_AND_PROXY_HEADERS = ("origin", "sec-fetch-site", "via", "forwarded", "x-forwarded-for", "x-real-ip")
+"""Headers that browsers and proxies send: a local request with one of them may originate elsewhere."""
+_KEY_REQUIRED = "this service requires a key; send it as `Authorization: Bearer KEY`"
+
+
+def _bearer(headers: Headers) -> bytes | None:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None
+
+
+def _presented_key(headers: Headers, method: str) -> bytes | None:
+    """The key in a request: bearer token, or a browser's password unless another site's page caused the request."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return _bearer(headers)
+    if method not in {"GET", "HEAD"} and headers.get("sec-fetch-site") != "same-origin":
+        return None
+    try:
+        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _is_local(scope: Scope) -> bool:
+    try:
+        return scope["client"] is not None and ipaddress.ip_address(scope["client"][0]).is_loopback
+    except ValueError:
+        return False
+
+
+class AuthorizationMiddleware:
+    """ASGI middleware between `RequestTracker` and the routes.
+
+    Args:
+        permission_for: returns the permission that a path requires.
+    """
+
+    def __init__(self, app: ASGIApp, *, authorizer: Authorizer, permission_for: Callable[[str], Permission]) -> None:
+        self._app = app
+        self._authorizer = authorizer
+        self._permission_for = permission_for
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        permission = self._permission_for(scope["path"])
+        try:
+            name = self._authorizer.check(permission, scope)
+        except (UnauthenticatedError, ForbiddenError) as refusal:
+            await _refuse(refusal, permission, scope, receive, send)
+            return
+        if permission is Permission.ADMIN:
+            logger.info("admin request %s %s by=%s", scope["method"], scope["path"][:256], name.replace(" ", "_"))
+        await self._app(scope, receive, send)
+
+
+async def _refuse(refusal: RequestRefused, permission: Permission, scope: Scope, receive: Receive, send: Send) -> None:
+    response = refusal_response(refusal, RequestRecord.of(scope))
+    if response.status_code == 401:
+        response.headers.append("WWW-Authenticate", 'Bearer realm="multiworld"')
+        if permission is Permission.ANY_KEY:  # pages for browsers, which then ask for a password
+            response.headers.append("WWW-Authenticate", 'Basic realm="multiworld: the key as the password"')
+    await response(scope, receive, send)

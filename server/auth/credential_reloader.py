@@ -1,0 +1,161 @@
+"""Loads keys, tokens and certificates at start and reloads them on SIGHUP without closing connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import SecretStr
+
+from multiworld_serving.common.config import SettingsError, UserError
+from multiworld_serving.common.config.keys import KeySet, keys_of_text, read_keys
+from multiworld_serving.common.config.sources import variable
+from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.auth.join_tokens import JoinTokens
+from multiworld_serving.server.http.server import HttpServer
+from multiworld_serving.server.http.tls import server_context
+from multiworld_serving.server.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Keys and TLS contexts as loaded from the files.
+
+    Attributes:
+        contexts: TLS contexts by the setting of the port; None = plain HTTP.
+    """
+
+    keys: ApiKeys
+    contexts: Mapping[str, ssl.SSLContext | None]
+
+    def apply(self, authorizer: Authorizer, servers: Mapping[str, HttpServer]) -> None:
+        """Use these credentials from now on. Cannot fail: everything was validated when they were read."""
+        authorizer.keys = self.keys
+        for port, context in self.contexts.items():
+            if context is not None and port in servers:
+                servers[port].reload_tls(context)
+
+
+def read_credentials(settings: ServeSettings) -> Credentials:
+    """Read all files. Raises UserError, which names the invalid file."""
+    inference = _read_ring("api_keys", settings.api_keys, settings.api_keys_file)
+    admin = _read_ring("admin_keys", settings.admin_keys, settings.admin_keys_file)
+    if shared := {key.digest for key in inference} & {key.digest for key in admin}:
+        names = ", ".join(sorted(key.name for key in inference if key.digest in shared))
+        raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
+    return Credentials(
+        ApiKeys(inference, admin),
+        {
+            "http_port": server_context(settings, settings.tls_client_ca_file),
+            "metrics_port": server_context(settings, settings.metrics_client_ca_file),
+        },
+    )
+
+
+def _read_ring(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
+    if file is not None:
+        return read_keys(file)
+    return KeySet() if text is None else keys_of_text(text.get_secret_value(), variable(name))
+
+
+def warn_if_unprotected(settings: ServeSettings, credentials: Credentials) -> None:
+    """Log a warning if other machines can reach the service without authentication or encryption."""
+    if _is_loopback(settings.host):
+        return
+    if not credentials.keys.inference:
+        logger.warning("anyone who can reach %s can request inference; --api-keys-file requires keys", settings.host)
+    elif settings.tls_cert_file is None:
+        logger.warning("keys are sent unencrypted to %s; use --tls-cert-file or a TLS proxy", settings.host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class CredentialTarget(Protocol):
+    """Other holders of credentials: the frontends. Two-phase: prepare, then apply."""
+
+    async def prepare_credentials(self) -> None:
+        """Read and validate keys and certificates everywhere. Raises UserError, which says who failed and why."""
+
+    async def apply_credentials(self) -> Mapping[str, str]:
+        """Apply what was prepared. Call it immediately after `prepare_credentials`. Returns failures by name."""
+
+
+class CredentialReloader:
+    """Reloads keys, tokens and certificates. Either all parts of the service use the new ones or none; the log says which.
+
+    Args:
+        servers: the HTTP servers of this process, by the setting of their port.
+        frontends: frontends that must reload too, if any.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        authorizer: Authorizer,
+        tokens: JoinTokens,
+        servers: Mapping[str, HttpServer],
+        frontends: CredentialTarget | None = None,
+    ) -> None:
+        self._settings = settings
+        self._authorizer = authorizer
+        self._tokens = tokens
+        self._servers = servers
+        self._frontends = frontends
+        self._task: asyncio.Task[None] | None = None
+        self._requested = False
+
+    def reload_on_sighup(self) -> None:
+        """Reload on SIGHUP if credentials come from files. Otherwise SIGHUP keeps its default action and ends the process."""
+        settings = self._settings
+        if settings.tls_cert_file or settings.api_keys_file or settings.admin_keys_file or settings.token_file:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.request_reload)
+
+    def request_reload(self) -> None:
+        """Start a reload. If one is running, another follows: it may have read the files already."""
+        self._requested = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._reload_while_requested())
+
+    async def _reload_while_requested(self) -> None:
+        while self._requested:
+            self._requested = False
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read and validate everything, then apply everything."""
+        try:
+            credentials = read_credentials(self._settings)
+            secrets = self._tokens.read()
+            if self._frontends is not None:
+                await self._frontends.prepare_credentials()
+        except Exception as error:
+            unexpected = not isinstance(error, UserError | OSError)
+            logger.error("keys, tokens and certificates are unchanged: %s", error, exc_info=unexpected)  # noqa: TRY400
+            return
+        tokens = self._tokens.use(secrets)
+        self._authorizer.tokens = self._tokens.admin_tokens()
+        frontends = {} if self._frontends is None else await self._frontends.apply_credentials()
+        credentials.apply(self._authorizer, self._servers)
+        keys = credentials.keys
+        logger.info(
+            "reloaded keys, tokens and certificates keys=%d admin_keys=%d tokens=%d",
+            len(list(keys.inference)),
+            len(list(keys.admin)),
+            tokens,
+        )
+        for name, failure in frontends.items():
+            logger.error("%s did not apply the new keys and certificates: %s", name, failure)

@@ -1,0 +1,161 @@
+"""The only place that maps an error reason to an HTTP status and formats error responses.
+
+{"error": "<what was wrong, what was expected, what to do>", "reason": "overloaded", "request_id": "…"}
+"""
+
+from __future__ import annotations
+
+import http
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from multiworld_serving.server.errors import InvalidParameterError, RequestRefused
+from multiworld_serving.server.observability.request_record import RequestRecord
+
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected. Never sent; a label of the metrics."""
+
+STATUS_OF_REASON: Final[dict[str, int]] = {
+    "invalid_request": 422,
+    "invalid_parameter": 422,
+    "invalid_body": 422,
+    "invalid_inference_request": 400,
+    "unknown_model": 404,
+    "unauthenticated": 401,
+    "forbidden": 403,
+    "invalid_image": 422,
+    "image_too_large": 413,
+    "body_too_large": 413,
+    "body_timeout": 408,
+    "unsupported_media_type": 415,
+    "overloaded": 429,
+    "cancelled": CLIENT_CLOSED_REQUEST,
+    "poison": 500,
+    "stage_error": 500,
+    "internal": 500,
+    "refused": 503,
+    "no_replica": 503,
+    "not_ready": 503,
+    "draining": 503,
+    "deadline": 504,
+}
+
+_DEFAULT_RETRY_AFTER_S = {"overloaded": 1.0, "no_replica": 1.0, "not_ready": 1.0, "draining": 1.0}
+"""Retry-After in seconds for temporary errors whose exception does not say."""
+
+_CLOSING = {"body_timeout"}
+"""Errors after which the connection is closed: the client sends too slowly, and closing is the only way to stop it. After
+`body_too_large` the connection stays open: closing it while the client sends resets it, and the client loses the response."""
+
+DESCRIPTIONS = {
+    400: "The request is invalid for this model: its JSON, or its binary data.",
+    401: "A key is required; the request has none, or an unknown one.",
+    403: "The key does not permit this.",
+    404: "The model or this version does not exist.",
+    408: "The body was not received in time.",
+    413: "The body or the image is larger than the limit.",
+    415: "The content type or content encoding is not supported.",
+    422: "The parameters, the form or the image are invalid.",
+    429: "Overloaded: try again after the seconds in Retry-After.",
+    500: "The model or the server failed on this request.",
+    503: "A stage has no replica, or the server is starting or stopping: try again after the seconds in Retry-After.",
+    504: "The deadline passed before the response was ready.",
+}
+
+
+class ErrorBody(BaseModel):
+    """Body of every error response."""
+
+    error: str = Field(description="What was wrong, what was expected, what to do.")
+    reason: str = Field(description="Machine-readable reason, one word.")
+    request_id: str = Field(description="Id of the request, as in X-Request-Id and in the server's log.")
+
+
+def error_documentation(statuses: Sequence[int]) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI description of these error responses."""
+    documentation: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
+        documentation[status] = {"model": ErrorBody, "description": DESCRIPTIONS[status]}
+        if status in (429, 503):
+            documentation[status]["headers"] = {
+                "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 1}}
+            }
+    return documentation
+
+
+def refusal_response(refusal: RequestRefused, record: RequestRecord, **fields: object) -> JSONResponse:
+    """The response to a rejected request; its body also contains `fields`."""
+    headers = {}
+    retry_after_s = refusal.retry_after_s
+    if retry_after_s is None:
+        retry_after_s = _DEFAULT_RETRY_AFTER_S.get(refusal.reason)
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if refusal.reason in _CLOSING:
+        headers["Connection"] = "close"
+    return error_response(STATUS_OF_REASON[refusal.reason], refusal.detail, refusal.reason, record, headers, **fields)
+
+
+def internal_error_response(record: RequestRecord) -> JSONResponse:
+    """The response after an unexpected exception."""
+    detail = "the server failed on this request; search its log for the request id"
+    return error_response(500, detail, "internal", record)
+
+
+def error_response(
+    status: int,
+    error: str,
+    reason: str,
+    record: RequestRecord,
+    headers: dict[str, str] | None = None,
+    **fields: object,
+) -> JSONResponse:
+    """An error response in the common format. Also stores the reason in the record."""
+    record.reason = reason
+    body = ErrorBody(error=error, reason=reason, request_id=record.request_id)
+    return JSONResponse(body.model_dump() | fields, status, headers)
+
+
+def install_error_handlers(app: Starlette) -> None:
+    """Give all errors of this application, including the framework's, the common format."""
+    app.add_exception_handler(RequestRefused, _on_refusal)
+    app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestRefused)
+    return refusal_response(error, RequestRecord.of(request.scope))
+
+
+async def _on_invalid_parameters(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = "; ".join(
+        f"{' '.join(str(part) for part in problem['loc'])}: {problem['msg']}, got {str(problem['input'])[:64]!r}"
+        for problem in error.errors()
+    )
+    return refusal_response(InvalidParameterError(found), RequestRecord.of(request.scope))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = http.HTTPStatus(error.status_code)
+    where = f"{request.method} {request.url.path[:256]}"
+    detail = {
+        404: f"{where} does not exist; GET / lists the endpoints",
+        405: f"{where} is not allowed here; see the Allow header and GET /openapi.json",
+    }.get(status, str(error.detail))
+    reason = status.phrase.lower().replace(" ", "_").replace("-", "_")
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # FastAPI omits HEAD, which is supported wherever GET is
+        allowed = {*headers["Allow"].split(", ")}
+        headers["Allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+    return error_response(status, detail, reason, RequestRecord.of(request.scope), headers)

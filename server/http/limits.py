@@ -1,0 +1,61 @@
+"""Limits of requests and connections, derived from the settings."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+
+from multiworld_serving.server.http.connection_table import ConnectionLimits
+from multiworld_serving.server.settings import ServeSettings
+
+_DECODE_THREADS = 4
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request and of all requests together."""
+
+    timeout_s: float = 30.0
+    """Seconds from a request's arrival to its response; a client can only shorten it."""
+    max_body_bytes: int = 10 * 2**20
+    max_held_bytes: int = 512 * 2**20
+    """Bytes of all bodies in memory at once, from the first byte until the image is decoded."""
+    max_image_pixels: int = 50_000_000
+    """Width times height. A decoded image takes four bytes per pixel on each decoding thread."""
+    exact_images: bool = False
+    """Whether images are scaled like torchvision, within one grey level, regardless of their size."""
+    decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
+    max_waiting_decodes: int = 256
+    max_images: int = 64
+    """Maximum images in one OIP request; lower if this many decoded images exceed `max_body_bytes`."""
+    top_k: int = 5
+    """Number of classes in a response if the request does not say."""
+
+
+def request_limits(settings: ServeSettings) -> RequestLimits:
+    """The limits of one frontend. Limits of all requests together are divided by the number of frontends."""
+    shares = settings.frontends
+    return RequestLimits(
+        timeout_s=settings.timeout_s,
+        max_body_bytes=settings.max_body_bytes,
+        max_held_bytes=RequestLimits.max_held_bytes // shares,
+        max_image_pixels=settings.max_image_pixels,
+        exact_images=settings.decoding == "exact",
+        decode_threads=max(1, min(_DECODE_THREADS, len(os.sched_getaffinity(0)) // shares)),
+        max_waiting_decodes=math.ceil(RequestLimits.max_waiting_decodes / shares),
+        max_images=min(RequestLimits.max_images, settings.queue_limit),
+        top_k=min(settings.top_k, 1000),
+    )
+
+
+def connection_limits(settings: ServeSettings, *, shares: int = 1) -> ConnectionLimits:
+    """The limits of one of `shares` processes that serve the same port."""
+    return ConnectionLimits(
+        max_connections=math.ceil(settings.max_connections / shares),
+        idle_timeout_s=settings.idle_timeout_s,
+        header_timeout_s=settings.header_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        max_header_bytes=settings.max_header_bytes,
+        max_headers=settings.max_headers,
+    )

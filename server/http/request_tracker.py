@@ -1,0 +1,112 @@
+"""The outermost middleware: assigns request ids, records inference requests, and turns exceptions into responses."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import nullcontext
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, internal_error_response
+from multiworld_serving.server.observability.metrics import InferenceProtocol
+from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.observability.request_recorder import RequestOutcome, RequestRecorder
+from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.predictor import Predictor
+
+logger = logging.getLogger(__name__)
+
+_V2_INFER = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer")
+
+
+class RequestIdMiddleware:
+    """ASGI middleware for a port without inference: assigns request ids and turns exceptions into responses."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _respond(self._app, scope, receive, send, RequestRecord.begin(scope, ""))
+        else:
+            await self._app(scope, receive, send)
+
+
+class RequestTracker:
+    """ASGI middleware that records each inference request. Costs some tens of microseconds."""
+
+    def __init__(
+        self, app: ASGIApp, *, predictor: Predictor, recorder: RequestRecorder, traces: RequestTraces | None = None
+    ) -> None:
+        self._app = app
+        self._predictor = predictor
+        self._recorder = recorder
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord.begin(scope, self._predictor.version.name)
+        protocol = inference_protocol(scope["path"])
+        if protocol is None:
+            await _respond(self._app, scope, receive, send, record)
+            return
+        with self._traces.request(scope, record) if self._traces else nullcontext():
+            await self._measured(scope, receive, send, record, protocol)
+
+    async def _measured(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, protocol: InferenceProtocol
+    ) -> None:
+        number = self._recorder.request_started(protocol)
+        code = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
+        try:
+            code = await _respond(self._app, scope, receive, send, record)
+        except Exception:
+            code = 500
+            raise
+        finally:
+            record.status = code
+            reason = record.reason if code != CLIENT_CLOSED_REQUEST else "cancelled"
+            times = record.inference.times if record.inference else None
+            duration_s = time.monotonic() - record.started_s
+            self._recorder.request_ended(
+                number, RequestOutcome(record.version, protocol, code, reason, duration_s, times)
+            )
+
+
+async def _respond(app: ASGIApp, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> int:
+    """Run the application and return the response's status. HEAD runs as GET and drops the body (RFC 9110, section 9.3.2)."""
+    status = 0
+    if to_head := scope["method"] == "HEAD":
+        scope = {**scope, "method": "GET"}
+
+    async def send_with_id(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.request_id.encode("ascii"))]
+            await send(message)
+            if to_head:  # end the response here: the body may be endless
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        elif not to_head:
+            await send(message)
+
+    try:
+        await app(scope, receive, send_with_id)
+    except Exception:
+        record.reason = "internal"
+        if status:  # too late for an error response: the server logs the exception and closes the connection
+            raise
+        logger.exception("request failed request_id=%s path=%s", record.request_id, scope["path"])
+        await internal_error_response(record)(scope, receive, send_with_id)
+    return status
+
+
+def inference_protocol(path: str) -> InferenceProtocol | None:
+    """The inference protocol of a path; None if it is not inference. Probes and scrapes are not measured."""
+    if path == "/predict":
+        return "predict"
+    return "v2" if _V2_INFER.fullmatch(path) else None

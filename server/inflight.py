@@ -1,0 +1,64 @@
+"""Counts the requests in flight, so that shutdown and unloading can wait for them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class RemoteInflight(Protocol):
+    """Requests in flight in other processes."""
+
+    @property
+    def count(self) -> int:
+        """How many, as far as this process knows."""
+        ...
+
+    async def wait_idle(self) -> None:
+        """Wait until there are none."""
+        ...
+
+    async def sync_state(self) -> None:
+        """Wait until the other processes know the current state of the leader."""
+        ...
+
+
+class InflightTracker:
+    """Counts requests in flight. For one event loop.
+
+    Attributes:
+        remote: further requests to count and to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.remote: RemoteInflight | None = None
+        self._local = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def count(self) -> int:
+        """Requests in flight, remote ones included."""
+        return self._local + (self.remote.count if self.remote else 0)
+
+    @contextlib.contextmanager
+    def track(self) -> Iterator[None]:
+        """Count one request while the block runs."""
+        self._local += 1
+        try:
+            yield
+        finally:
+            self._local -= 1
+            self._changed.set()
+
+    async def sync_state(self) -> None:
+        """Wait until all other processes know the current state of the leader."""
+        if self.remote is not None:
+            await self.remote.sync_state()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight. Remote requests first, because they cause local ones."""
+        if self.remote is not None:
+            await self.remote.wait_idle()
+        while self._local:
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,353 @@
+"""The Prometheus metrics of the leader.
+
+Callers report events (`world_broken`, `rerouted`); metric names, labels and buckets are defined only here. `replica` labels
+are slots and `world` labels are names without generation, so restarts do not add series.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.server.predictor import ModelVersion, ReplicaState, StageSnapshot
+
+InferenceProtocol = Literal["predict", "v2"]
+"""The inference API of a request."""
+HedgeOutcome = Literal["won", "lost", "wasted"]
+"""Which copy of a hedged batch answered first: won = the second, lost = the first; wasted = the second failed or was not needed."""
+
+HEDGE_OUTCOMES: tuple[HedgeOutcome, ...] = get_args(HedgeOutcome)
+Direction = Literal["sent", "received"]
+"""Direction of bytes on a link, from the leader's point of view."""
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+CAUSES = ("exit", "hang", "stalled", "transport", "error", "left", "timeout", "local", "aborted")
+"""Known causes of a world's failure; other causes are counted too."""
+_REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
+
+# Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
+_REQUEST_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # timeout_s: 30
+_QUEUE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 30)  # batch_timeout_s: 0.002
+_STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)  # hang_timeout_s: 10
+_DETECTION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.25, 1.5, 2, 5, 10, 15)  # heartbeat_timeout_s: 1
+_REROUTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15)  # recovery_grace_s: 15
+_RECOVERY_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120)  # importing torch: 1.4; join_timeout_s: 60
+_BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+_MAX_DURATIONS = 10_000
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of requests by outcome, and of rerouted batches by stage."""
+
+    answered: int
+    refused: int
+    """Status 4xx: client error or overload."""
+    failed: int
+    reroutes: dict[int, int]
+
+
+class Metrics(ProgramMetrics):
+    """All metrics of one leader. Thread-safe; a call costs about a microsecond."""
+
+    def __init__(self, build: dict[str, str] | None = None) -> None:
+        super().__init__(build)
+        self._durations: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self._protocols: Sequence[InferenceProtocol] = ()
+        self._codes: Mapping[str, int] = {}
+        self._version: tuple[str, int] | None = None
+        self._retired: Tally[str] = Tally()
+        """Requests of versions whose series were removed, by the first digit of the status."""
+        self._define_requests()
+        self._define_versions()
+        self._define_stages()
+        self._define_failures()
+
+    def _define_requests(self) -> None:
+        self._requests = self._counter(
+            "requests", "Inference requests completed, by outcome.", ("model", "version", "protocol", "code", "reason")
+        )
+        self._request_duration = self._histogram(
+            "request_duration_seconds",
+            "Time from the first byte of the request to the last byte of the response, by outcome.",
+            _REQUEST_S,
+            ("protocol", "code"),
+        )
+        self._connections = self._gauge("http_connections", "Open connections to the HTTP API.").labels()
+        self._connections_closed = self._counter(
+            "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
+        )
+        self._frontends = self._gauge(
+            "frontends", "Frontend processes that serve HTTP, not counting the leader."
+        ).labels()
+        self._frontend_restarts = self._counter(
+            "frontend_restarts", "Frontends restarted by the supervisor.", ("slot",)
+        )
+        self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests in flight.").labels()
+        self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
+        self._queue_limit = self._gauge("queue_limit", "Queue depth at which requests are rejected.").labels()
+        self._queue_duration = self._histogram(
+            "queue_duration_seconds", "Time that an image waited in the leader before its batch was sent.", _QUEUE_S
+        ).labels()
+        self._batch_size = self._histogram("batch_size", "Images per batch.", _BATCH_REQUESTS).labels()
+        self._lost = self._counter(
+            "requests_lost", "Requests that got neither a response nor an error in time: a bug."
+        ).labels()
+        self._duplicates = self._counter(
+            "duplicate_answers", "Results dropped because the request had one already: late or hedged batches."
+        ).labels()
+
+    def _define_versions(self) -> None:
+        self._version_info = self._gauge(
+            "model_version",
+            "1 for the version that serves new requests, 0 for recent earlier ones.",
+            ("model", "version", "number"),
+        )
+        self._version_changes = self._counter(
+            "version_changes", "Switches of new requests to another version."
+        ).labels()
+
+    def _define_stages(self) -> None:
+        self._stage_duration = self._histogram(
+            "stage_duration_seconds",
+            "Time of one batch on one link, by phase.",
+            _STAGE_S,
+            ("stage", "replica", "phase"),
+        )
+        self._link_bytes = self._counter(
+            "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
+        )
+        self._replica_in_flight = self._gauge(
+            "replica_in_flight", "Batches in flight to a replica.", ("stage", "replica")
+        )
+        self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._redundancy = self._gauge(
+            "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
+        ).labels()
+        self._spares = self._gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
+        self._quarantined = self._gauge(
+            "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
+        ).labels()
+        self._world_up = self._gauge(
+            "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")
+        )
+
+    def _define_failures(self) -> None:
+        self._world_failures = self._counter(
+            "world_failures", "World failures, by cause.", ("stage", "replica", "cause")
+        )
+        self._detection = self._histogram(
+            "failure_detection_seconds", "Time from the last sign of life to the failure.", _DETECTION_S, ("cause",)
+        )
+        self._reroute_duration = self._histogram(
+            "reroute_seconds", "Time from a failure until its batch was sent to another replica.", _REROUTE_S
+        ).labels()
+        self._recovery = self._histogram(
+            "recovery_seconds", "Time from a failure until the slot served again.", _RECOVERY_S, ("cause",)
+        )
+        self._reroutes = self._counter("reroutes", "Batches moved to another replica after a failure.", ("stage",))
+        self._retries = self._counter("retries", "Batches sent again, for any reason.", ("stage",))
+        self._hedges = self._counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        # Prometheus sees no increase if a series first appears with value 1: create these with 0.
+        for outcome in HEDGE_OUTCOMES:
+            self._hedges.labels(outcome)
+        for cause in CAUSES:
+            self._detection.labels(cause)
+            self._recovery.labels(cause)
+        self._restarts = self._counter("worker_restarts", "Workers restarted by the supervisor.", ("slot",))
+
+    # Requests
+
+    def declare_outcomes(
+        self, model: str, version: str, protocols: Sequence[InferenceProtocol], codes: Mapping[str, int]
+    ) -> None:
+        """Create the series of these outcomes with value 0, so that the first one is an increase.
+
+        Args:
+            codes: HTTP status by reason, including that of success.
+        """
+        self._protocols, self._codes = protocols, codes
+        for protocol in protocols:
+            for reason, code in codes.items():
+                self._requests.labels(model, version, protocol, code, reason)
+            self._request_duration.labels(protocol, 200)
+
+    def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
+        """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
+        for reason in reasons:
+            self._connections_closed.labels(reason)
+
+    def version_serves(self, model: str, version: ModelVersion) -> None:
+        """New requests use this version from now on."""
+        if self._version is not None:
+            self._version_info.labels(model, *self._version).set(0)
+            self._version_changes.inc()
+            self.declare_outcomes(model, version.name, self._protocols, self._codes)
+        self._version = (version.name, version.number)
+        self._version_info.labels(model, *self._version).set(1)
+
+    def version_retired(self, model: str, version: ModelVersion) -> None:
+        """Remove the series of an earlier version. Its counts remain in `totals`."""
+        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version.name)):
+            self._retired[code[0]] += int(series.value)
+        self._version_info.remove(lambda values: values == (model, version.name, str(version.number)))
+
+    def connections(self, count: int) -> None:
+        """Set the number of open connections to the HTTP API."""
+        self._connections.set(count)
+
+    def connection_closed(self, reason: str) -> None:
+        """A connection was closed because of its client, such as "malformed" or "evicted"."""
+        self._connections_closed.labels(reason).inc()
+
+    def frontends(self, count: int) -> None:
+        """Set the number of frontends that serve."""
+        self._frontends.set(count)
+
+    def frontend_slots(self, count: int) -> None:
+        """Create the series of restarts for this number of frontends."""
+        for slot in range(count):
+            self._frontend_restarts.labels(str(slot))
+
+    def frontend_restarted(self, slot: str) -> None:
+        """The supervisor restarted a frontend."""
+        self._frontend_restarts.labels(slot).inc()
+
+    def request_started(self) -> None:
+        """An inference request has started."""
+        self._requests_in_flight.inc()
+
+    def request_finished(
+        self, *, model: str, version: str, protocol: InferenceProtocol, code: int, reason: str, duration_s: float
+    ) -> None:
+        """An inference request has ended; `reason` is "ok" or the error's."""
+        self._requests_in_flight.dec()
+        self._requests.labels(model, version, protocol, code, reason).inc()
+        if code == 200:
+            self._durations.append(duration_s)
+        self._request_duration.labels(protocol, code).observe(duration_s)
+
+    def queue_depth(self, images: int) -> None:
+        """Set the number of images that are accepted and not in flight."""
+        self._queue_depth.set(images)
+
+    def queue_limit(self, images: int) -> None:
+        """Set the queue depth at which requests are rejected."""
+        self._queue_limit.set(images)
+
+    def queued(self, seconds: float) -> None:
+        """An image waited this long before its batch was sent."""
+        self._queue_duration.observe(seconds)
+
+    def batch_formed(self, images: int) -> None:
+        """A batch of this many images was formed."""
+        self._batch_size.observe(images)
+
+    def request_lost(self) -> None:
+        """A request got neither a response nor an error: a bug."""
+        self._lost.inc()
+
+    def duplicate_answer(self) -> None:
+        """A result was dropped because the request had one already."""
+        self._duplicates.inc()
+
+    # Stages and worlds
+
+    def batch_sent(self, stage: int, replica: int, payload_bytes: int) -> None:
+        """A batch of this many bytes was sent to a replica."""
+        self._replica_in_flight.labels(stage, replica).inc()
+        self._link_bytes.labels(stage, replica, "sent").inc(payload_bytes)
+
+    def batch_answered(
+        self, stage: int, replica: int, *, compute_s: float, transfer_s: float, payload_bytes: int
+    ) -> None:
+        """A replica returned a batch: its compute time, the transfer time in both directions, and the bytes received."""
+        self._replica_in_flight.labels(stage, replica).dec()
+        self._link_bytes.labels(stage, replica, "received").inc(payload_bytes)
+        self._stage_duration.labels(stage, replica, "compute").observe(compute_s)
+        self._stage_duration.labels(stage, replica, "transfer").observe(transfer_s)
+
+    def batch_failed(self, stage: int, replica: int) -> None:
+        """A replica raised an exception on a batch."""
+        self._replica_in_flight.labels(stage, replica).dec()
+
+    def world_ready(self, world: str, stage: int, replica: int) -> None:
+        """A link serves. `world` is the name without generation."""
+        self._world_up.labels(world, stage, replica).set(1)
+        self._replica_in_flight.labels(stage, replica).set(0)
+        for direction in _DIRECTIONS:
+            self._link_bytes.labels(stage, replica, direction)
+        for cause in CAUSES:
+            self._world_failures.labels(stage, replica, cause)
+
+    def world_closed(self, world: str, stage: int, replica: int) -> None:
+        """A link was closed deliberately."""
+        self._world_up.labels(world, stage, replica).set(0)
+        self._replica_in_flight.labels(stage, replica).set(0)
+
+    def world_broken(
+        self, world: str, stage: int, replica: int, *, cause: str, detected_after_s: float | None = None
+    ) -> None:
+        """A link failed. `detected_after_s` counts from the last sign of life; None = unknown."""
+        self._world_up.labels(world, stage, replica).set(0)
+        self._replica_in_flight.labels(stage, replica).set(0)
+        self._world_failures.labels(stage, replica, cause).inc()
+        if detected_after_s is not None:
+            self._detection.labels(cause).observe(detected_after_s)
+
+    def world_recovered(self, *, cause: str, seconds: float) -> None:
+        """A slot serves again, this long after its world failed with this cause."""
+        self._recovery.labels(cause).observe(seconds)
+
+    def replica_states(self, stages: Sequence[StageSnapshot]) -> None:
+        """Set the replica states of all stages, and the redundancy."""
+        for stage in stages:
+            tally: Tally[str] = Tally(replica.state for replica in stage.replicas)
+            for state in _REPLICA_STATES:
+                self._stage_replicas.labels(stage.index, state).set(tally[state])
+            self._reroutes.labels(stage.index)
+            self._retries.labels(stage.index)
+        self._redundancy.set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+
+    def spares(self, spares: int, quarantined: int) -> None:
+        """Set the number of spares and of quarantined workers."""
+        self._spares.set(spares)
+        self._quarantined.set(quarantined)
+
+    # Recovery
+
+    def rerouted(self, stage: int, seconds: float) -> None:
+        """A batch was sent to another replica, this long after the failure."""
+        self._reroutes.labels(stage).inc()
+        self._reroute_duration.observe(seconds)
+
+    def retried(self, stage: int) -> None:
+        """A batch was sent again."""
+        self._retries.labels(stage).inc()
+
+    def hedged(self, outcome: HedgeOutcome) -> None:
+        """A hedged batch has ended."""
+        self._hedges.labels(outcome).inc()
+
+    def worker_restarted(self, slot: str) -> None:
+        """The supervisor restarted the worker of this slot, such as "stage0-1"."""
+        self._restarts.labels(slot).inc()
+
+    # For the status page
+
+    def totals(self) -> Totals:
+        """Counts since the start."""
+        codes = self._retired.copy()
+        for (_, _, _, code, _), series in self._requests.items():
+            codes[code[0]] += int(series.value)
+        reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
+        return Totals(codes["2"], codes["4"], codes["5"], reroutes)
+
+    def take_durations(self) -> list[float]:
+        """Durations in seconds of the responses since the last call, at most the latest 10,000. For one caller."""
+        return [self._durations.popleft() for _ in range(len(self._durations))]

@@ -1,0 +1,55 @@
+"""What is recorded about one HTTP request."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from multiworld_serving.server.observability.inference_statistics import Inference
+
+_GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SCOPE_KEY = "multiworld.request"
+
+
+@dataclass
+class RequestRecord:
+    """The record of one HTTP request, created by `RequestTracker` and completed by the routes."""
+
+    request_id: str
+    version: str
+    """Version of the model that answered; before that, the version that serves."""
+    started_s: float = field(default_factory=time.monotonic)
+    received_s: float = 0.0
+    """When the body was complete, by `time.monotonic()`."""
+    reason: str = "ok"
+    """Outcome: "ok", or the reason of the error."""
+    inference: Inference | None = None
+    """Measurements of the inference; None = no prediction."""
+    status: int = 0
+    """Status of the response; 0 = not started."""
+    id_is_generated: bool = False
+    """Whether the id was generated, since the headers contain none."""
+
+    @classmethod
+    def begin(cls, scope: Scope, version: str) -> RequestRecord:
+        """Create the record of this request. Its id is the client's if that is short and printable, else a new one."""
+        record = scope[_SCOPE_KEY] = cls(uuid.uuid4().hex, version, id_is_generated=True)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        record.adopt_client_id(given.decode("latin-1"))
+        return record
+
+    def adopt_client_id(self, given: str) -> None:
+        """Use the id in the request's body if it is short and printable and the headers contain none."""
+        if self.id_is_generated and _GIVEN_ID.fullmatch(given):
+            self.request_id, self.id_is_generated = given, False
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestRecord:
+        """The record of this request."""
+        record = scope[_SCOPE_KEY]
+        assert isinstance(record, cls)
+        return record

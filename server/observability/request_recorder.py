@@ -1,0 +1,73 @@
+"""Records inference requests in the Prometheus metrics and in the statistics of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
+from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
+
+_NOT_FOR_THE_MODEL = (404, 405)
+
+
+@dataclass(frozen=True)
+class RequestOutcome:
+    """The outcome of one inference request.
+
+    Attributes:
+        version: model version that answered, or would have.
+        code: HTTP status; `CLIENT_CLOSED_REQUEST` if the client disconnected.
+        reason: "ok", or the error's.
+        times: None = no prediction.
+    """
+
+    version: str
+    protocol: InferenceProtocol
+    code: int
+    reason: str
+    duration_s: float
+    times: InferenceTimes | None
+
+
+class RequestRecorder(Protocol):
+    """Records requests, in this process or in another one."""
+
+    def request_started(self, protocol: InferenceProtocol) -> int:
+        """Record the start of an inference request; returns its number."""
+        ...
+
+    def request_ended(self, number: int, outcome: RequestOutcome) -> None:
+        """Record the end of an inference request."""
+        ...
+
+
+class LocalRequestRecorder:
+    """Records requests in this process.
+
+    Args:
+        model: its name.
+    """
+
+    def __init__(self, model: str, metrics: Metrics, statistics: Statistics) -> None:
+        self._model = model
+        self._metrics = metrics
+        self._statistics = statistics
+
+    def request_started(self, protocol: InferenceProtocol) -> int:
+        """See `RequestRecorder`. The number is always 0, since it is not needed here."""
+        self._metrics.request_started()
+        return 0
+
+    def request_ended(self, number: int, outcome: RequestOutcome) -> None:
+        """See `RequestRecorder`."""
+        if outcome.code not in _NOT_FOR_THE_MODEL:
+            self._statistics.request_finished(outcome.times if outcome.code == 200 else None, outcome.duration_s)
+        self._metrics.request_finished(
+            model=self._model,
+            version=outcome.version,
+            protocol=outcome.protocol,
+            code=outcome.code,
+            reason=outcome.reason,
+            duration_s=outcome.duration_s,
+        )

@@ -1,0 +1,120 @@
+"""The trace spans of requests inside the pipeline:
+
+    POST /predict                     the request (server/observability/request_traces.py)
+      stage 0                         from when its batch could have been sent to this stage until the stage returned it
+        queue                         waiting in the leader
+        transfer                      on the link and at the worker; one span per attempt
+          compute                     at the worker, which creates this span (workers/observability/traces.py)
+      stage 1 …
+
+A batch may contain requests of several traces. Each trace gets its own spans for the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from multiworld_serving.common.tracing import Tracing
+from multiworld_serving.common.wire import TraceContext
+from multiworld_serving.server.observability.request_traces import current_span
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.actions import SendBatch
+
+
+class BatchTraces:
+    """Creates the spans of batches that contain traced requests. Other batches cost one dictionary lookup."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        self._tracer = tracing.tracer
+        self._inside = set_span_in_context
+        self._client = SpanKind.CLIENT
+        self._status, self._error = Status, StatusCode.ERROR
+        self._requests: dict[int, Any] = {}
+        """The request span of each open traced request."""
+        self._stages: dict[int, list[Any]] = {}
+        """The stage spans of each batch's current stage, one per traced request."""
+        self._transfers: defaultdict[tuple[int, str], list[Any]] = defaultdict(list)
+        """The transfer spans of each attempt in flight, by batch and link."""
+
+    def request_started(self, request: int) -> None:
+        """A request enters the pipeline. Call it in the task that handles the HTTP request."""
+        if (span := current_span.get()) is not None:
+            self._requests[request] = span
+
+    def request_ended(self, request: int) -> None:
+        """The request has its outcome."""
+        self._requests.pop(request, None)
+
+    def sent(self, action: SendBatch, link: WorkerLink) -> list[TraceContext]:
+        """A batch is sent. Returns the trace contexts for the worker."""
+        requests = [self._requests[request] for request in action.requests if request in self._requests]
+        if not requests:
+            return []
+        now_ns = time.time_ns()
+        since_ns = now_ns - round(action.waited_s * 1e9)
+        if action.batch not in self._stages:
+            name, attributes = (
+                f"stage {action.stage}",
+                {"multiworld.stage": action.stage, "multiworld.batch": action.batch},
+            )
+            self._stages[action.batch] = [self._begin(name, span, since_ns, attributes) for span in requests]
+        transfers = self._transfers[action.batch, link.id]
+        for stage in self._stages[action.batch]:
+            if action.kind != "hedge":
+                self._begin("queue", stage, since_ns, {}).end(now_ns)
+            transfers.append(self._begin("transfer", stage, now_ns, _attributes(action, link), kind=self._client))
+        contexts = (transfer.get_span_context() for transfer in transfers)
+        return [TraceContext(context.trace_id, context.span_id) for context in contexts]
+
+    def answered(self, batch: int, link: WorkerLink, compute_s: float, waited_s: float, transfer_s: float) -> None:
+        """A worker has returned a batch."""
+        for transfer in self._transfers.pop((batch, link.id), ()):
+            transfer.set_attributes(
+                {
+                    "multiworld.compute_s": compute_s,
+                    "multiworld.waited_s": waited_s,
+                    "multiworld.transfer_s": transfer_s,
+                }
+            )
+            transfer.end()
+
+    def failed(self, batch: int, link: WorkerLink, why: str) -> None:
+        """An attempt failed."""
+        for transfer in self._transfers.pop((batch, link.id), ()):
+            transfer.set_status(self._status(self._error, why))
+            transfer.end()
+
+    def link_ended(self, link: WorkerLink) -> None:
+        """The attempts in flight on this link failed."""
+        for batch, _ in [key for key in self._transfers if key[1] == link.id]:
+            self.failed(batch, link, f"the link broke: {link.cause}")
+
+    def stage_ended(self, batch: int) -> None:
+        """The batch moves to the next stage, is answered or is dropped."""
+        for span in self._stages.pop(batch, ()):
+            span.end()
+
+    def _begin(
+        self, name: str, parent: Any, start_ns: int, attributes: Mapping[str, str | int | bool], kind: Any | None = None
+    ) -> Any:
+        kinds = {} if kind is None else {"kind": kind}
+        return self._tracer.start_span(
+            name, context=self._inside(parent), start_time=start_ns, attributes=attributes, **kinds
+        )
+
+
+def _attributes(action: SendBatch, link: WorkerLink) -> dict[str, str | int | bool]:
+    return {
+        "multiworld.world": link.world_name,
+        "multiworld.epoch": link.epoch,
+        "multiworld.worker": link.worker,
+        "multiworld.version": action.version,
+        "multiworld.images": len(action.requests),
+        "multiworld.kind": action.kind,
+        "multiworld.attempt": action.attempt,
+    }

@@ -1,0 +1,396 @@
+"""Connects the pure scheduler to the event loop: submits events, performs actions, sets the timer.
+
+The scheduler decides; the driver holds the tensors, the clock and the futures. Everything runs on one event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from multiworld import Cause
+from multiworld_serving.common.wire import Message
+from multiworld_serving.server.errors import DeadlineError, DrainingError, RequestRefused, StageError
+from multiworld_serving.server.observability.metrics import HEDGE_OUTCOMES, Metrics
+from multiworld_serving.server.pipeline.batch_tensors import BatchTensors
+from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.replicas.replica_ids import link_id
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.actions import (
+    Action,
+    Answer,
+    FailReplica,
+    FreeBatch,
+    KeepOutput,
+    Refuse,
+    ReleaseReplica,
+    SendBatch,
+)
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.events import (
+    BatchDone,
+    BatchFailed,
+    Event,
+    ReplicaId,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from multiworld_serving.server.scheduling.scheduler import Scheduler
+from multiworld_serving.server.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+_LOST_AFTER_S = 0.5
+"""A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+_WHY_BROKEN = {
+    "hang": "no answer within hang_timeout_s",
+    "error": "batches that fail there succeed elsewhere",
+}
+"""Explanation of the cause of a `FailReplica`."""
+
+
+@dataclass(slots=True)
+class _PendingRequest:
+    """A request whose caller waits for the outcome."""
+
+    future: asyncio.Future[Prediction]
+    request_id: str
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _SentBatch:
+    """A batch in flight on one link."""
+
+    sent_s: float
+    rows: int
+    stage: int
+    replica: ReplicaId
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What the driver needs from the leader. `after_event`, `traces` and the metrics must not raise: see `metrics.guarded`.
+
+    Attributes:
+        model: the name of the model.
+        number_of: returns the number of a version by its name.
+        find_link: returns the live link with this id.
+        on_released: called with the id of a draining replica that has no batches in flight any more.
+        after_event: called after every event.
+        traces: records the spans of traced requests; None if tracing is off.
+    """
+
+    model: str
+    number_of: Callable[[str], int]
+    find_link: Callable[[str], WorkerLink | None]
+    on_released: Callable[[str], None]
+    after_event: Callable[[], None]
+    traces: BatchTraces | None = None
+
+
+class SchedulerDriver:
+    """Owns the scheduler, the pending requests and the tensors."""
+
+    def __init__(self, settings: ServeSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
+        self._metrics = metrics
+        self._context = context
+        self._traces = context.traces
+        self.scheduler = Scheduler(_config(settings, num_stages))
+        self._tensors = BatchTensors()
+        self._pending: dict[int, _PendingRequest] = {}
+        self._in_flight: dict[tuple[int, str], _SentBatch] = {}
+        """By batch and link."""
+        self._events: deque[tuple[Event, Tensor | None]] = deque()
+        self._handling = False
+        self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
+        """Hedges by outcome that were reported to the metrics."""
+        self._arrived: Tensor | None = None
+        """The output of the batch whose event is being handled."""
+        self._next_request = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Stop the timer and end all pending requests with `DrainingError`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
+
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        """See `multiworld_serving.server.predictor.Predictor.predict`."""
+        request = self._next_request
+        self._next_request += 1
+        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
+        self._pending[request] = _PendingRequest(future, request_id, time.monotonic())
+        self._tensors.images[request] = image
+        if self._traces is not None:
+            self._traces.request_started(request)
+        self.submit_event(RequestArrived(request, deadline_s))
+        try:
+            await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
+            if future.done():
+                return future.result()
+            self._metrics.request_lost()
+            logger.error("request_id=%s lost: neither answer nor error by its deadline", request_id)
+            raise DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+        finally:
+            if self._traces is not None:
+                self._traces.request_ended(request)
+            if self._pending.pop(request, None) is not None:  # no outcome yet: the caller was cancelled
+                self._tensors.images.pop(request, None)
+                self.submit_event(RequestCancelled(request))
+
+    # -- events of links -----------------------------------------------------------------------------------------------------
+
+    def on_ended(self, link: WorkerLink) -> None:
+        """Forget the batches in flight on a link that has ended."""
+        for key in [key for key in self._in_flight if key[1] == link.id]:
+            del self._in_flight[key]
+        if self._traces is not None:
+            self._traces.link_ended(link)
+
+    def on_result(self, link: WorkerLink, message: Message) -> None:
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
+        sent = self._in_flight.pop((message.batch, link.id), None)
+        if sent is None:  # the link has just ended
+            return
+        assert message.payload is not None, "the link has checked it"
+        # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
+        took_s = time.monotonic() - sent.sent_s
+        compute_s = min(message.compute_ns / 1e9, took_s)
+        waited_s = min(message.waited_ns / 1e9, took_s - compute_s)
+        transfer_s = took_s - compute_s - waited_s
+        self._metrics.batch_answered(
+            sent.stage,
+            link.slot.index,
+            compute_s=compute_s,
+            transfer_s=transfer_s,
+            payload_bytes=message.payload.nbytes,
+        )
+        if self._traces is not None:
+            self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
+        times = self._tensors.times.get(message.batch)
+        if times is not None:
+            times.compute_s += compute_s
+            times.transfer_s += transfer_s
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s), message.payload)
+
+    def on_failed(self, link: WorkerLink, message: Message) -> None:
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
+        error = message.reason()
+        logger.warning("world=%s epoch=%d batch=%d failed: %s", link.world_name, link.epoch, message.batch, error)
+        sent = self._in_flight.pop((message.batch, link.id), None)
+        if sent is not None:
+            self._metrics.batch_failed(link.stage, link.slot.index)
+            if self._traces is not None:
+                self._traces.failed(message.batch, link, error)
+            self.submit_event(BatchFailed(message.batch, sent.replica, error))
+
+    # -- events and actions of the scheduler ---------------------------------------------------------------------------------
+
+    def submit_event(self, event: Event, output: Tensor | None = None) -> None:
+        """Submit an event to the scheduler, perform its actions, and set the timer.
+
+        Actions may submit further events; these are handled after all actions of the current event. An event or action that raises
+        does not stop the others, and the timer is set in any case.
+
+        Args:
+            output: the output tensor, for `BatchDone`.
+        """
+        self._events.append((event, output))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                following, self._arrived = self._events.popleft()
+                for action in self._decide(following):
+                    self._try_perform(action)
+        finally:
+            self._handling = False
+            self._arrived = None
+            self._wake_at(self.scheduler.next_wakeup_s())
+        self._metrics.queue_depth(self.scheduler.queue_depth)
+        self._count_hedges()
+        self._context.after_event()
+
+    def _decide(self, event: Event) -> list[Action]:
+        try:
+            return self.scheduler.handle(event, time.monotonic())
+        except Exception as error:
+            logger.exception("the scheduler failed on %s; this is a bug, please report it", type(event).__name__)
+            if isinstance(event, RequestArrived):
+                self._fail(event.request, error)
+            return []
+
+    def _try_perform(self, action: Action) -> None:
+        """Perform an action. If it raises, end or retry the requests that depend on it."""
+        try:
+            self._perform(action)
+        except Exception as error:
+            logger.exception("%s failed", type(action).__name__)
+            match action:
+                case SendBatch():
+                    self._not_sent(action, error)
+                case KeepOutput():
+                    self._tensors.free_input(action.batch)  # otherwise the next stage would get the input of this stage
+                case Answer():
+                    for request, _ in action.rows:
+                        self._fail(request, error)
+                case Refuse():
+                    self._fail(action.request, error)
+
+    def _not_sent(self, action: SendBatch, error: Exception) -> None:
+        id_of_link = link_id(action.replica)
+        self._in_flight.pop((action.batch, id_of_link), None)
+        if self._traces is not None and (link := self._context.find_link(id_of_link)):
+            self._traces.failed(action.batch, link, "the batch was not sent")
+        self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
+
+    def _count_hedges(self) -> None:
+        hedges = self.scheduler.counters.hedges
+        if hedges.total() > sum(self._hedges.values()):
+            for outcome in HEDGE_OUTCOMES:
+                for _ in range(hedges[outcome] - self._hedges[outcome]):
+                    self._metrics.hedged(outcome)
+                self._hedges[outcome] = hedges[outcome]
+
+    def _wake_at(self, wakeup_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wakeup_s is not None:
+            delay_s = max(0.0, wakeup_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.submit_event(Tick())
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendBatch():
+                self._send(action)
+            case KeepOutput():
+                self._tensors.replace(action.batch, self._arrived_output())
+                self._stage_ended(action.batch)
+            case Answer():
+                self._answer(action)
+            case Refuse():
+                self._refuse(action)
+            case FreeBatch():
+                self._tensors.free(action.batch)
+                self._stage_ended(action.batch)
+            case FailReplica():
+                if link := self._context.find_link(link_id(action.replica)):
+                    link.fail(Cause(action.cause), _WHY_BROKEN[action.cause])
+            case ReleaseReplica():
+                self._context.on_released(action.replica)
+
+    def _stage_ended(self, batch: int) -> None:
+        if self._traces is not None:
+            self._traces.stage_ended(batch)
+
+    def _send(self, action: SendBatch) -> None:
+        payload = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
+        id_of_link = link_id(action.replica)
+        self._in_flight[action.batch, id_of_link] = _SentBatch(
+            time.monotonic(), len(payload), action.stage, action.replica
+        )
+        # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
+        if (link := self._context.find_link(id_of_link)) and link.state != "broken":
+            traced = self._traces.sent(action, link) if self._traces is not None else None
+            link.send(action.batch, payload, self._context.number_of(action.version), traced or ())
+            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
+        self._count_send(action)
+
+    def _count_send(self, action: SendBatch) -> None:
+        if action.kind == "first" and action.stage == 0:
+            self._metrics.batch_formed(len(action.requests))
+            self._metrics.queued(action.waited_s)
+        if action.kind == "reroute":
+            self._metrics.rerouted(action.stage, action.waited_s)
+            world, _, epoch = link_id(action.replica).partition("#")
+            logger.info(
+                "batch=%d stage=%d rerouted to world=%s epoch=%s attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, world, epoch, action.attempt, action.waited_s),
+            )
+        if action.kind in ("reroute", "retry"):
+            self._metrics.retried(action.stage)
+
+    def _answer(self, action: Answer) -> None:
+        probabilities = self._arrived_output()
+        times = self._tensors.times[action.batch]
+        number = self._context.number_of(action.version)
+        now_s = time.monotonic()
+        for request, row in action.rows:
+            pending = self._pending.get(request)
+            if pending is None or pending.future.done():
+                self._metrics.duplicate_answer()
+                self._close(request)
+                continue
+            pending.future.set_result(
+                Prediction(
+                    probabilities=probabilities[row],
+                    model=self._context.model,
+                    version=action.version,
+                    version_number=number,
+                    queue_s=max(0.0, now_s - pending.arrived_s - times.compute_s - times.transfer_s),
+                    compute_s=times.compute_s,
+                    transfer_s=times.transfer_s,
+                    attempts=action.attempts,
+                    path=tuple(replica.partition("#")[0] for replica in action.path),
+                    batch_size=len(action.rows),
+                )
+            )
+            self._close(request)
+
+    def _refuse(self, action: Refuse) -> None:
+        pending = self._pending.get(action.request)
+        if pending is not None and not pending.future.done():
+            logger.debug("request_id=%s refused reason=%s %s", pending.request_id, action.reason, action.detail)
+            pending.future.set_exception(
+                RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+            )
+        self._close(action.request)
+
+    def _fail(self, request: int, error: Exception) -> None:
+        """End the request with an error, because the leader itself failed."""
+        pending = self._pending.get(request)
+        if pending is not None and not pending.future.done():
+            pending.future.set_exception(StageError(f"the leader failed: {type(error).__name__}: {error}"))
+        self._close(request)
+
+    def _close(self, request: int) -> None:
+        """Forget a request that has its outcome."""
+        self._tensors.images.pop(request, None)
+        self._pending.pop(request, None)
+
+    def _arrived_output(self) -> Tensor:
+        assert self._arrived is not None, "only BatchDone has an output"
+        return self._arrived
+
+
+def _config(settings: ServeSettings, num_stages: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_stages=num_stages,
+        max_batch_size=settings.max_batch_size,
+        batch_timeout_s=settings.batch_timeout_s,
+        adaptive_batching=settings.batching == "adaptive",
+        window=settings.window,
+        queue_limit=settings.queue_limit,
+        recovery_grace_s=settings.recovery_grace_s,
+        max_attempts=settings.max_attempts,
+        hang_timeout_s=settings.hang_timeout_s,
+        hedge_factor=settings.hedge_factor or None,
+        hedge_floor_s=settings.hedge_floor_s,
+        hedge_budget=settings.hedge_budget,
+    )

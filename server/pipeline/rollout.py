@@ -1,0 +1,229 @@
+"""Version rollout: switches the service to other weights without failing a request.
+
+    load, partition, compute the reference   in the leader; invalid weights fail here
+    each worker in turn                      loads its stage of the new version beside the old one and passes the self-test
+    switch                                   new requests use the new version; open requests end with the old one
+    when the last of those has ended         workers free the old version
+
+The scheduler learns of the new version at the switch only. If a step before it fails, workers free the new version and nothing has
+changed. Workers load one at a time, because loading takes memory: if the kernel kills a process for lack of memory, it is one worker,
+and its batches go to the other replicas.
+"""
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import Any, Protocol
+
+from multiworld import Cause
+from multiworld_serving.server.daemon_threads import DaemonThreadPool
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.placement import Placement, ready_links
+from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, WorkerLink
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_CLOSE_S = 5.0
+"""Longest wait for a cancelled rollout when the leader stops."""
+
+
+class VersionFailedError(Exception):
+    """The workers cannot serve this version. Nothing has changed."""
+
+
+class VersionSource(Protocol):
+    """Loads versions by the name that an administrator gives."""
+
+    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+        """Load and check the weights, and partition the model. Blocks.
+
+        Raises:
+            models.ModelError: the weights do not exist, are not allowed, or are invalid.
+            MemoryError: there is not enough memory for another version.
+        """
+        ...
+
+
+class VersionSwitch(Protocol):
+    """Switches requests to another version. Implemented by the leader."""
+
+    def switch_to(self, plan: VersionPlan) -> None:
+        """Send new requests to `plan`."""
+
+
+class VersionRollout:
+    """Runs at most one rollout at a time.
+
+    Args:
+        timeout_s: longest wait for one worker to load its stage.
+
+    Attributes:
+        loading: the name of the version that workers are loading; None if there is none.
+    """
+
+    def __init__(
+        self,
+        switch: VersionSwitch,
+        placement: Placement,
+        versions: VersionTable,
+        source: VersionSource | None,
+        timeout_s: float,
+        exclusive: ExclusiveOperation,
+    ) -> None:
+        self.loading: str | None = None
+        self._switch = switch
+        self._placement = placement
+        self._versions = versions
+        self._source = source
+        self._timeout_s = timeout_s
+        self._exclusive = exclusive
+        self._retired = asyncio.Event()
+        self._cancelled = asyncio.Event()
+        self._changes: set[asyncio.Task[ModelVersion]] = set()
+
+    async def run(self, weights: str | None) -> ModelVersion:
+        """Switch to the version with these weights, and wait until the previous version is not used any more.
+
+        Cancelling before the switch cancels the rollout: it ends when the current load (of the file, or of one worker) has finished, and
+        nothing has changed. Until then other operations are refused. Cancelling after the switch does not undo it.
+
+        Raises:
+            OperationInProgressError: another operation is in progress.
+            models.ModelError: see `VersionSource.plan`.
+            VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
+        """
+        cancelled = asyncio.Event()
+        change = asyncio.create_task(self._change(weights, cancelled))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        try:
+            return await asyncio.shield(change)
+        finally:
+            cancelled.set()
+
+    async def close(self) -> None:
+        """Cancel the running rollout. A thread that blocks while it reads a file is abandoned."""
+        self._cancelled.set()
+        if changes := set(self._changes):
+            _, unfinished = await asyncio.wait(changes, timeout=_CLOSE_S)
+            for change in unfinished:
+                change.cancel()
+            await asyncio.gather(*changes, return_exceptions=True)
+
+    async def _change(self, weights: str | None, cancelled: asyncio.Event) -> ModelVersion:
+        with self._exclusive.acquire("loading a version"):
+            self._cancelled = cancelled
+            plan = await self._plan(weights)
+            if plan.version == self._versions.current.version:
+                return plan.version
+            began_s = time.monotonic()
+            self.loading = plan.version.name
+            try:
+                await self._load_on_all_stages(plan)
+            except BaseException as error:
+                logger.warning("rollout of version %s failed: %s", plan.version.name, error or type(error).__name__)
+                for link in self._links():
+                    link.unload(plan.version.number)
+                raise
+            finally:
+                self.loading = None
+            self._switch.switch_to(plan)
+            await self._until_retired()
+            logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
+            return plan.version
+
+    async def _plan(self, weights: str | None) -> VersionPlan:
+        if self._source is None:
+            raise VersionFailedError("this service cannot load other versions: it was started without a version source")
+        threads = DaemonThreadPool(1, "version")
+        loading = asyncio.wrap_future(threads.submit(partial(self._source.plan, weights, self._versions)))
+        # Retrieve the exception, because after a cancel no one awaits the future.
+        loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        threads.close()
+        cancelled = asyncio.create_task(self._cancelled.wait())
+        ends: set[asyncio.Future[Any]] = {loading, cancelled}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                await asyncio.wait({loading}, timeout=self._timeout_s)
+            self._raise_if_cancelled()
+            return loading.result()
+        except MemoryError as error:
+            raise VersionFailedError(f"the leader has not enough memory for another version: {error}") from error
+        finally:
+            cancelled.cancel()
+            loading.cancel()
+
+    def _raise_if_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise VersionFailedError("the rollout was cancelled")
+
+    async def _load_on_all_stages(self, plan: VersionPlan) -> None:
+        """Load the version on all ready workers, and wait until every stage has a worker that has loaded it.
+
+        A worker that joins meanwhile loads the old version first, to serve at once, and then the new one. A worker that is still joining
+        at the switch has the old version only; the registry makes it join again.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        await self._load_on_ready_workers(plan)
+        while missing := [
+            stage for stage in range(self._placement.num_stages) if not self._has_loaded(stage, plan.version.number)
+        ]:
+            if time.monotonic() > deadline_s:
+                raise VersionFailedError(
+                    f"no worker of stage {missing[0]} has loaded {plan.version.name} within {self._timeout_s:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+            self._raise_if_cancelled()
+            await self._load_on_ready_workers(plan)
+        self._raise_if_cancelled()
+
+    async def _load_on_ready_workers(self, plan: VersionPlan) -> None:
+        """Load the version on all ready workers, one after another."""
+        number = plan.version.number
+        while (link := next((link for link in self._links() if number not in link.loaded_versions), None)) is not None:
+            self._raise_if_cancelled()
+            try:
+                await self._load(link, plan)
+            except LinkEndedError as error:
+                if link.state == "draining" or link.cause == Cause.LEFT:
+                    continue  # it leaves on purpose: the version is not the reason
+                raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
+
+    async def _load(self, link: WorkerLink, plan: VersionPlan) -> None:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await link.load(plan.stages_for(link.slot.stage))
+        except SelfTestError as error:
+            raise VersionFailedError(f"version {plan.version.name} failed: {error}") from error
+        except TimeoutError as error:
+            detail = f"it has not loaded {plan.version.name} within {self._timeout_s:g} s"
+            link.fail(Cause.HANG, detail)
+            raise VersionFailedError(f"version {plan.version.name} failed: worker {link.worker}: {detail}") from error
+        logger.info(
+            "world=%s epoch=%d worker=%s loaded version %s after_s=%.3f",
+            *(link.world_name, link.epoch, link.worker, plan.version.name, time.monotonic() - began_s),
+        )
+
+    async def _until_retired(self) -> None:
+        """Wait until the previous version is retired. Bounded, because requests have deadlines and silent links are broken."""
+        self._retired.clear()
+        self.check_retired()
+        await self._retired.wait()
+
+    def check_retired(self) -> None:
+        """Check whether the previous version is retired. Called after every event."""
+        current = self._versions.current.version.number
+        if self._versions.retiring is None and not any(link.active_versions - {current} for link in self._links()):
+            self._retired.set()
+
+    def _links(self) -> list[WorkerLink]:
+        return ready_links((*self._placement.all, *self._placement.spares))
+
+    def _has_loaded(self, stage: int, number: int) -> bool:
+        return any(number in link.loaded_versions for link in ready_links(self._placement.of_stage(stage)))

@@ -1,0 +1,20 @@
+"""The error that says why the pipeline does not serve requests."""
+
+from __future__ import annotations
+
+from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRefused
+from multiworld_serving.server.predictor import PipelineSnapshot
+
+
+def readiness_error(snapshot: PipelineSnapshot) -> RequestRefused:
+    """The error that says what is missing."""
+    if snapshot.draining:
+        return DrainingError("the server is stopping and accepts no new requests; use another one")
+    if snapshot.unloaded:
+        return NotReadyError("the model is unloaded; an administrator must load it first")
+    missing = [
+        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
+        for stage in snapshot.stages
+        if not stage.ready_replicas
+    ]
+    return NotReadyError(f"not ready: {'; '.join(missing) or 'the pipeline is not complete'}; wait for workers to join")

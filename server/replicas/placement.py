@@ -1,0 +1,151 @@
+"""Assigns workers to slots: the slot for a joining worker, and the promotion of spares. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from multiworld_serving.server.predictor import FailureSnapshot
+from multiworld_serving.server.replicas.worker_link import SlotId, WorkerLink
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A position for one replica of one stage, or for one spare.
+
+    A slot outlives its workers, so that a metric label per slot has bounded cardinality.
+
+    Attributes:
+        stage: None for a spare.
+        link: the worker in this slot; it stays here after it broke, until another worker takes the slot.
+        broken_at_s: when the last replica was lost, as `time.monotonic()`; None while the slot serves.
+    """
+
+    stage: int | None
+    index: int
+    link: WorkerLink | None = None
+    last_failure: FailureSnapshot | None = None
+    broken_at_s: float | None = None
+
+    @property
+    def id(self) -> SlotId:
+        return SlotId(self.stage, self.index)
+
+    @property
+    def free(self) -> bool:
+        return self.link is None or self.link.state == "broken"
+
+    @property
+    def ready(self) -> bool:
+        return self.link is not None and self.link.state == "ready"
+
+
+@dataclass(slots=True)
+class Placement:
+    """All slots.
+
+    Each stage has `replicas` slots from the start. Then `spares_wanted` workers become spares. Further workers get extra slots, which
+    are removed when they leave.
+    """
+
+    num_stages: int
+    replicas: int
+    spares_wanted: int = 0
+    all: list[Slot] = field(default_factory=list)
+    """The slots of the stages."""
+    spares: list[Slot] = field(default_factory=list)
+    """The slots of the spares that are connected."""
+    _epochs: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.all = [Slot(stage, index) for stage in range(self.num_stages) for index in range(self.replicas)]
+
+    def of_stage(self, stage: int | None) -> list[Slot]:
+        return [slot for slot in self.all if slot.stage == stage]
+
+    def choose(self, host: str = "") -> Slot:
+        """Choose the slot for a joining worker on `host`.
+
+        Takes a free slot of the stage with the fewest replicas (serving or joining); among equals, of the stage with the fewest
+        replicas on that host, because a host may fail as a whole; then of the earliest stage. If that stage has no free slot, the
+        worker becomes a spare or gets an extra slot.
+        """
+        stage = min(range(self.num_stages), key=lambda stage: self._taken(stage, host))
+        for slot in self.of_stage(stage):
+            if slot.free:
+                return slot
+        if len(self.spares) < self.spares_wanted:
+            taken = {link.world_name for link in self.links()}
+            index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
+            self.spares.append(slot := Slot(None, index))
+            return slot
+        indices = {slot.index for slot in self.of_stage(stage)}
+        slot = Slot(stage, next(index for index in range(len(indices) + 1) if index not in indices))
+        self.all.append(slot)
+        self.all.sort(key=lambda slot: (slot.stage, slot.index))
+        return slot
+
+    @property
+    def fully_replicated(self) -> bool:
+        """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
+        settled = all(slot.ready or slot.free for slot in self.all)
+        return settled and all(self._ready_in(stage) >= self.replicas for stage in range(self.num_stages))
+
+    def remove_extra_slot(self, slot: Slot) -> None:
+        """Remove this slot if its stage has more than `replicas` slots. Call when its worker has left for good."""
+        if slot in self.all and len(self.of_stage(slot.stage)) > self.replicas:
+            self.all.remove(slot)
+
+    def next_epoch(self, world_name: str) -> int:
+        """The generation of a world that is about to form. Starts at 1."""
+        self._epochs[world_name] += 1
+        return self._epochs[world_name]
+
+    def links(self) -> Iterator[WorkerLink]:
+        """All live links, including those of spares."""
+        return (slot.link for slot in (*self.all, *self.spares) if slot.link is not None and not slot.free)
+
+    def live_link_of(self, worker: str) -> WorkerLink | None:
+        """The live link of the worker with this name, if there is one."""
+        return next((link for link in self.links() if link.worker == worker), None)
+
+    def promote_spares(self) -> Iterator[tuple[Slot, WorkerLink]]:
+        """Move ready spares into free slots, first of the stage with the fewest ready replicas. Yields each spare that was moved."""
+        while (spare := next((slot for slot in self.spares if slot.ready), None)) is not None:
+            empty = min(
+                (slot for slot in self.all if slot.free), key=lambda slot: self._ready_in(slot.stage), default=None
+            )
+            if empty is None:
+                return
+            assert spare.link is not None
+            self.spares.remove(spare)
+            empty.link, spare.link.slot = spare.link, empty.id
+            yield empty, spare.link
+
+    def stages_without_worker(self) -> Iterator[int]:
+        """The stages that have no worker, not even one that is joining."""
+        return (stage for stage in range(self.num_stages) if all(slot.free for slot in self.of_stage(stage)))
+
+    def reassignment_candidate(self) -> WorkerLink | None:
+        """A replica of the stage with the most ready replicas, to be moved to a stage without workers; None if no stage has two."""
+        stage = max(range(self.num_stages), key=self._ready_in)
+        ready = [slot.link for slot in self.of_stage(stage) if slot.link is not None and slot.ready]
+        return ready[-1] if len(ready) > 1 else None
+
+    def _taken(self, stage: int, host: str) -> tuple[int, int]:
+        """The number of replicas of a stage, and how many of them are on that host."""
+        hosts = [slot.link.request.host for slot in self.of_stage(stage) if slot.link is not None and not slot.free]
+        return len(hosts), hosts.count(host)
+
+    def slot_of(self, link: WorkerLink) -> Slot | None:
+        """The slot that this link was assigned to last, unless another worker has taken it."""
+        return next((slot for slot in (*self.all, *self.spares) if slot.link is link), None)
+
+    def _ready_in(self, stage: int | None) -> int:
+        return sum(slot.ready for slot in self.all if slot.stage == stage)
+
+
+def ready_links(slots: Iterable[Slot]) -> list[WorkerLink]:
+    """The links in these slots that are ready."""
+    return [slot.link for slot in slots if slot.link is not None and slot.ready]

@@ -1,0 +1,418 @@
+"""The leader's end of the world with one worker: load the stages, run the join self-test, then exchange batches until the world ends."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
+from multiworld_serving.common.wire import (
+    WORLD_BACKEND,
+    Channel,
+    Header,
+    JoinRequest,
+    Message,
+    MessageKind,
+    TraceContext,
+    WireError,
+    trace_message,
+)
+from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.versions.stage_plan import StagePlan
+
+logger = logging.getLogger(__name__)
+
+LEADER_RANK = 0
+_WORKER_RANK = 1
+_MAX_REPLIES = 3
+"""Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
+_JOIN_WORLD_S = 10.0
+"""Longest wait for a worker to join the world that it was offered."""
+
+
+class SelfTestError(Exception):
+    """The worker's output differs from the reference, or the worker cannot load the stage."""
+
+
+class LinkEndedError(Exception):
+    """The link ended, or its worker is draining, before the operation was done."""
+
+
+class LinkListener(Protocol):
+    """Receives state changes of links. Called on the event loop."""
+
+    def on_link_state(self, link: "WorkerLink") -> None: ...
+
+    def on_leaving(self, link: "WorkerLink") -> None: ...
+
+
+class BatchListener(Protocol):
+    """Receives the results of batches. Called on the event loop."""
+
+    def on_result(self, link: "WorkerLink", message: Message) -> None:
+        """A batch in flight on this link returned. Rows, dtype and shape of its output are checked."""
+
+    def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
+
+
+class _Output(NamedTuple):
+    """Dtype and row shape of a stage's output."""
+
+    dtype: torch.dtype
+    sample_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotId:
+    """Position of a worker: a replica of a stage, or a spare (stage None)."""
+
+    stage: int | None
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The name of the world: "s0.r1" or "spare0"."""
+        return f"spare{self.index}" if self.stage is None else f"s{self.stage}.r{self.index}"
+
+
+class WorkerLink:
+    """The connection to one worker: one world in one generation.
+
+    Args:
+        plans: the stages that the worker loads on joining: the stage of its slot, or all stages for a spare.
+        slot: the position that it serves. Updated when a spare is promoted.
+        request: the worker's description of itself when it joined.
+
+    Attributes:
+        id: world name and generation, "s0.r1#3". Never reused.
+        state: as `ReplicaState`; the listener is told every change. A spare is "ready" too.
+        cause, detail: why it ended, once `state` is "broken".
+        leader_unresponsive: whether the worker reported missed heartbeats of the leader.
+        silent_s: seconds since the worker was last heard from, when the link broke.
+        since_s: when `state` changed last, as `time.monotonic()`.
+        ready_at_s: when it first was "ready", as `time.monotonic()`.
+        loaded_versions: numbers of the versions that the worker has loaded and that passed the self-test.
+        active_versions: numbers of the versions for which the scheduler may send it batches. Set by the leader.
+    """
+
+    def __init__(
+        self,
+        *,
+        plans: tuple[StagePlan, ...],
+        slot: SlotId,
+        epoch: int,
+        request: JoinRequest,
+        listener: LinkListener,
+        batches: BatchListener,
+    ) -> None:
+        self.plans = plans
+        self.slot = slot
+        self.epoch = epoch
+        self.world_name = slot.name
+        self.id = f"{self.world_name}#{epoch}"
+        self.request = request
+        self.state: ReplicaState = "joining"
+        self.since_s = time.monotonic()
+        self.cause: str | None = None
+        self.detail = ""
+        self.leader_unresponsive = False
+        self.silent_s: float | None = None
+        self.ready_at_s: float | None = None
+        self.batches_done = 0
+        self.loaded_versions: set[int] = set()
+        self.active_versions: set[int] = set()
+        self._listener = listener
+        self._batches = batches
+        self._world: World | None = None
+        self._channel: Channel | None = None
+        self._joining: asyncio.Task[World] | None = None
+        self._sends: set[asyncio.Task[None]] = set()
+        self._replies: asyncio.Queue[Message | None] | None = None
+        """Replies about a version that is loaded while the link serves; None marks the end."""
+        self._max_batch_size, self._window = 0, 0
+        self._outputs: dict[tuple[int, int], _Output] = {}
+        """By version and stage, of the stages that the worker was told to load."""
+        self._in_flight: dict[int, tuple[int, _Output | None]] = {}
+        """Rows and output of the batches in flight, by batch. None: the worker has not loaded that stage and cannot return an output."""
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self.request.worker
+
+    @property
+    def stage(self) -> int:
+        """The stage that it serves. Must not be called for a spare."""
+        assert self.slot.stage is not None, "a spare serves no stage"
+        return self.slot.stage
+
+    def __repr__(self) -> str:
+        return f"<WorkerLink {self.id} {self.state}>"
+
+    async def run(
+        self, manager: WorldManager, host: str, port: int, *, join_timeout_s: float, max_batch_size: int, window: int
+    ) -> None:
+        """Form the world, load the stages, serve. Returns when the link has ended; `cause` says why."""
+        self._max_batch_size, self._window = max_batch_size, window
+        try:
+            async with asyncio.timeout(join_timeout_s):
+                await self._form_world(manager, host, port)
+                await self._load_stages(self.plans)
+            self.ready_at_s = time.monotonic()
+            self._enter("ready")
+            await self._serve()
+        except BrokenWorldException as ending:
+            self.leader_unresponsive = ending.rank == LEADER_RANK
+            self._end(ending.cause, ending.detail)
+        except WorldClosedError:
+            self._end(Cause.LEFT, "closed by the leader")
+        except JoinError as error:  # the worker did not join the world that it was offered
+            self._end(Cause.TIMEOUT, str(error))
+        except TimeoutError:
+            self._end(Cause.TIMEOUT, f"not ready within {join_timeout_s:g} s after it joined")
+        except (SelfTestError, WireError) as error:
+            self._end("error", str(error))
+        except asyncio.CancelledError:
+            if self.state != "broken":  # otherwise `fail` has cancelled the join
+                raise
+        except Exception as error:
+            if self._world is not None:
+                logger.exception("world=%s the link failed", self.id)
+            self._end("error", f"{type(error).__name__}: {error}")
+        finally:
+            await self._free(manager)
+
+    def send(self, batch: int, payload: Tensor, version: int, traced: Sequence[TraceContext] = ()) -> None:
+        """Send a batch, preceded by the trace contexts of its traced requests.
+
+        Does not wait and does not raise when the link is broken; the end of the link is reported to the listener.
+        """
+        self._in_flight[batch] = (len(payload), self._outputs.get((version, self.stage)))
+        if traced:
+            self._post(trace_message(batch, traced))
+        self._post(Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version))
+
+    async def load(self, plans: tuple[StagePlan, ...]) -> None:
+        """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
+
+        Raises:
+            SelfTestError: the worker cannot load it or computes a wrong output; it continues to serve its other versions.
+            LinkEndedError: the worker is lost or draining.
+            TimeoutError: the caller's time limit expired. The link is in an undefined state: the caller must `fail` it.
+        """
+        if self.state != "ready" or self._replies is not None:
+            raise LinkEndedError(f"{self.worker} is {self.state}")
+        self._replies = asyncio.Queue(_MAX_REPLIES)
+        try:
+            await self._load_stages(plans)
+        except (BrokenWorldException, WorldClosedError) as error:
+            raise LinkEndedError(f"{self.worker} was lost: {error}") from error
+        except WireError as error:
+            self.fail(Cause.ERROR, str(error))
+            raise LinkEndedError(f"{self.worker} violated the protocol: {error}") from error
+        finally:
+            self._replies = None
+
+    def unload(self, version: int) -> None:
+        """Tell the worker to free a version, also one that it has loaded only partly."""
+        if self.state in ("ready", "draining"):
+            self._post(Message(MessageKind.UNLOAD, version=version))
+        self.loaded_versions.discard(version)
+        self._outputs = {key: output for key, output in self._outputs.items() if key[0] != version}
+
+    def request_restart(self) -> None:
+        """Ask the worker to leave and to restart its process."""
+        self._post(Message(MessageKind.RESTART))
+
+    def fail(self, cause: Cause, detail: str) -> None:
+        """Break this link at once from the leader's side."""
+        if self._world is not None:
+            self._world.break_(cause, _WORKER_RANK, detail)
+        self._end(cause, detail)
+        if self._joining is not None:
+            self._joining.cancel()
+
+    def drain(self) -> None:
+        """Enter the state "draining": the leader sends no new batches."""
+        if self.state == "ready":
+            self._enter("draining")
+            self._end_replies()
+
+    def close(self) -> None:
+        """Close the world. The link ends with cause "left"."""
+        if self._world is not None:
+            self._world.close()
+
+    # -- startup -------------------------------------------------------------------------------------------------------------
+
+    async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
+        self._joining = asyncio.create_task(
+            manager.initialize_world(
+                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, epoch=self.epoch, timeout=_JOIN_WORLD_S
+            )
+        )
+        self._world = await self._joining
+        self._channel = Channel(self._world, _WORKER_RANK, self._check)
+
+    async def _load_stages(self, plans: tuple[StagePlan, ...]) -> None:
+        for plan in plans:
+            await self._assign_stage(plan)
+        self.loaded_versions |= {plan.number for plan in plans}
+
+    async def _assign_stage(self, plan: StagePlan) -> None:
+        """Send one stage to the worker and compare its output for the self-test input with the reference."""
+        channel = self._channel
+        assert channel is not None
+        self._step("loading")
+        order = plan.order(self._max_batch_size, self._window)
+        await channel.send(Message.from_text(MessageKind.ASSIGN, order.to_json(), version=plan.number))
+        for piece in plan.weights_chunks():
+            await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
+        self._step("warming")
+        await self._expect(MessageKind.READY, plan)
+        self._step("checking")
+        output = _Output(plan.self_test_output.dtype, tuple(plan.self_test_output.shape[1:]))
+        self._outputs[plan.number, plan.spec.index] = output
+        self._in_flight[0] = (len(plan.self_test_input), output)
+        await channel.send(
+            Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
+        )
+        answer = await self._expect(MessageKind.RESULT, plan)
+        if wrong := plan.check_self_test(answer.payload):
+            raise SelfTestError(f"stage {plan.spec.index}: the join self-test failed: {wrong}")
+
+    async def _expect(self, kind: MessageKind, plan: StagePlan) -> Message:
+        message = await self._reply()
+        if message.kind is MessageKind.FAILED:
+            raise SelfTestError(f"{self.worker} cannot serve stage {plan.spec.index}: {message.reason()}")
+        if message.kind is MessageKind.LEAVING:
+            raise SelfTestError("the worker left before it was ready")
+        if message.kind is not kind:
+            raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        return message
+
+    async def _reply(self) -> Message:
+        """The worker's next reply while it loads a stage. Until it serves, only this method reads the channel."""
+        if self._replies is None:
+            return await self._receive()
+        message = await self._replies.get()
+        if message is None:
+            raise LinkEndedError(f"{self.worker} was lost while it loaded a version ({self.cause or 'it is leaving'})")
+        return message
+
+    def _step(self, state: ReplicaState) -> None:
+        """Enter a state of the startup sequence; does nothing if the link has been ready before."""
+        if self.ready_at_s is None:
+            self._enter(state)
+
+    # -- serving -------------------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            message = await self._receive()
+            match message.kind:
+                case MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
+                    not message.batch and self._replies is not None
+                ):
+                    self._take_reply(message)
+                case MessageKind.RESULT if message.batch:
+                    self.batches_done += 1
+                    self._batches.on_result(self, message)
+                case MessageKind.FAILED if message.batch:
+                    self._batches.on_failed(self, message)
+                case MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
+                    not message.batch and self.state == "draining"
+                ):
+                    logger.debug(
+                        "world=%s ignored %s of a version whose load was cancelled", self.id, message.kind.name
+                    )
+                case MessageKind.LEAVING:
+                    self.drain()
+                    self._listener.on_leaving(self)
+                case _:
+                    raise WireError(f"unexpected {message.kind.name}")
+
+    async def _receive(self) -> Message:
+        assert self._channel is not None
+        message = await self._channel.receive()
+        if message.kind in (MessageKind.RESULT, MessageKind.FAILED):
+            self._in_flight.pop(message.batch, None)
+        return message
+
+    def _check(self, header: Header) -> None:
+        """Validate a header before its payload is received; see `Channel`. Raises WireError for anything unexpected."""
+        match header.kind:
+            case MessageKind.RESULT:
+                rows, output = self._in_flight.get(header.batch, (0, None))
+                if output is None:
+                    raise WireError(f"RESULT of batch {header.batch}, which is not in flight here")
+                header.require_batch(*output, rows, rows)
+            case MessageKind.FAILED if header.batch and header.batch not in self._in_flight:
+                raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
+            case MessageKind.READY | MessageKind.FAILED:
+                header.require_text()
+            case MessageKind.LEAVING:
+                header.require_no_payload()
+            case _:
+                raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")
+
+    def _take_reply(self, message: Message) -> None:
+        """Pass a reply to `_reply`. Raises WireError if the previous reply is not read yet."""
+        assert self._replies is not None
+        if not self._replies.empty():
+            raise WireError(f"unexpected {message.kind.name}: the leader has not asked for another reply")
+        self._replies.put_nowait(message)
+
+    def _post(self, message: Message) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(message))
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
+    async def _send(self, message: Message) -> None:
+        assert self._channel is not None
+        try:
+            await self._channel.send(message)
+        except (BrokenWorldException, WorldClosedError):
+            logger.debug("world=%s %s %d was not sent: the link has ended", self.id, message.kind.name, message.batch)
+
+    # -- ending --------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, state: ReplicaState) -> None:
+        was, now_s = self.state, time.monotonic()
+        took_s, self.state, self.since_s = now_s - self.since_s, state, now_s
+        log = logger.info if state != "broken" or self.cause == Cause.LEFT else logger.warning
+        why = f" cause={self.cause} {self.detail}" if self.cause else ""
+        log(
+            "world=%s epoch=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
+            *(self.world_name, self.epoch, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
+            *(self.worker, was, state, took_s, why),
+        )
+        self._listener.on_link_state(self)
+
+    def _end(self, cause: str, detail: str) -> None:
+        if self.state == "broken":
+            return
+        self.cause, self.detail = str(cause), detail
+        self._end_replies()
+        if self._world is not None:
+            self.silent_s = self._world.silent_s
+        self._enter("broken")
+
+    def _end_replies(self) -> None:
+        if self._replies is not None:
+            self._replies.put_nowait(None)
+
+    async def _free(self, manager: WorldManager) -> None:
+        world = self._world
+        if world is not None:
+            world.break_(Cause.ABORTED, 0, self.detail)
+            if manager.worlds.get(self.world_name) is world:
+                await manager.close_world(self.world_name)
+        for task in self._sends:
+            task.cancel()
+        await asyncio.gather(*self._sends, return_exceptions=True)

@@ -1,0 +1,67 @@
+"""The versions of the model that are in service, and the numbers that they have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.versions.stage_plan import StagePlan
+
+_NUMBERS_KEPT = 8
+"""How many versions, including the current one, keep their number."""
+
+
+@dataclass(frozen=True)
+class VersionPlan:
+    """One version of the model, ready to be sent to workers."""
+
+    version: ModelVersion
+    stages: tuple[StagePlan, ...]
+
+    @classmethod
+    def of(cls, stages: tuple[StagePlan, ...]) -> VersionPlan:
+        """The version made of these stages, which must be all of its stages."""
+        return cls(ModelVersion(stages[0].number, stages[0].spec.version), stages)
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(len(plan.weights) for plan in self.stages)
+
+    def stages_for(self, stage: int | None) -> tuple[StagePlan, ...]:
+        """The stages that a worker of this stage must load; a spare (None) loads all stages."""
+        return self.stages if stage is None else (self.stages[stage],)
+
+
+class VersionTable:
+    """The current version, and the previous one until the requests that began with it have ended."""
+
+    def __init__(self, first: VersionPlan) -> None:
+        self.current = first
+        self.retiring: VersionPlan | None = None
+        self._numbers = {first.version.name: first.version.number}
+        """Of the latest versions in service, by name; the current one is last."""
+        self._last_number = first.version.number
+
+    def number_of(self, name: str) -> int:
+        """The number of a version; allocates a new number for an unknown version.
+
+        A new number is stored when the version goes into service. A number is never reused, also if workers could not load the
+        version: late messages of a worker may still refer to it.
+        """
+        if name not in self._numbers:
+            self._last_number += 1
+            return self._last_number
+        return self._numbers[name]
+
+    def number_served(self, name: str) -> int:
+        """The number of a version that is or was recently in service. Raises KeyError for other versions."""
+        return self._numbers[name]
+
+    def switch_to(self, plan: VersionPlan) -> list[ModelVersion]:
+        """Make `plan` the current version and the current version the retiring one. Returns the versions that lose their number."""
+        assert self.retiring is None, "the previous version is still retiring"
+        self.retiring, self.current = self.current, plan
+        self._numbers.pop(plan.version.name, None)
+        self._numbers[plan.version.name] = plan.version.number
+        oldest = list(self._numbers)[:-_NUMBERS_KEPT]
+        return [ModelVersion(number=self._numbers.pop(name), name=name) for name in oldest]

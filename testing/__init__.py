@@ -1,0 +1,6 @@
+"""Tools that test a running service or the scheduler: load, fault injection, simulation and capacity planning.
+
+`load` generates requests and checks answers; `chaos` injects faults into a running service; `simulation` runs the scheduler in
+virtual time; `planning` estimates availability from it; `local_service` starts a service as a child process. Used by the verbs
+`bench`, `chaos` and `simulate`, by the tests and by the benchmarks. Imports `common` and `server.scheduling` only.
+"""

@@ -1,0 +1,308 @@
+"""Runs a campaign: a load, and one fault after another. Each fault waits until the service has recovered from the last."""
+
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+import httpx
+
+from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, processes_unavailable_reason
+from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults import Fault
+from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Outage, Replica, Snapshot
+from multiworld_serving.testing.chaos.schedule import NO_WORKER, FaultTargets, missing_targets_reason, order
+from multiworld_serving.testing.chaos.soak import ResourceMonitor, Series
+from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.load.clients import (
+    Load,
+    ReferenceRequest,
+    count_indistinguishable,
+    record_reference_answers,
+    run_load,
+)
+
+_DUPLICATES = "multiworld_duplicate_answers_total"
+_REROUTES = "multiworld_reroute_seconds"
+_CONTAINER_POLL_S = 5.0
+"""Polling interval of containers; longer, because each `docker` command costs CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The parameters of a campaign.
+
+    Attributes:
+        images: bodies and content types of the requests, used in turn.
+        clients: number of clients of the closed loop; ignored with `rate_hz`.
+        rate_hz: requests per second of an open loop; None for a closed loop.
+        rounds: injections of each fault; None continues until `duration_s` has passed.
+        every_s: minimum time between the starts of two faults.
+        settle_s: pause between recovery and the next fault.
+        protected: names of workers that are never targets.
+        grace_s: how long the service keeps requests for a stage without replicas.
+    """
+
+    images: Sequence[tuple[bytes, str]]
+    faults: Sequence[Fault]
+    clients: int = 8
+    rate_hz: float | None = None
+    rounds: int | None = 1
+    duration_s: float | None = None
+    every_s: float = 0.0
+    settle_s: float = 2.0
+    seed: int = 0
+    protected: frozenset[str] = frozenset()
+    heartbeat_timeout_s: float = 1.0
+    grace_s: float = 15.0
+    request_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """One injected fault and its effects. Times are seconds since the injection, except `at_s` and `ended_s` (`time.time()`).
+
+    Attributes:
+        detected_s: until the leader detected the first broken world of a target; None if no world broke.
+        rerouted_s: mean time until the affected batches were sent to another replica; None if there were none.
+        recovered_s: until every slot was ready again.
+        recovered: whether that happened before the timeout.
+        leader_affected: whether the fault stopped the leader.
+        unexpected: descriptions of effects that the fault does not expect.
+    """
+
+    fault: str
+    targets: tuple[str, ...]
+    at_s: float
+    ended_s: float
+    causes: tuple[str, ...] = ()
+    detected_s: float | None = None
+    rerouted_s: float | None = None
+    reroutes: int = 0
+    recovered_s: float = 0.0
+    recovered: bool = True
+    duplicates: int = 0
+    leader_affected: bool = False
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class CampaignResult:
+    """All data of a campaign."""
+
+    plan: Plan
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    injections: list[Injection] = field(default_factory=list)
+    load: Load = field(default_factory=Load)
+    outages: list[Outage] = field(default_factory=list)
+    duplicates: int = 0
+    resources: list[Series] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Faults that were not injected, with the reason."""
+    warnings: list[str] = field(default_factory=list)
+    aborted: str = ""
+    """Why the campaign ended early; empty if it did not."""
+
+
+def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lambda _line: None) -> CampaignResult:
+    """Inject the planned faults into a service under load.
+
+    Args:
+        log: called with one line of text per event.
+    Raises:
+        httpx.HTTPError: the service does not answer before the first fault.
+        NotRecoveredError: not all replicas are ready before the first fault.
+    """
+    found = CampaignResult(plan)
+    with ExitStack() as stack:
+        observer = stack.enter_context(Observer(system.url, system.credentials))
+        start = observer.wait(lambda now: now.complete, WAIT_S, "complete at the start")
+        faults = _available_faults(plan, system, start, found, log)
+        requests = record_reference_answers(system.url, plan.images, credentials=system.credentials)
+        if pairs := count_indistinguishable(requests):
+            found.warnings.append(
+                f"{pairs} pairs of images have indistinguishable answers: swapping those would not be detected"
+            )
+        duplicates = observer.metric(_DUPLICATES)
+        every_s = _CONTAINER_POLL_S if isinstance(system, ComposeProject) else 1.0
+        watch = stack.enter_context(ResourceMonitor(system, every_s))
+        found.started_s = time.time()
+        with run_load(
+            system.url,
+            requests,
+            clients=plan.clients,
+            rate_hz=plan.rate_hz,
+            timeout_s=plan.request_timeout_s,
+            seed=plan.seed,
+            credentials=system.credentials,
+        ) as found.load:
+            time.sleep(plan.settle_s)
+            try:
+                _inject_all(system, observer, faults, requests[0], found, log)
+            except NotRecoveredError as error:
+                found.aborted = str(error)
+            except KeyboardInterrupt:
+                found.aborted = "interrupted"
+        found.ended_s = time.time()
+        found.duplicates = sum(injection.duplicates for injection in found.injections)
+        if not any(injection.leader_affected for injection in found.injections):  # a new leader counts from 0
+            with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
+                found.duplicates = round(observer.metric(_DUPLICATES) - duplicates)
+        found.outages, found.resources = observer.outages(), watch.series()
+    return found
+
+
+def _available_faults(
+    plan: Plan, system: SystemUnderTest, start: Snapshot, found: CampaignResult, log: Callable[[str], None]
+) -> list[Fault]:
+    """Return the faults that are possible on this machine and service; log the others."""
+    for fault in plan.faults:
+        if why := unavailable_reason(fault, system, start, plan.protected):
+            found.skipped[fault.name] = why
+            log(f"SKIPPED: {fault.name}: {why}")
+    return [fault for fault in plan.faults if fault.name not in found.skipped]
+
+
+def unavailable_reason(
+    fault: Fault, system: SystemUnderTest, now: Snapshot, protected: frozenset[str] = frozenset()
+) -> str:
+    """Return why this fault is not possible on this machine and service now; empty if it is."""
+    return (
+        fault.unavailable_reason()
+        or missing_targets_reason(fault, now, protected)
+        or _unreachable_reason(fault, system, now)
+    )
+
+
+def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) -> str:
+    in_containers = isinstance(system, ComposeProject)
+    if fault.of == "container":
+        return "" if in_containers else "needs containers: give their project with --compose"
+    if fault.scope in NO_WORKER:
+        return ""
+    if in_containers and (why := processes_unavailable_reason()):
+        return why
+    known = system.worker_pids()
+    unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
+    hint = "their containers run on another machine" if in_containers else "give the log of the service with --log"
+    return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
+
+
+def _inject_all(
+    system: SystemUnderTest,
+    observer: Observer,
+    faults: Sequence[Fault],
+    request: ReferenceRequest,
+    found: CampaignResult,
+    log: Callable[[str], None],
+) -> None:
+    plan = found.plan
+    targets = FaultTargets(plan.seed, plan.protected)
+    for number, fault in enumerate(order(faults, plan.seed) if faults else ()):
+        if _is_finished(plan, number, len(faults), time.time() - found.started_s):
+            return
+        before = observer.wait(lambda now: now.complete, WAIT_S, "complete")
+        context = FaultContext(system, observer, targets.choose(fault, before), plan.heartbeat_timeout_s, request)
+        injection = inject(fault, context)
+        found.injections.append(injection)
+        failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
+        log(f"{injection.at_s - found.started_s:7.1f} s  {_describe(injection)}{failed}")
+        if not injection.recovered:
+            raise NotRecoveredError(f"the service has not recovered from {injection.fault}")
+        time.sleep(max(plan.settle_s, injection.at_s + plan.every_s - time.time()))
+
+
+def _is_finished(plan: Plan, made: int, kinds: int, elapsed_s: float) -> bool:
+    if plan.duration_s is not None:
+        return elapsed_s >= plan.duration_s
+    return plan.rounds is not None and made >= plan.rounds * kinds
+
+
+def inject(fault: Fault, context: FaultContext) -> Injection:
+    """Inject one fault and wait until the service has recovered or the timeout has passed."""
+    observer = context.observer
+    before = {name: observer.metric(name) for name in (_DUPLICATES, f"{_REROUTES}_count", f"{_REROUTES}_sum")}
+    begun_s = time.time()
+    recovered = _inject_and_wait(fault, context)
+    at_s, ended_s = context.at_s or begun_s, time.time()
+    broken = _broken(context.targets, observer.snapshots, at_s)
+    causes = tuple(sorted(cause for cause, _ in broken))
+    context.unexpected += _unexpected_causes(fault, causes)
+    detected_s = min((detected_s - at_s for _, detected_s in broken), default=None)
+    # The counters of a restarted leader start at 0.
+    more = {name: observer.metric(name) - (0.0 if fault.scope == "leader" else was) for name, was in before.items()}
+    count = round(more[f"{_REROUTES}_count"])
+    mean_s = more[f"{_REROUTES}_sum"] / count if count else None
+    return Injection(
+        fault=fault.name,
+        targets=tuple(f"s{target.stage}.r{target.slot}" for target in context.targets),
+        at_s=at_s,
+        ended_s=ended_s,
+        causes=causes,
+        detected_s=detected_s,
+        rerouted_s=None if mean_s is None or detected_s is None else detected_s + mean_s,
+        reroutes=count,
+        recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
+        recovered=recovered is not None,
+        duplicates=round(more[_DUPLICATES]),
+        leader_affected=fault.scope == "leader",
+        unexpected=tuple(context.unexpected),
+    )
+
+
+def _inject_and_wait(fault: Fault, context: FaultContext) -> Snapshot | None:
+    """Inject the fault. Returns the first snapshot with all replicas ready again; None after the timeout."""
+    try:
+        fault.inject(context)
+        if fault.causes:
+            context.wait_broken()
+    except (ProcessLookupError, KeyError) as error:
+        context.unexpected.append(f"a target process had ended before the injection: {error!r}")
+    except (NotRecoveredError, ContainerError) as error:
+        context.unexpected.append(str(error))
+    except (OSError, subprocess.SubprocessError) as error:
+        context.unexpected.append(f"the fault could not be injected: {error}")
+    try:
+        return context.wait_complete()
+    except NotRecoveredError as error:
+        context.unexpected.append(str(error))
+        return None
+
+
+def _broken(targets: Sequence[Replica], snapshots: Sequence[Snapshot], at_s: float) -> list[tuple[str, float]]:
+    """Return cause and detection time of the first break of each target."""
+    found = []
+    for target in targets:
+        now = next((m for m in snapshots if m.at_s >= at_s and m.replicas[target.key].broken_since(target)), None)
+        if now is None:
+            continue
+        after = now.replicas[target.key]
+        if after.cause is not None and after.failed_s is not None and after.failed_s != target.failed_s:
+            # The timestamp of the leader is exact if both clocks agree.
+            found.append((after.cause, after.failed_s if at_s <= after.failed_s <= now.at_s else now.at_s))
+        else:
+            found.append(("left", now.at_s))
+    return found
+
+
+def _unexpected_causes(fault: Fault, causes: Sequence[str]) -> list[str]:
+    if fault.causes is None:
+        return []
+    wrong = sorted(set(causes) - fault.causes)
+    expected = " or ".join(sorted(fault.causes)) or "no break"
+    return [f"broke with cause {', '.join(wrong)}, expected {expected}"] if wrong else []
+
+
+def _describe(injection: Injection) -> str:
+    causes = ",".join(f"{cause} x{n}" if n > 1 else cause for cause, n in Counter(injection.causes).items())
+    facts = [
+        f"{injection.fault:14} {' '.join(injection.targets) or '-':10}",
+        f"detected {injection.detected_s * 1e3:.0f} ms ({causes})" if injection.detected_s is not None else "no break",
+        f"{injection.reroutes} rerouted",
+        f"recovered {injection.recovered_s:.1f} s",
+        *(f"UNEXPECTED: {item}" for item in injection.unexpected),
+    ]
+    return "  ".join(facts)

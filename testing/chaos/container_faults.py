@@ -1,0 +1,167 @@
+"""The catalogue of faults on containers, including that of the leader. Faults on processes are in `faults.py`."""
+
+import contextlib
+from collections.abc import Callable
+
+from multiworld_serving.testing.chaos import network
+from multiworld_serving.testing.chaos.containers import ContainerError, docker_unavailable_reason
+from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults import (
+    CATALOGUE,
+    EXIT_CAUSES,
+    HANG_CAUSES,
+    HOLD_S,
+    NO_CAUSES,
+    PARTITION_CAUSES,
+    Fault,
+    Scope,
+)
+
+NARROW_BITS_PER_S = 8_000_000
+NARROW_S = 6.0
+MORE_WORKERS = 2
+_STARVE = "import sys; open(f'/proc/{sys.argv[1]}/oom_score_adj', 'w').write('1000'); b'x' * int(sys.argv[2])"
+"""Makes a process the first candidate of the OOM killer, then allocates all memory of the container."""
+
+
+def _kill(context: FaultContext) -> None:
+    """Kill the container. Docker does not restart a container after `docker kill`, so this starts it again."""
+    container = context.container(context.targets[0])
+    context.begin()
+    container.run_docker("kill")
+    try:
+        context.wait_broken()
+    finally:
+        container.run_docker("start")
+
+
+def _out_of_memory(context: FaultContext) -> None:
+    container = context.container(context.targets[0])
+    if not container.memory_bytes:
+        raise ContainerError(f"container {container.name} has no memory limit")
+    inner_pid = str(context.targets[0].worker).rpartition("-")[2]
+    context.begin()
+    with contextlib.suppress(ContainerError):  # the command ends with the container
+        container.run("python", "-c", _STARVE, inner_pid, str(container.memory_bytes))
+    if not context.project.ran_out_of_memory(container, context.at_s):
+        context.unexpected.append("the OOM killer did not kill a process")
+
+
+def _pause(context: FaultContext) -> None:
+    container = context.container(context.targets[0])
+    context.begin()
+    container.run_docker("pause")
+    try:
+        context.wait_broken()
+        context.hold(HOLD_S)
+    finally:
+        container.run_docker("unpause")
+
+
+def _unplug(context: FaultContext) -> None:
+    container = context.container(context.targets[0])
+    context.begin()
+    container.disconnect_networks()
+    try:
+        context.wait_broken()
+        context.hold(HOLD_S)
+    finally:
+        with container.addresses_reserved():
+            container.connect_networks()
+
+
+def _narrow(context: FaultContext) -> None:
+    with context.processes() as processes, network.limit_bandwidth(processes[0].pid, NARROW_BITS_PER_S) as held_back:
+        context.hold(NARROW_S)
+        if not held_back():
+            context.unexpected.append("the bandwidth limit delayed no packet")
+
+
+def _restart_workers(context: FaultContext) -> None:
+    services = {context.container(target).service for target in context.targets}
+    context.begin()
+    context.project.compose("restart", *sorted(services))
+
+
+def _scale(context: FaultContext) -> None:
+    before = context.observer.now
+    service = context.container(next(iter(before.replicas.values()))).service
+    count = len(context.project.containers(service))
+    context.begin()
+    try:
+        _scale_to(context, service, count + MORE_WORKERS)
+        context.observer.wait(lambda now: now.ready >= before.ready + MORE_WORKERS, WAIT_S, "scaled up")
+        context.hold(HOLD_S)
+    finally:
+        _scale_to(context, service, count)
+    context.observer.wait(lambda now: len(now.replicas) == len(before.replicas), WAIT_S, "scaled down")
+
+
+def _scale_to(context: FaultContext, service: str, count: int) -> None:
+    context.project.compose("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"{service}={count}", service)
+
+
+def _kill_leader(context: FaultContext) -> None:
+    leader = context.project.leader
+    context.begin()
+    leader.run_docker("kill")
+    try:
+        context.hold(HOLD_S)
+    finally:
+        leader.run_docker("start")
+    context.wait_leader()
+
+
+def _restart_leader(context: FaultContext) -> None:
+    leader = context.project.leader
+    context.begin()
+    context.project.compose("restart", leader.service)
+    context.wait_leader()
+
+
+def _fault(
+    name: str,
+    description: str,
+    scope: Scope,
+    inject: Callable[[FaultContext], None],
+    causes: frozenset[str] | None,
+    unavailable_reason: Callable[[], str] = docker_unavailable_reason,
+) -> Fault:
+    return Fault(name, description, scope, inject, causes, unavailable_reason, of="container")
+
+
+_HELD = f"until the leader detects it and {HOLD_S:g} s more"
+
+CONTAINER_FAULTS: tuple[Fault, ...] = (
+    _fault("container-kill", "docker kill, and docker start", "one", _kill, EXIT_CAUSES),
+    # The kernel first tries to reclaim memory, which may block the process for longer than the heartbeat timeout.
+    _fault(
+        "oom", "allocates more memory than the limit of its container", "one", _out_of_memory, EXIT_CAUSES | HANG_CAUSES
+    ),
+    _fault("container-pause", f"docker pause {_HELD}, and docker unpause", "one", _pause, HANG_CAUSES),
+    _fault(
+        "unplug",
+        f"disconnected from its networks {_HELD}, then reconnected with other addresses",
+        "one",
+        _unplug,
+        PARTITION_CAUSES,
+    ),
+    _fault(
+        "narrow",
+        f"network limited to {NARROW_BITS_PER_S / 1e6:g} Mbit/s each way for {NARROW_S:g} s",
+        "one",
+        _narrow,
+        None,
+        network.bandwidth_limit_unavailable_reason,
+    ),
+    _fault("restart-workers", "docker compose restart of all workers", "all", _restart_workers, frozenset({"left"})),
+    _fault(
+        "scale", f"docker compose up --scale: {MORE_WORKERS} more workers, then as before", "none", _scale, NO_CAUSES
+    ),
+    _fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader", _kill_leader, NO_CAUSES),
+    _fault("leader-restart", "docker compose restart", "leader", _restart_leader, NO_CAUSES),
+)
+"""Faults that need a Compose project."""
+
+ALL_FAULTS: tuple[Fault, ...] = (*CONTAINER_FAULTS, *CATALOGUE)
+"""All faults that are possible on a Compose project."""

@@ -1,0 +1,107 @@
+"""The context of one injection: its targets, the service, and waiting for effects."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from multiworld_serving.testing.chaos.containers import ComposeProject, Container, ContainerError
+from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
+from multiworld_serving.testing.chaos.processes import Process
+from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.load.clients import ReferenceRequest
+
+WAIT_S = 180.0
+"""Timeout of each expected effect, including a restart that imports torch on a busy machine."""
+
+
+@dataclass(slots=True)
+class FaultContext:
+    """One injection in progress.
+
+    Attributes:
+        targets: the affected replicas, as they were just before the injection.
+        heartbeat_timeout_s: the heartbeat timeout of the service.
+        request: a request for faults on the side of the clients.
+        unexpected: descriptions of effects that the fault does not expect.
+        at_s: time of the injection (`time.time()`); 0 before it.
+    """
+
+    system: SystemUnderTest
+    observer: Observer
+    targets: Sequence[Replica]
+    heartbeat_timeout_s: float
+    request: ReferenceRequest
+    unexpected: list[str] = field(default_factory=list)
+    at_s: float = 0.0
+
+    def hold(self, seconds: float) -> None:
+        """Sleep while the fault lasts."""
+        time.sleep(seconds)
+
+    def begin(self) -> None:
+        """Record the time of the injection."""
+        self.at_s = self.at_s or time.time()
+
+    @property
+    def project(self) -> ComposeProject:
+        """The Compose project of the service. Raises ContainerError if it does not run in containers."""
+        if not isinstance(self.system, ComposeProject):
+            raise ContainerError("the service does not run in containers")
+        return self.system
+
+    def container(self, target: Replica) -> Container:
+        """Return the container of the worker of this replica. Raises ContainerError."""
+        return self.project.container(str(target.worker))
+
+    @contextlib.contextmanager
+    def processes(self, targets: Sequence[Replica] | None = None) -> Iterator[list[Process]]:
+        """Open the processes of all or some targets. Raises ProcessLookupError if one has ended already."""
+        pids = self.system.worker_pids()
+        with ExitStack() as stack:
+            found = [stack.enter_context(Process(pids[str(v.worker)])) for v in targets or self.targets]
+            self.begin()
+            yield found
+
+    def signal(self, signum: signal.Signals, targets: Sequence[Replica] | None = None) -> None:
+        """Send a signal to all or some targets, as close together as possible."""
+        with self.processes(targets) as processes:
+            for process in processes:
+                process.send(signum)
+
+    @contextlib.contextmanager
+    def stopped(self, targets: Sequence[Replica] | None = None) -> Iterator[None]:
+        """Stop all or some targets while the block runs."""
+        with self.processes(targets) as processes, ExitStack() as stack:
+            for process in processes:
+                stack.enter_context(process.stopped())
+            yield
+
+    def wait_broken(self, targets: Sequence[Replica] | None = None) -> None:
+        """Wait until the leader has detected that the worlds of these replicas (default: all targets) broke. Raises NotRecoveredError."""
+        chosen = targets or self.targets
+        self.observer.wait(lambda now: all_broken(chosen, now), WAIT_S, "detected by the leader")
+
+    def wait_complete(self) -> Snapshot:
+        """Wait until every slot is ready. Raises NotRecoveredError."""
+        return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
+
+    def wait_leader(self) -> None:
+        """Wait until a leader answers that was started after the injection. Raises NotRecoveredError."""
+        self.observer.wait(lambda now: now.leader_since_s > self.at_s, WAIT_S, "answered by a new leader")
+
+    def wait_rejoining(self, key: ReplicaKey, epoch: int) -> Replica:
+        """Wait until a worker has joined this slot with a later epoch, ready or not. Returns the replica."""
+        now = self.observer.wait(
+            lambda now: now.replicas[key].epoch > epoch and now.replicas[key].worker is not None,
+            WAIT_S,
+            "rejoined",
+        )
+        return now.replicas[key]
+
+
+def all_broken(targets: Sequence[Replica], now: Snapshot) -> bool:
+    """Whether the worlds of all these replicas have broken."""
+    return all(now.replicas[target.key].broken_since(target) for target in targets)

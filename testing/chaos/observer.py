@@ -1,0 +1,192 @@
+"""Polls GET /status: which replicas are ready, which broke and when, and how long a stage had none."""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+
+_POLL_S = 0.05
+_CLOCK_S = 1.0
+"""Tolerance of the computed start time of the leader, for the delay of responses."""
+
+ReplicaKey = tuple[int, int]
+"""Stage and slot of a replica."""
+
+
+class NotRecoveredError(Exception):
+    """The service did not reach the expected state before the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One slot of a stage at one time."""
+
+    stage: int
+    slot: int
+    state: str
+    epoch: int
+    worker: str | None
+    cause: str | None
+    """Cause of its last failure."""
+    failed_s: float | None
+    """Time of its last failure, on the clock of the leader."""
+
+    @property
+    def key(self) -> ReplicaKey:
+        return self.stage, self.slot
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def broken_since(self, before: "Replica") -> bool:
+        """Whether the world of `before` has broken."""
+        return self.epoch != before.epoch or self.state not in ("ready", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All replicas at one time."""
+
+    at_s: float
+    replicas: dict[ReplicaKey, Replica]
+    leader_since_s: float = 0.0
+    """Start time of the leader, on the clock of this process."""
+
+    @property
+    def ready(self) -> int:
+        """Number of ready replicas."""
+        return sum(replica.ready for replica in self.replicas.values())
+
+    @property
+    def complete(self) -> bool:
+        """Every slot of every stage is ready."""
+        return all(replica.ready for replica in self.replicas.values())
+
+    def differs_from(self, before: "Snapshot") -> bool:
+        """Whether a replica has changed or the leader was restarted since `before`."""
+        return self.replicas != before.replicas or self.leader_since_s - before.leader_since_s > _CLOCK_S
+
+    @property
+    def stages_without_replica(self) -> frozenset[int]:
+        """Stages without a ready replica."""
+        stages = {stage for stage, _ in self.replicas}
+        return frozenset(stages - {replica.stage for replica in self.replicas.values() if replica.ready})
+
+
+def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
+    """Parse a document of GET /status."""
+    found = {}
+    for stage in status["stages"]:
+        for replica in stage["replicas"]:
+            failure = replica["last_failure"] or {}
+            found[stage["index"], replica["slot"]] = Replica(
+                stage=stage["index"],
+                slot=replica["slot"],
+                state=replica["state"],
+                epoch=replica["epoch"],
+                worker=replica["worker"],
+                cause=failure.get("cause"),
+                failed_s=failure.get("at_unix_s"),
+            )
+    return Snapshot(at_s, found, at_s - status["uptime_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """An interval in which a stage had no ready replica, according to the leader."""
+
+    stage: int
+    since_s: float
+    until_s: float
+
+
+class Observer:
+    """Polls the status in a background thread. Use as `with`.
+
+    Attributes:
+        snapshots: every snapshot that differs from the previous one.
+    """
+
+    def __init__(self, url: str, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
+        self._client = httpx.Client(base_url=url, timeout=30.0, **credentials.options)
+        self._metrics = httpx.Client(base_url=url, timeout=30.0, **credentials.options)  # used by other threads
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chaos-observer", daemon=True)
+        self.snapshots: list[Snapshot] = []
+
+    def __enter__(self) -> Self:
+        self.snapshots.append(self._poll())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+        self._metrics.close()
+
+    @property
+    def now(self) -> Snapshot:
+        with self._changed:
+            return self.snapshots[-1]
+
+    def wait(self, wanted: Callable[[Snapshot], bool], timeout_s: float, what: str) -> Snapshot:
+        """Wait for a snapshot that satisfies `wanted`, and return it. Raises NotRecoveredError with `what` was expected."""
+        with self._changed:
+            if self._changed.wait_for(lambda: wanted(self.snapshots[-1]), timeout_s):
+                return self.snapshots[-1]
+            states = ", ".join(f"s{r.stage}.r{r.slot} {r.state}" for r in self.snapshots[-1].replicas.values())
+        raise NotRecoveredError(f"not {what} within {timeout_s:g} s: {states}")
+
+    def outages(self) -> list[Outage]:
+        """Return all outages until now."""
+        with self._changed:
+            return outages([*self.snapshots, Snapshot(time.time(), self.snapshots[-1].replicas)])
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over all its series; 0 if there are none."""
+        return metric(self._metrics.get("/metrics").text, name)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            with contextlib.suppress(httpx.HTTPError):
+                found = self._poll()
+                with self._changed:
+                    if found.differs_from(self.snapshots[-1]):
+                        self.snapshots.append(found)
+                        self._changed.notify_all()
+
+    def _poll(self) -> Snapshot:
+        return parse_status(self._client.get("/status").json(), time.time())
+
+
+def outages(snapshots: Iterable[Snapshot]) -> list[Outage]:
+    """Compute outages from consecutive snapshots. The last snapshot ends open outages."""
+    since: dict[int, float] = {}
+    found: list[Outage] = []
+    at_s = 0.0
+    for each in snapshots:
+        at_s = each.at_s
+        for stage in [stage for stage in since if stage not in each.stages_without_replica]:
+            found.append(Outage(stage, since.pop(stage), at_s))
+        for stage in each.stages_without_replica:
+            since.setdefault(stage, at_s)
+    return [*found, *(Outage(stage, since_s, at_s) for stage, since_s in since.items())]
+
+
+def metric(text: str, name: str) -> float:
+    """Return the sum of a metric over all its series in the Prometheus text format."""
+    pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", re.MULTILINE)
+    return sum(float(match[1]) for match in pattern.finditer(text))

@@ -1,0 +1,124 @@
+"""Signals, limits and resource usage of processes on this machine."""
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+_ESTABLISHED = "01"
+
+
+class Connection(NamedTuple):
+    """One TCP connection over IPv4 of a process, such as ("127.0.0.1", 40001, "127.0.0.1", 8001)."""
+
+    local_host: str
+    local_port: int
+    remote_host: str
+    remote_port: int
+
+
+class Process:
+    """A process, referenced by a pidfd so that a reused pid is never signalled.
+
+    Use as `with Process(pid)`. Raises ProcessLookupError if there is no such process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._pidfd)
+
+    def send(self, signum: signal.Signals) -> bool:
+        """Send a signal. Returns False if the process has ended."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, signum)
+            return True
+        except ProcessLookupError:
+            return False
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the process while the block runs."""
+        self.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.send(signal.SIGCONT)
+
+    def throttle(self, duration_s: float, *, share: float, period_s: float = 0.1) -> None:
+        """Let the process run for only `share` of each `period_s`, for `duration_s` in total."""
+        until_s = time.monotonic() + duration_s
+        while time.monotonic() < until_s:
+            with self.stopped():
+                time.sleep(period_s * (1 - share))
+            time.sleep(period_s * share)
+
+    @contextlib.contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Let new memory allocations of the process fail while the block runs; memory that it has stays usable."""
+        before = resource.prlimit(self.pid, resource.RLIMIT_AS)
+        resource.prlimit(self.pid, resource.RLIMIT_AS, (1, before[1]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(self.pid, resource.RLIMIT_AS, before)
+
+    def connections(self) -> list[Connection]:
+        """Return its established TCP connections over IPv4."""
+        own = {
+            link[len("socket:[") : -1] for link in _links(Path(f"/proc/{self.pid}/fd")) if link.startswith("socket:[")
+        }
+        rows = (line.split() for line in Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:])
+        return [
+            Connection(*_endpoint(row[1]), *_endpoint(row[2]))
+            for row in rows
+            if row[3] == _ESTABLISHED and row[9] in own
+        ]
+
+
+def parent(pid: int) -> int:
+    """Return the parent process id. Raises FileNotFoundError if there is no such process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resource usage of one process."""
+
+    threads: int
+    descriptors: int
+    resident_mib: float
+
+
+def resources(pid: int) -> Resources:
+    """Return the current resource usage of a process. Raises OSError if it has ended."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in status:
+        raise ProcessLookupError(f"process {pid} has ended")  # a zombie
+    return Resources(int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1024)
+
+
+def _links(folder: Path) -> Iterator[str]:
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):  # closed in the meantime
+            yield os.readlink(folder / name)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Parse an address in /proc/net/tcp of a little-endian machine: "0100007F:1F41" is ("127.0.0.1", 8001)."""
+    host, _, port = text.partition(":")
+    return ".".join(str(byte) for byte in reversed(bytes.fromhex(host))), int(port, 16)

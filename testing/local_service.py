@@ -1,0 +1,210 @@
+"""Runs a real service as a child process and collects its log, for benchmarks, fault injection and tests."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.config.sources import option
+
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One JSON log line of the leader or a worker.
+
+    Attributes:
+        at_s: time of receipt (`time.time()`).
+    """
+
+    at_s: float
+    fields: dict[str, Any]
+
+    @property
+    def message(self) -> str:
+        return str(self.fields.get("message", ""))
+
+    def __getitem__(self, field: str) -> Any:
+        return self.fields.get(field)
+
+
+class ServiceFailedError(Exception):
+    """The service ended or did not start in time; the message contains the end of its log."""
+
+
+class LocalService:
+    """`multiworld serve` with local workers on free ports of 127.0.0.1, as `with LocalService(stages=2) as service`.
+
+    Args:
+        credentials: credentials of requests, if its settings require them.
+        wait_until_ready: wait for all replicas on entering, not only until it listens.
+        settings: of `multiworld serve`, by name: `model="resnet18"`, `weights="random:0"`, …
+    """
+
+    def __init__(
+        self,
+        *,
+        start_timeout_s: float = 180.0,
+        wait_until_ready: bool = True,
+        credentials: ClientCredentials = NO_CREDENTIALS,
+        **settings: object,
+    ) -> None:
+        self.credentials = credentials
+        defaults = {"http_port": 0, "join_port": 0, "metrics_port": 0, "log_format": "json"}
+        chosen = defaults | settings
+        self._arguments = [part for name, value in chosen.items() for part in _option(name, value)]
+        self._start_timeout_s = start_timeout_s
+        self._wait_until_ready = wait_until_ready
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: list[LogLine] = []
+        self._changed = threading.Condition()
+        self._reader: threading.Thread | None = None
+        self._ended = False
+        self.url = ""
+        self.metrics_url = ""
+        self.join_address = ""
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def lines(self) -> list[LogLine]:
+        """All log lines so far."""
+        with self._changed:
+            return list(self._lines)
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(  # noqa: S603 - program and arguments are ours
+            [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "serve", *self._arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
+        )
+        self._reader = threading.Thread(target=self._read, name="service-log", daemon=True)
+        self._reader.start()
+        try:
+            listening = self.wait_for(lambda line: line.message.startswith("listening "), self._start_timeout_s)
+            self.url, self.metrics_url, self.join_address = listening["http"], listening["metrics"], listening["join"]
+            if self._wait_until_ready:
+                self.wait_until_complete(self._start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal and wait; sends SIGKILL after 30 s. Returns the exit status."""
+        process = self._process
+        assert process is not None
+        if process.poll() is None:
+            process.send_signal(signum)
+        try:
+            status = process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        if self._reader is not None:
+            self._reader.join(5.0)
+        return status
+
+    def wait_for(self, wanted: Callable[[LogLine], bool], timeout_s: float, *, after: int = 0) -> LogLine:
+        """Wait for the first log line from index `after` on that satisfies `wanted`. Raises ServiceFailedError."""
+        deadline_s = time.monotonic() + timeout_s
+        at = after
+        with self._changed:
+            while True:
+                while at < len(self._lines):
+                    if wanted(self._lines[at]):
+                        return self._lines[at]
+                    at += 1
+                if self._ended or not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    why = "ended" if self._ended else f"did not log the expected line within {timeout_s:g} s"
+                    tail = "\n".join(line.message for line in self._lines[-15:])
+                    raise ServiceFailedError(f"the service {why}; its log ends:\n{tail}")
+
+    def wait_until_complete(self, timeout_s: float) -> dict[str, Any]:
+        """Wait until every slot of every stage is ready; returns the status. Raises ServiceFailedError."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(httpx.TransportError):  # the service may have ended; the log says why
+                status = self.status()
+                if all(replica["state"] == "ready" for stage in status["stages"] for replica in stage["replicas"]):
+                    return status
+            if self._process is not None and self._process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise ServiceFailedError("not every replica became ready:\n" + "\n".join(x.message for x in self.lines[-15:]))
+
+    def status(self) -> dict[str, Any]:
+        """Return the document of GET /status."""
+        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric over all series with these labels; 0 if there are none."""
+        total = 0.0
+        for line in httpx.get(self.metrics_url, timeout=30.0, **self.credentials.options).text.splitlines():
+            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
+            if match and all(f'{label}="{value}"' in (match[1] or "") for label, value in labels.items()):
+                total += float(match[2])
+        return total
+
+    def worker_pids(self) -> dict[str, int]:
+        """Return the latest process id of each local worker by name."""
+        pids: dict[str, int] = {}
+        for line in self.lines:
+            if line["slot"] is not None and line.message.startswith("worker slot=") and "started" in line.message:
+                pids[f"local-{line['slot']}"] = int(line["pid"])
+        return pids
+
+    def worker_at(self, stage: int, slot: int) -> str | None:
+        """Return the name of the ready worker in this slot; None if it is not ready."""
+        replica = self.status()["stages"][stage]["replicas"][slot]
+        return str(replica["worker"]) if replica["state"] == "ready" else None
+
+    def _read(self) -> None:
+        """Read the log until leader and workers have closed their standard error."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for text in stream:
+                self._add(text)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _add(self, text: str) -> None:
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = {"message": text.rstrip()}
+        with self._changed:
+            self._lines.append(LogLine(time.time(), fields))
+            self._changed.notify_all()
+
+
+def _option(name: str, value: object) -> Sequence[str]:
+    if isinstance(value, bool):
+        return (option(name),) if value else ()
+    return (option(name), str(value))

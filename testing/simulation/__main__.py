@@ -1,0 +1,106 @@
+"""Replay a failing run, shrink it to the injections it needs, or search for new failures.
+
+    python -m multiworld_serving.testing.simulation replay --scenario everything --seed 7 --events 14000
+    python -m multiworld_serving.testing.simulation shrink --scenario everything --seed 7 --events 14000
+    python -m multiworld_serving.testing.simulation soak --hours 2
+
+Exit status: 0 if no invariant was violated, 1 if one was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from functools import partial
+
+from multiworld_serving.testing.simulation.case import Case
+from multiworld_serving.testing.simulation.report import describe
+from multiworld_serving.testing.simulation.scenarios import SCENARIOS
+from multiworld_serving.testing.simulation.shrinking import Shrinker
+from multiworld_serving.testing.simulation.soak import soak
+
+_BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+_print = partial(print, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; return the exit status."""
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    case = Case(_BY_NAME[options.scenario], options.seed)
+    failure = case.run(options.events)
+    if failure is None:
+        _print(f"{options.scenario}, seed {options.seed}: no failure in {options.events} events")
+        return 0
+    if options.trace:
+        failure = case.play(failure.recording, traced=True) or failure
+    _print(describe(failure))
+    return 1
+
+
+def _shrink(options: argparse.Namespace) -> int:
+    case = Case(_BY_NAME[options.scenario], options.seed)
+    failure = case.run(options.events)
+    if failure is None:
+        _print(f"{options.scenario}, seed {options.seed}: no failure, nothing to shrink")
+        return 0
+    _print(f"{failure}, after {len(failure.recording.injections)} injections; shrinking ...")
+    _print(describe(Shrinker(case, failure, max_runs=options.max_runs, same_location=options.same_location).shrink()))
+    return 1
+
+
+def _soak(options: argparse.Namespace) -> int:
+    scenarios = [_BY_NAME[name] for name in options.scenario or _BY_NAME]
+    first_seed = secrets.randbelow(2**40) if options.first_seed is None else options.first_seed
+    _print(f"{len(scenarios)} scenarios, {options.events} events per run, starting at seed {first_seed}")
+    result = soak(
+        scenarios,
+        first_seed=first_seed,
+        events=options.events,
+        duration_s=options.hours * 3600,
+        processes=options.processes,
+        output=_print,
+    )
+    _print(f"{result.runs} runs, {result.events:,} events, {len(result.failures)} failed")
+    return 1 if result.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m multiworld_serving.testing.simulation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="replay | shrink | soak")
+    one = argparse.ArgumentParser(add_help=False)
+    one.add_argument(
+        "--scenario", choices=_BY_NAME, metavar="NAME", required=True, help="name of a scenario in scenarios.py"
+    )
+    one.add_argument("--seed", type=int, required=True)
+    one.add_argument("--events", type=int, default=20_000, help="number of events")
+    replay = verbs.add_parser("replay", parents=[one], help="run one scenario with one seed")
+    replay.add_argument("--trace", action="store_true", help="show every event with the resulting actions")
+    replay.set_defaults(run=_replay)
+    shrink = verbs.add_parser("shrink", parents=[one], help="reduce a failure to the injections it needs")
+    shrink.add_argument("--max-runs", type=int, default=2_000, help="maximum number of candidates to replay")
+    shrink.add_argument("--same-location", action="store_true", help="accept only failures at the same source line")
+    shrink.set_defaults(run=_shrink)
+    long = verbs.add_parser("soak", help="run new seeds until one fails or the time is over")
+    long.add_argument("--hours", type=float, default=1.0)
+    long.add_argument("--events", type=int, default=20_000, help="number of events per run")
+    long.add_argument("--first-seed", type=int, help="first seed; random by default")
+    long.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    long.add_argument(
+        "--scenario", choices=_BY_NAME, metavar="NAME", action="append", help="run only this scenario; may be repeated"
+    )
+    long.set_defaults(run=_soak)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

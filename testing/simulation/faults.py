@@ -1,0 +1,161 @@
+"""The effect of each fault on the simulated cluster."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Protocol
+
+from multiworld_serving.server.scheduling.scheduler import (
+    BatchDone,
+    BatchFailed,
+    Event,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaReady,
+    RequestCancelled,
+)
+from multiworld_serving.testing.simulation.injections import FaultInjected
+from multiworld_serving.testing.simulation.scenario import Fault, Scenario
+from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
+
+_SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_from", "cut", "leave", "vanish", "move")
+
+
+class Cluster(Protocol):
+    """The part of the simulator that faults act on."""
+
+    scenario: Scenario
+    workers: dict[str, Worker]
+    workers_by_link: dict[str, Worker]
+    open: dict[int, None]
+
+    def deliver(self, event: Event) -> None:
+        """Pass an event to the scheduler."""
+
+    def cancel(self, request: int) -> None:
+        """Cancel a request on behalf of its client."""
+
+
+def inject_fault(simulator: Cluster, injection: FaultInjected) -> bool:
+    """Inject a fault. Returns False if it had no effect: there is no such worker, or its loss could lose requests."""
+    worker, random = simulator.workers.get(injection.worker), Random(injection.salt)
+    if worker is not None and injection.down_s is not None:
+        worker.kill(injection.down_s)
+        return True
+    return worker is not None and _inject(simulator, worker, injection.fault, random)
+
+
+def _inject(simulator: Cluster, worker: Worker, fault: Fault, random: Random) -> bool:
+    match fault:
+        case "pair":
+            return _inject_pair(simulator, worker)
+        case "double":
+            others = [each for each in simulator.workers.values() if each is not worker]
+            pair = (worker, *random.sample(others, min(1, len(others))))
+            return sum(_inject_one(each, random.choice(_SINGLE), random) for each in pair) > 0
+        case "blackout":
+            return _fail_stage(simulator, worker)
+        case "upgrade":
+            return _upgrade(simulator, worker)
+        case "garbage":
+            simulator.deliver(_garbage(simulator, random))
+        case "mass_cancel":
+            for request in list(simulator.open)[::2]:
+                simulator.cancel(request)
+        case _:
+            return _redundant(simulator, worker) and _inject_one(worker, fault, random)
+    return True
+
+
+def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
+    if not worker.serving:
+        return False
+    match fault:
+        case "kill":
+            worker.kill()
+        case "freeze":
+            worker.freeze()
+        case "stop":
+            worker.stop()
+        case "slow":
+            worker.slow_down(random.choice((3.0, 10.0, 30.0)), random.uniform(0.5, 5.0))
+        case "flap":
+            worker.flap(random.uniform(0.5, 5.0))
+        case "raising":
+            worker.start_raising(random.uniform(0.5, 5.0))
+        case "cut_to" | "cut_from" | "cut":
+            lasts_s = random.uniform(0.0, 2 * HEARTBEAT_TIMEOUT_S)
+            worker.partition(lasts_s, to=fault != "cut_from", from_=fault != "cut_to")
+        case "leave":
+            worker.leave()
+        case "vanish":
+            worker.fail("left", 0.0)
+        case "move":
+            worker.leave()
+            worker.stage = random.randrange(worker.num_stages)
+    return True
+
+
+def _inject_pair(simulator: Cluster, worker: Worker) -> bool:
+    """Kill one worker in each of two stages; every stage keeps a replica."""
+    others = [each for each in simulator.workers.values() if each.stage != worker.stage]
+    other = next((each for each in others if _redundant(simulator, each)), None)
+    if other is None or not _redundant(simulator, worker) or not (worker.serving and other.serving):
+        return False
+    worker.kill()
+    other.kill()
+    return True
+
+
+def _fail_stage(simulator: Cluster, worker: Worker) -> bool:
+    """Kill all replicas of the stage. If the scenario allows no refusals, only while all other workers are healthy."""
+    if not simulator.scenario.allowed_refusals and not all(_is_healthy(each) for each in simulator.workers.values()):
+        return False
+    for each in [each for each in simulator.workers.values() if each.stage == worker.stage]:
+        each.kill()
+    return True
+
+
+def _redundant(simulator: Cluster, worker: Worker) -> bool:
+    """Whether the worker may fail: if the scenario allows no refusals, all other replicas of its stage must be healthy."""
+    if simulator.scenario.allowed_refusals:
+        return True
+    others = [each for each in simulator.workers.values() if each.stage == worker.stage and each is not worker]
+    return bool(others) and all(_is_healthy(each) for each in others)
+
+
+def _is_healthy(worker: Worker) -> bool:
+    return worker.serving and not worker.leaving
+
+
+def _upgrade(simulator: Cluster, worker: Worker) -> bool:
+    """Move one worker to the next version, unless its stage would have no replica left."""
+    newest = max(each.version for each in simulator.workers.values())
+    if all(each.version == newest for each in simulator.workers.values()):
+        newest += 1
+    fleet = [each for each in simulator.workers.values() if _is_healthy(each)]
+    stages = range(simulator.scenario.config.num_stages)
+    complete = all(any(each.stage == stage and each.version == newest for each in fleet) for stage in stages)
+    peers = [each for each in fleet if each.stage == worker.stage and each.version == worker.version]
+    if worker not in peers or worker.version == newest or not (complete or len(peers) > 1):
+        return False
+    worker.leave()
+    worker.version = newest
+    return True
+
+
+def _garbage(simulator: Cluster, random: Random) -> Event:
+    link = random.choice([*simulator.workers_by_link, "never-was"])
+    worker, batch = simulator.workers_by_link.get(link), random.randrange(1, 1000)
+    if worker is not None and worker.link == link:
+        # The link may be in use: only a duplicate of a true event is allowed.
+        return ReplicaReady(link, worker.stage, f"v{worker.version}") if worker.serving else RequestCancelled(0)
+    events: list[Event] = [
+        BatchDone(batch, link),
+        BatchFailed(batch, link, "late"),
+        ReplicaLost(link, "exit"),
+        ReplicaDraining(link),
+        RequestCancelled(random.randrange(1, 1_000_000)),
+    ]
+    event = random.choice(events)
+    return RequestCancelled(0) if isinstance(event, RequestCancelled) and event.request in simulator.open else event

@@ -1,0 +1,224 @@
+"""A discrete-event simulation of a cluster around the real scheduler. The same seed gives the same sequence of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from multiworld_serving.server.scheduling.scheduler import (
+    Action,
+    Answer,
+    Drain,
+    Event,
+    FailReplica,
+    Refuse,
+    ReleaseReplica,
+    RequestArrived,
+    RequestCancelled,
+    Scheduler,
+    SchedulerConfig,
+    SendBatch,
+    Tick,
+)
+from multiworld_serving.testing.simulation.checker import Checker
+from multiworld_serving.testing.simulation.event_queue import EventQueue
+from multiworld_serving.testing.simulation.faults import inject_fault
+from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
+from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Scenario
+from multiworld_serving.testing.simulation.workers import Worker
+from multiworld_serving.testing.simulation.workload import RandomWorkload, Replay
+
+_SETTLE_TIMEOUT_S = 300.0
+
+
+class Observer(Protocol):
+    """Receives every event and every action of the scheduler."""
+
+    def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
+        """Called after each event with the resulting actions and the time of the next wakeup."""
+
+    def check_finished(self) -> None:
+        """Called at the end of the run, when no request is open."""
+
+
+class Simulator:
+    """Simulates the scheduler driver, the workers and the clients of one scenario.
+
+    `run` draws injections from the seed; `play` takes them from a recording. Compute times and message delays are drawn
+    from the seed in both cases, so playing a complete recording with its original seed gives the same run.
+
+    Args:
+        scheduler: factory of the scheduler; tests pass schedulers with deliberate bugs.
+        observe: factory of the observer. The default asserts the invariants of the scheduler.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        *,
+        scheduler: Callable[[SchedulerConfig], Scheduler] = Scheduler,
+        observe: Callable[[Scheduler], Observer] = Checker,
+    ) -> None:
+        self.scenario = scenario
+        self.seed = seed
+        self.event_queue = EventQueue()
+        self.scheduler = scheduler(scenario.config)
+        self.observer = observe(self.scheduler)
+        self.events = 0
+        """Number of events passed to the scheduler."""
+        self.trace: list[tuple[float, Event, list[Action]]] | None = None
+        """If set to a list, every event is appended with its time and actions."""
+        self.compute_outcomes: dict[int, ComputeOutcome] = {}
+        """Compute outcome by request; requests without an entry are healthy."""
+        self.outcomes: dict[int, str] = {}
+        """Result by request: "answered", "cancelled" or the reason of the refusal."""
+        self.open: dict[int, None] = {}
+        """Requests without a result, in order of arrival."""
+        self.workers: dict[str, Worker] = {}
+        self.workers_by_link: dict[str, Worker] = {}
+        self.faults_injected = 0
+        """Number of faults that had an effect."""
+        self.ending = False
+        """True once arrivals and faults have stopped."""
+        self.injected: list[Injection] = []
+        self._random = self.random_stream("shell")
+        self._workload: RandomWorkload | Replay
+        self._wakeup_s: float | None = None
+
+    def run(self, max_events: int) -> None:
+        """Run a random workload for `max_events` events, then drain and check that nothing is left."""
+        self._workload = RandomWorkload(self)
+        self._workload.begin()
+        while self.events < max_events and self.event_queue.step():
+            pass
+        self._settle()
+
+    def play(self, recording: Recording) -> None:
+        """Replay a recording, then drain and check that nothing is left."""
+        self._workload = Replay(self, recording)
+        self._workload.begin()
+        while self.event_queue.next_s <= recording.ended_s:
+            self.event_queue.step()
+        self.event_queue.now_s = recording.ended_s
+        self._settle()
+
+    @property
+    def recording(self) -> Recording:
+        """All injections so far."""
+        return Recording(tuple(self.injected), self.event_queue.now_s if not self.ending else self._ended_s)
+
+    def random_stream(self, name: str) -> Random:
+        """An independent stream of random numbers: draws from one stream do not affect the others. The name is part of its seed."""
+        return Random(f"{self.scenario.name}/{self.seed}/{name}")
+
+    def message_delay_s(self, random: Random) -> float:
+        """A random delay of one message or timer."""
+        return random.expovariate(1 / self.scenario.network_s) if self.scenario.network_s else 0.0
+
+    def inject(self, injection: Injection) -> None:
+        """Record an injection and apply it at the current time; ignored once the run is ending."""
+        if self.ending:
+            return
+        self.injected.append(injection)
+        match injection:
+            case Arrival():
+                self._arrive(injection)
+            case Start():
+                self._start(injection)
+            case FaultInjected():
+                self.faults_injected += inject_fault(self, injection)
+
+    def deliver(self, event: Event) -> None:
+        """Pass an event to the scheduler, pass the result to the observer, and perform the actions."""
+        now_s = self.event_queue.now_s
+        actions = self.scheduler.handle(event, now_s)
+        self.events += 1
+        if self.trace is not None:
+            self.trace.append((now_s, event, actions))
+        wakeup_s = self.scheduler.next_wakeup_s()
+        self.observer.check(event, actions, now_s, wakeup_s)
+        for action in actions:
+            self._perform(action)
+        if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s):
+            self._schedule_tick(wakeup_s)
+
+    def cancel(self, request: int) -> None:
+        """Cancel a request on behalf of its client."""
+        if request in self.open:
+            self._close(request, "cancelled")
+        self.deliver(RequestCancelled(request))
+
+    def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
+        """The outcome of computing this batch: that of its first request that is not healthy."""
+        for request in send.requests if self.compute_outcomes else ():
+            if request in self.compute_outcomes:
+                return self.compute_outcomes[request]
+        return "answer"
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendBatch():
+                receive = self.workers_by_link[action.replica].receive
+                self.event_queue.after(self.message_delay_s(self._random), partial(receive, action))
+            case Answer():
+                for request, _ in action.rows:
+                    self._close(request, "answered")
+            case Refuse():
+                self._close(action.request, action.reason)
+            case FailReplica():
+                self.workers_by_link[action.replica].broken(action.replica)
+            case ReleaseReplica():
+                self.workers_by_link[action.replica].closed(action.replica)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request = arrival.request
+        self.open[request] = None
+        if arrival.compute_outcome != "answer":
+            self.compute_outcomes[request] = arrival.compute_outcome
+        if arrival.cancel_after_s is not None:
+            self.event_queue.after(arrival.cancel_after_s, partial(self.cancel, request))
+        self.deliver(RequestArrived(request, arrival.at_s + arrival.timeout_s))
+
+    def _close(self, request: int, outcome: str) -> None:
+        del self.open[request]
+        self.outcomes[request] = outcome
+        self._workload.request_closed()
+
+    def _start(self, start: Start) -> None:
+        if start.worker not in self.workers:
+            worker = self.workers[start.worker] = Worker(self, start.worker, start.stage)
+            worker.version = max(each.version for each in self.workers.values())
+            worker.start()
+
+    # Time.
+
+    def _schedule_tick(self, wakeup_s: float) -> None:
+        """Schedule a wakeup; like a real timer it fires slightly late."""
+        self._wakeup_s = wakeup_s
+        self.event_queue.at(
+            max(wakeup_s, self.event_queue.now_s) + self.message_delay_s(self._random), partial(self._tick, wakeup_s)
+        )
+
+    def _tick(self, wakeup_s: float) -> None:
+        if self._wakeup_s == wakeup_s:
+            self._wakeup_s = None
+            self.deliver(Tick())
+
+    def _settle(self) -> None:
+        """Stop arrivals and faults, let all workers recover, and assert that every request is closed."""
+        self._ended_s = self.event_queue.now_s
+        self.ending = True
+        while self.scheduler.open_requests:
+            assert self.event_queue.step(), "requests are open and no further event is scheduled"
+            assert self.event_queue.now_s < self._ended_s + _SETTLE_TIMEOUT_S, (
+                f"requests are still open {_SETTLE_TIMEOUT_S:g} s after the load ended"
+            )
+        assert not self.open, "a request was neither answered nor refused"
+        self.deliver(Drain())
+        late = max(self.outcomes, default=0) + 1
+        self._arrive(Arrival(self.event_queue.now_s, late, 1.0))
+        assert self.outcomes[late] == "draining", "a request was accepted while draining"
+        self.observer.check_finished()

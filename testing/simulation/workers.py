@@ -1,0 +1,220 @@
+"""Simulated workers: each computes one batch at a time and can fail in every way that a fault asks for."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from multiworld_serving.server.scheduling.scheduler import (
+    BatchDone,
+    BatchFailed,
+    Event,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaReady,
+    SendBatch,
+)
+from multiworld_serving.testing.simulation.event_queue import EventQueue
+from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Scenario
+
+HEARTBEAT_TIMEOUT_S = 0.5
+
+_PARETO_SHAPE = 1.5
+_MAX_PARETO = 100.0
+
+
+class WorkerContext(Protocol):
+    """The part of the simulator that a worker uses."""
+
+    scenario: Scenario
+    event_queue: EventQueue
+    workers_by_link: dict[str, Worker]
+
+    def random_stream(self, name: str) -> Random:
+        """An independent stream of random numbers."""
+
+    def message_delay_s(self, random: Random) -> float:
+        """A random delay of one message."""
+
+    def deliver(self, event: Event) -> None:
+        """Pass an event to the scheduler."""
+
+    def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
+        """The outcome of computing this batch."""
+
+
+class Worker:
+    """A worker of one stage. Each time it joins it has a new link; the previous link never works again."""
+
+    def __init__(self, simulator: WorkerContext, name: str, stage: int) -> None:
+        self.name = name
+        self.stage = stage
+        self.num_stages = simulator.scenario.config.num_stages
+        self.version = 1
+        self.epoch = 0
+        self.link = ""
+        self.serving = False
+        """The worker has joined and has not failed or left; the leader may not know yet."""
+        self.leaving = False
+        self._slowdown = 1.0
+        self._flapping = False
+        self._raising = False
+        self._frozen = False
+        self._inbound_blocked_until_s = 0.0
+        self._outbound_blocked_until_s = 0.0
+        self._queue: deque[SendBatch] = deque()
+        self._computing = False
+        self._simulator = simulator
+        self._scenario = simulator.scenario
+        self._event_queue = simulator.event_queue
+        self._random: Random = simulator.random_stream(name)
+
+    def start(self) -> None:
+        """Join over a new link."""
+        if self.serving:
+            return
+        self.epoch += 1
+        self.link = f"{self.name}#{self.epoch}"
+        self.serving, self.leaving, self._frozen, self._computing = True, False, False, False
+        self._inbound_blocked_until_s = self._outbound_blocked_until_s = 0.0
+        self._queue.clear()
+        self._simulator.workers_by_link[self.link] = self
+        self._simulator.deliver(ReplicaReady(self.link, self.stage, f"v{self.version}"))
+        if self._flapping and self._random.random() < 0.3:
+            self.kill()
+
+    def receive(self, send: SendBatch) -> None:
+        """Receive a batch; ignored unless it was sent over the current link."""
+        if not self._is_current(send.replica):
+            return
+        if self._event_queue.now_s < self._inbound_blocked_until_s:
+            self._event_queue.at(self._inbound_blocked_until_s, partial(self.receive, send))
+            return
+        self._queue.append(send)
+        self._compute_next()
+
+    # Faults.
+
+    def fail(self, cause: str, detected_after_s: float, down_s: float | None = None) -> None:
+        """Break the current link. The worker joins again after `down_s`, or after a random time if None."""
+        if not self.serving:
+            return
+        self.serving = False
+        report = partial(self._simulator.deliver, ReplicaLost(self.link, cause))
+        self._event_queue.after(detected_after_s, report)
+        if self._random.random() < 0.1:
+            self._event_queue.after(2 * detected_after_s, report)
+        self._recover_later(down_s)
+
+    def kill(self, down_s: float | None = None) -> None:
+        detected_after_s = self._scenario.detection_s + self._random.uniform(0.0, 10 * self._scenario.network_s)
+        self.fail("exit", detected_after_s, down_s)
+
+    def stop(self) -> None:
+        """Stop the whole process: its heartbeats stop too."""
+        self.fail("hang", HEARTBEAT_TIMEOUT_S)
+
+    def freeze(self) -> None:
+        """Block computation for ever; heartbeats continue."""
+        self._frozen = True
+
+    def slow_down(self, factor: float, lasts_s: float) -> None:
+        self._slowdown = factor
+        self._event_queue.after(lasts_s, self._end_degradation)
+
+    def flap(self, lasts_s: float) -> None:
+        self._flapping = True
+        self._event_queue.after(lasts_s, self._end_degradation)
+
+    def start_raising(self, lasts_s: float) -> None:
+        """Raise an exception on every batch for `lasts_s`."""
+        self._raising = True
+        self._event_queue.after(lasts_s, self._end_degradation)
+
+    def partition(self, lasts_s: float, *, to: bool, from_: bool) -> None:
+        """Delay messages until the partition heals. A partition longer than the heartbeat timeout breaks the link."""
+        heals_s = self._event_queue.now_s + lasts_s
+        self._inbound_blocked_until_s = heals_s if to else self._inbound_blocked_until_s
+        self._outbound_blocked_until_s = heals_s if from_ else self._outbound_blocked_until_s
+        if lasts_s > HEARTBEAT_TIMEOUT_S:
+            self._event_queue.after(HEARTBEAT_TIMEOUT_S, partial(self._give_up, self.link))
+
+    def leave(self) -> None:
+        """Start draining; the worker leaves when the scheduler sends `ReleaseReplica`."""
+        if self.serving and not self.leaving:
+            self.leaving = True
+            self._simulator.deliver(ReplicaDraining(self.link))
+
+    # Actions of the leader.
+
+    def closed(self, link: str) -> None:
+        """The leader closed this link."""
+        if self._is_current(link):
+            self.serving = False
+            self._recover_later()
+
+    def broken(self, link: str) -> None:
+        """The leader broke the world of this link."""
+        if self._is_current(link):
+            self.fail("aborted", self._random.uniform(0.0, 20 * self._scenario.network_s))
+
+    def _give_up(self, link: str) -> None:
+        if self._is_current(link):
+            self.fail("transport", 0.0)
+
+    def _recover_later(self, down_s: float | None = None) -> None:
+        mean_s = self._scenario.recovery_s
+        if down_s is None:
+            down_s = self._random.expovariate(1 / mean_s) if self._scenario.recovery_varies else mean_s
+        self._event_queue.after(down_s, self.start)
+
+    def _end_degradation(self) -> None:
+        self._slowdown, self._flapping, self._raising = 1.0, False, False
+
+    def _is_current(self, link: str) -> bool:
+        return self.serving and link == self.link
+
+    def _compute_next(self) -> None:
+        if self._computing or self._frozen or not self._queue:
+            return
+        self._computing = True
+        send = self._queue.popleft()
+        self._event_queue.after(self._work_s(len(send.requests)), partial(self._finish, send))
+
+    def _work_s(self, rows: int) -> float:
+        work_s = self._scenario.work_s * (1.0 + self._scenario.row_share * (rows - 1)) * self._slowdown
+        if self._scenario.tail == "usual":
+            rare = 8.0 if self._random.random() < 0.005 else 1.0
+            work_s *= self._random.lognormvariate(0.0, 0.3) * rare
+        elif self._scenario.tail == "heavy":
+            work_s *= min(self._random.paretovariate(_PARETO_SHAPE), _MAX_PARETO) / 2
+        return work_s
+
+    def _finish(self, send: SendBatch) -> None:
+        if not self._is_current(send.replica) or self._frozen:
+            return
+        self._computing = False
+        compute_outcome = self._compute_outcome(send)
+        if compute_outcome == "kill" or self._flapping:
+            self.kill()
+        elif compute_outcome == "hang":
+            self.freeze()
+        else:
+            self._reply(send, failed=compute_outcome == "raise" or self._raising)
+            self._compute_next()
+
+    def _compute_outcome(self, send: SendBatch) -> str:
+        compute_outcome = self._simulator.compute_outcome_of(send)
+        flaky = self._scenario.flaky
+        return "raise" if compute_outcome == "answer" and flaky and self._random.random() < flaky else compute_outcome
+
+    def _reply(self, send: SendBatch, *, failed: bool) -> None:
+        event = (
+            BatchFailed(send.batch, send.replica, "ValueError: no") if failed else BatchDone(send.batch, send.replica)
+        )
+        leaves_s = max(self._event_queue.now_s, self._outbound_blocked_until_s)
+        self._event_queue.at(
+            leaves_s + self._simulator.message_delay_s(self._random), partial(self._simulator.deliver, event)
+        )

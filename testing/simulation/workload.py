@@ -1,0 +1,153 @@
+"""Sources of injections: `RandomWorkload` draws them from the seed, `Replay` takes them from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from random import Random
+from typing import Protocol
+
+from multiworld_serving.testing.simulation.event_queue import EventQueue
+from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
+from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Fault, Scenario
+
+_BURST = 40
+_STORM = 30
+_THINK_TIME_S = 0.01
+_MEAN_CANCEL_S = 0.1
+"""Mean time from arrival to cancellation, for requests that are cancelled."""
+
+
+class InjectionTarget(Protocol):
+    """The part of the simulator that a source of injections uses."""
+
+    scenario: Scenario
+    event_queue: EventQueue
+    ending: bool
+
+    @property
+    def workers(self) -> Mapping[str, object]:
+        """The workers that have joined so far, by name."""
+
+    def random_stream(self, name: str) -> Random:
+        """An independent stream of random numbers."""
+
+    def inject(self, injection: Injection) -> None:
+        """Apply an injection at the current time."""
+
+
+class RandomWorkload:
+    """Generates the injections of a scenario from the seed of the simulator."""
+
+    def __init__(self, simulator: InjectionTarget) -> None:
+        self._simulator = simulator
+        self._scenario = simulator.scenario
+        self._event_queue = simulator.event_queue
+        self._random = simulator.random_stream("chance")
+        self._requests = 0
+        self._extra_workers = 0
+
+    def begin(self) -> None:
+        """Send one request before any worker is ready, then start the workers, then the load and the faults."""
+        self._arrive()
+        for stage in range(self._scenario.config.num_stages):
+            for replica in range(self._scenario.replicas):
+                delay_s = self._random.uniform(0.0, 0.1)
+                self._event_queue.after(delay_s, partial(self._start, f"s{stage}r{replica}", stage))
+        self._event_queue.after(0.2, self._start_load)
+        for fault, rate in self._scenario.faults.items():
+            self._plan(fault, rate)
+
+    def request_closed(self) -> None:
+        """In a closed loop, the client sends its next request after a think time."""
+        if self._scenario.load == "closed" and self._event_queue.now_s > 0:
+            self._event_queue.after(self._random.expovariate(1 / _THINK_TIME_S), self._arrive)
+
+    # Clients.
+
+    def _start_load(self) -> None:
+        if self._scenario.load == "closed":
+            for _ in range(self._scenario.clients):
+                self._event_queue.after(self._random.uniform(0.0, 0.1), self._arrive)
+        else:
+            self._next_arrival()
+
+    def _next_arrival(self) -> None:
+        bursts = self._scenario.load == "bursts"
+        for _ in range(self._random.choice((1, 1, 1, _BURST)) if bursts else 1):
+            self._arrive()
+        rate = self._scenario.rate / ((3 + _BURST) / 4 if bursts else 1)
+        self._event_queue.after(self._random.expovariate(rate), self._next_arrival)
+
+    def _arrive(self, timeout_s: float | None = None) -> None:
+        if self._simulator.ending:
+            return
+        self._requests += 1
+        cancelled = self._random.random() < self._scenario.cancelled
+        self._simulator.inject(
+            Arrival(
+                self._event_queue.now_s,
+                self._requests,
+                timeout_s or self._random.uniform(*self._scenario.timeout_s),
+                self._draw_outcome(),
+                self._random.expovariate(1 / _MEAN_CANCEL_S) if cancelled else None,
+            )
+        )
+
+    def _draw_outcome(self) -> ComputeOutcome:
+        scenario, draw = self._scenario, self._random.random()
+        shares: tuple[tuple[ComputeOutcome, float], ...] = (
+            ("kill", scenario.poison),
+            ("hang", scenario.hanging),
+            ("raise", scenario.failing),
+        )
+        for compute_outcome, share in shares:
+            if 0 <= draw < share:
+                return compute_outcome
+            draw -= share
+        return "answer"
+
+    # Workers.
+
+    def _start(self, worker: str, stage: int) -> None:
+        self._simulator.inject(Start(self._event_queue.now_s, worker, stage))
+
+    def _start_another(self) -> None:
+        scenario = self._scenario
+        if len(self._simulator.workers) < 4 * scenario.replicas * scenario.config.num_stages:
+            self._extra_workers += 1
+            self._start(f"extra{self._extra_workers}", self._random.randrange(scenario.config.num_stages))
+
+    # Faults.
+
+    def _plan(self, fault: Fault, rate: float) -> None:
+        self._event_queue.after(self._random.expovariate(rate), partial(self._inject_fault, fault, rate))
+
+    def _inject_fault(self, fault: Fault, rate: float) -> None:
+        if self._simulator.ending:
+            return
+        if fault == "join":
+            self._start_another()
+        elif fault == "storm":
+            for _ in range(_STORM):
+                self._arrive(timeout_s=self._random.uniform(0.0005, 0.05))
+        elif self._simulator.workers:
+            worker = self._random.choice(tuple(self._simulator.workers))
+            self._simulator.inject(FaultInjected(self._event_queue.now_s, fault, worker, self._random.getrandbits(32)))
+        self._plan(fault, rate)
+
+
+class Replay:
+    """Injects what a recording contains, at the recorded times."""
+
+    def __init__(self, simulator: InjectionTarget, recording: Recording) -> None:
+        self._simulator = simulator
+        self._recording = recording
+
+    def begin(self) -> None:
+        """Schedule all injections."""
+        for injection in self._recording.injections:
+            self._simulator.event_queue.at(injection.at_s, partial(self._simulator.inject, injection))
+
+    def request_closed(self) -> None:
+        """Do nothing: the recording contains the requests of closed-loop clients."""

@@ -1,0 +1,177 @@
+"""What happens in a torture test of an elastic world: calls, faults and newcomers, all of it decided by a seed. Pure.
+
+Who is a member after a step follows from the schedule alone, whatever the timing: a frozen member stays frozen until it is evicted, a cut
+connection between members costs an epoch and no member.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+FIRST_SIZE = 4
+MAX_SIZE = 5
+MAX_STEP_BYTES = 4_000_000
+DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8}
+QUANTISED = {
+    "min_max": ("float32", "float64", "bfloat16"),
+    "zero_point_scale": ("float32", "float64", "bfloat16"),
+    "bfloat16": ("float32", "float64"),
+}
+OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+COUNTS = (0, 0, 1, 2, 7, 100, 2048, 5000, 70_000, 300_000, 600_000)
+LOSSES = ("kill", "kill", "kill", "leave", "cancel", "sever", "freeze")
+"""Faults that cost a member: it is killed, leaves in the middle of a call, has its call cancelled, loses its connection to the rendezvous,
+or is stopped until it is evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One all-reduce of many tensors, the same at all members but for what the tensors hold.
+
+    Attributes:
+        key: what the tensors hold follows from it.
+        tensors: dtype and number of elements of each.
+        quantization: "" for none.
+        ring_from_bytes: from which size on a bundle goes around the ring.
+    """
+
+    key: str
+    tensors: tuple[tuple[str, int], ...]
+    op: str
+    quantization: str
+    max_in_flight: int
+    ring_from_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """
+    Attributes:
+        kind: one of `LOSSES`, "pause" (stopped for a moment) or "cut" (a connection to another member).
+        after_events: it happens when the victim has begun so many exchanges and messages of the step; 0: by the time.
+        after_s: it happens so long after the beginning of the step. When the step ends before, at its end.
+        choice: which connection.
+    """
+
+    kind: str
+    victim: int
+    after_events: int
+    after_s: float
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """
+    Attributes:
+        members: before it, by number in the order in which they came.
+        call: None for `update_membership`.
+        newcomers: who waits to be let in by it.
+        doomed: a further newcomer that is killed while it waits; 0 for none.
+        restart_after_s: when the rendezvous is killed, to be started again; None: not.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    call: Call | None
+    faults: tuple[Fault, ...]
+    newcomers: tuple[int, ...] = ()
+    doomed: int = 0
+    restart_after_s: float | None = None
+
+    @property
+    def lost(self) -> set[int]:
+        return {fault.victim for fault in self.faults if fault.kind in LOSSES}
+
+    @property
+    def members_after(self) -> tuple[int, ...]:
+        return (*(each for each in self.members if each not in self.lost), *self.newcomers)
+
+
+class Schedule:
+    """Step after step, for ever: the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._chance = Random(f"elastic worlds {seed}")
+        self._members = tuple(range(1, FIRST_SIZE + 1))
+        self._last_member = FIRST_SIZE
+        self._steps = 0
+        self._favourite = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who is a member before the next step."""
+        return self._members
+
+    def next(self) -> Step:
+        self._steps += 1
+        if self._steps % 50 == 1 or self._favourite not in self._members:
+            self._favourite = self._chance.choice(self._members)
+        wanted = 1.0 if len(self._members) == 1 else 0.5 if len(self._members) < 3 else 0.15
+        step = self._update() if self._chance.random() < wanted else self._reduce()
+        self._members = step.members_after
+        return step
+
+    def _update(self) -> Step:
+        chance, room = self._chance, MAX_SIZE - len(self._members)
+        few = len(self._members) < 3
+        newcomers = tuple(
+            self._new_member() for _ in range(chance.randint(min(1, room), min(2, room)) if few else min(1, room))
+        )
+        doomed = self._new_member() if chance.random() < 0.2 else 0
+        faults = self._losses(1) if chance.random() < 0.3 else ()
+        return Step(self._steps, self._members, None, faults, newcomers, doomed)
+
+    def _reduce(self) -> Step:
+        chance = self._chance
+        faults: tuple[Fault, ...] = ()
+        if chance.random() < 0.45:
+            faults = self._losses(2 if chance.random() < 0.2 else 1)
+        if chance.random() < 0.25:
+            harmed = {fault.victim for fault in faults}
+            if others := [each for each in self._members if each not in harmed]:
+                faults += (self._fault(chance.choice(("cut", "cut", "pause")), chance.choice(others)),)
+        restarts = chance.random() < 0.05 and not any(fault.kind == "sever" for fault in faults)
+        return Step(
+            self._steps,
+            self._members,
+            self._call(),
+            faults,
+            restart_after_s=chance.uniform(0.0, 0.3) if restarts else None,
+        )
+
+    def _losses(self, most: int) -> tuple[Fault, ...]:
+        """Faults that cost members, at least one of which stays. One member is spared mostly, to grow old."""
+        chance = self._chance
+        spared = self._favourite if chance.random() < 0.8 else 0
+        victims = [each for each in self._members if each != spared]
+        victims = chance.sample(victims, min(most, len(victims), len(self._members) - 1))
+        return tuple(self._fault(chance.choice(LOSSES), victim) for victim in victims)
+
+    def _fault(self, kind: str, victim: int) -> Fault:
+        chance = self._chance
+        by_events = chance.random() < 0.6
+        events = chance.choice((1, 2, chance.randint(1, 10), chance.randint(1, 40))) if by_events else 0
+        return Fault(kind, victim, events, chance.uniform(0.0, 0.15), chance.randrange(1 << 16))
+
+    def _call(self) -> Call:
+        chance = self._chance
+        quantization = chance.choice(("", "", *QUANTISED))
+        op = chance.choice(OPS[:4] if quantization else OPS)
+        dtypes = QUANTISED[quantization] if quantization else tuple(DTYPES)
+        tensors: list[tuple[str, int]] = []
+        room = MAX_STEP_BYTES
+        for _ in range(chance.choice((1, 2, 5, chance.randint(1, 60)))):
+            dtype, count = chance.choice(dtypes), chance.choice(COUNTS)
+            if count * DTYPES[dtype] <= room:
+                tensors.append((dtype, count))
+                room -= count * DTYPES[dtype]
+        if chance.random() < 0.03:
+            tensors = [(dtype, 0) for dtype, _ in tensors]
+        key = f"{self._seed}/{self._steps}"
+        ring_from_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
+        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_from_bytes)
+
+    def _new_member(self) -> int:
+        self._last_member += 1
+        return self._last_member

@@ -1,0 +1,77 @@
+"""A member that is frozen within a collective, and continued after the others broke the world, ends the world, too.
+
+Gloo's worker may wait for ever then for a send to members that are gone (docs/decisions/0023-collectives-without-gloo.md).
+
+`MULTIWORLD_TEST_FREEZES` is the number of freezes (12; a soak takes 1000), `MULTIWORLD_TEST_SEED` replays a run. A freeze takes
+over three seconds, so the worlds are spread over several crews, which are frozen side by side.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.members import Member, Spawn, form, members
+
+FREEZES = int(os.environ.get("MULTIWORLD_TEST_FREEZES", "12"))
+SEED = int(os.environ.get("MULTIWORLD_TEST_SEED", "0"))
+CREWS = 4
+SIZE = 3
+AT_ONCE = 3
+"""Collectives under way at a time."""
+OPERATIONS = ("broadcast", "scatter", "all_gather", "gather", "reduce", "all_to_all", "reduce_scatter", "all_reduce")
+
+
+pytestmark = pytest.mark.timeout(120 + 10 * FREEZES)
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    async with members(tmp_path, checked=False, heartbeat_timeout_s=3.0) as make:
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("backend", "operations", "count"),
+    [("gloo", ("broadcast",), 0), ("gloo", OPERATIONS, 50_000), ("c10d-gloo", ("broadcast",), 0)],
+    ids=["empty", "large", "c10d"],
+)
+async def test_member_ends_its_world_when_it_wakes_from_a_freeze_within_collectives(
+    spawn: Spawn, backend: str, operations: tuple[str, ...], count: int
+) -> None:
+    chance = random.Random(SEED)
+    everybody = [[await spawn() for _ in range(SIZE)] for _ in range(CREWS)]
+
+    async def crew(number: int, crew_members: list[Member]) -> None:
+        port = await crew_members[0].do("listen")
+        for freeze in range(number, FREEZES, CREWS):
+            operation = operations[freeze % len(operations)]
+            await form(f"w{freeze}", port, *crew_members, backend=backend)
+            await _freeze_and_continue(f"w{freeze}", crew_members, operation, count, chance)
+
+    async with asyncio.TaskGroup() as crews:
+        for number, crew_members in enumerate(everybody):
+            crews.create_task(crew(number, crew_members))
+
+
+async def _freeze_and_continue(
+    world: str, everybody: list[Member], operation: str, count: int, chance: random.Random
+) -> None:
+    root = everybody[0]
+    work = {"world": world, "operation": operation, "root": 0, "count": count, "at_once": AT_ONCE}
+    operating = [member.start("repeat", **work) for member in everybody]
+    await asyncio.sleep(chance.uniform(0.0, 0.1))  # the moment is what is tested
+    root.signal(signal.SIGSTOP)
+    for member in everybody[1:]:
+        await member.do("told", kind="broken", world=world)
+    root.signal(signal.SIGCONT)
+    for rank, task in enumerate(operating):
+        async with asyncio.timeout(30):
+            assert await task > 0, (world, rank)
+    for rank, member in enumerate(everybody):
+        assert await member.do("reclaimed", world=world), (world, rank)
+        await member.do("remove", world=world)

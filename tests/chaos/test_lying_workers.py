@@ -1,0 +1,88 @@
+"""A worker that answers batches with lies, beside a sound one: every answer is right, and none fails."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from multiworld_serving.testing.load.clients import ReferenceRequest, count_indistinguishable, record_reference_answers
+from multiworld_serving.testing.load.images import photos
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN, assert_nothing_lost, external_worker, run_load
+from tests.chaos.lies import LIES, YEARS
+
+pytestmark = pytest.mark.timeout(300)
+
+WAIT_S = 120.0
+PATIENCE_S = 30.0
+"""The sound worker is not to be broken for a slow machine."""
+SAMPLE = ("size-zero", "huge", "dtype-of-the-same-size", "fewer-columns")
+"""Of all lies, which tests/integration/test_links.py tells one by one."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "lie" in metafunc.fixturenames:
+        metafunc.parametrize("lie", LIES if metafunc.config.getoption("--full", default=False) else SAMPLE)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    """One stage, whose results are the answers, of one sound worker and a place for the other one."""
+    token_file = tmp_path_factory.mktemp("access") / "token"
+    token_file.write_text(TOKEN)
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(
+            LocalService(
+                wait_until_ready=False,
+                external_workers=True,
+                token_file=token_file,
+                model="resnet18",
+                weights="random:0",
+                image_size=32,
+                stages=1,
+                replicas=2,
+                heartbeat_timeout_s=PATIENCE_S,
+                hang_timeout_s=PATIENCE_S,
+            )
+        )
+        patience = ("--heartbeat-timeout-s", str(PATIENCE_S))
+        stack.enter_context(external_worker(running.join_address, name="sound", options=patience))
+        running.wait_for(lambda line: line["worker"] == "sound" and "->ready" in line.message, WAIT_S)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def questions(service: LocalService) -> list[ReferenceRequest]:
+    asked = record_reference_answers(service.url, photos(4))
+    assert not count_indistinguishable(asked)
+    return asked
+
+
+def test_every_answer_is_right_when_a_worker_lies(
+    service: LocalService, questions: list[ReferenceRequest], lie: str
+) -> None:
+    name, seen = f"liar-{lie}", len(service.lines)
+    with (
+        run_load(service, questions=questions) as load,
+        external_worker(service.join_address, name=name, fault=lie),
+    ):
+        service.wait_for(lambda line: line["worker"] == name and "->ready" in line.message, WAIT_S, after=seen)
+        ended = service.wait_for(lambda line: line["worker"] == name and "->broken" in line.message, WAIT_S, after=seen)
+        assert ended["cause"] == "error"
+    assert_nothing_lost(service, load)
+
+
+def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(
+    service: LocalService, questions: list[ReferenceRequest]
+) -> None:
+    name, seen = f"liar-{YEARS}", len(service.lines)
+    labels = {"stage": "0", "replica": "1", "phase": "compute"}
+    with (
+        run_load(service, questions=questions) as load,
+        external_worker(service.join_address, name=name, fault=YEARS),
+    ):
+        service.wait_for(lambda line: line["worker"] == name and "->ready" in line.message, WAIT_S, after=seen)
+        while not service.metric("multiworld_stage_duration_seconds_count", **labels):
+            pass  # the test's own timeout bounds it
+    assert service.metric("multiworld_stage_duration_seconds_sum", **labels) < WAIT_S
+    assert_nothing_lost(service, load)

@@ -1,0 +1,60 @@
+"""Random operations and faults in random worlds: every result is right, a fault ends its own worlds alone, and nothing is left behind.
+
+`MULTIWORLD_TORTURE_S` says for how long, `MULTIWORLD_TORTURE_SEED` with which seed; a failure prints the command that replays it.
+"""
+
+import os
+import secrets
+
+import pytest
+
+from tests.torture.schedule import COLLECTIVES, OF_PROCESSES, OF_WORLDS, plan_round
+from tests.torture.worlds import TortureError, run, torture
+
+DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "60"))
+SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", secrets.randbelow(2**40)))
+
+
+@pytest.mark.timeout(DURATION_S + 400)
+async def test_every_result_is_right_and_no_other_world_breaks_when_faults_strike_at_random() -> None:
+    tally = await run(SEED, lasts_s=DURATION_S, say=print)
+    print(tally)
+    assert tally.verified
+    assert tally.breaks or tally.rounds < 10
+
+
+def test_a_round_is_the_same_when_it_is_planned_again() -> None:
+    assert plan_round(7, 3) == plan_round(7, 3)
+    assert plan_round(7, 3) != plan_round(7, 4)
+    assert plan_round(7, 3) != plan_round(8, 3)
+
+
+def test_every_kind_of_operation_and_fault_is_planned_when_rounds_are_many() -> None:
+    rounds = [plan_round(1, number) for number in range(300)]
+    phases = [phase for plan in rounds for world in plan.worlds for phase in world.phases]
+    assert {collective.kind for phase in phases for collective in phase.collectives} == set(COLLECTIVES)
+    assert any(len(phase.collectives) > 1 and phase.messages for phase in phases)
+    assert {fault.kind for plan in rounds for fault in plan.faults} == {*OF_PROCESSES, *OF_WORLDS}
+    assert {len(world.members) for plan in rounds for world in plan.worlds} == {2, 3, 4}
+
+
+async def _failure_with(planted: str) -> str:
+    """What the torture says of members with that defect."""
+    async with torture(1, ("leave",), planted) as running:
+        try:
+            for number in range(20):
+                await running.run_round(number)
+        except TortureError as error:
+            return str(error)
+    return "nothing"
+
+
+async def test_a_wrong_result_is_told_with_the_command_that_replays_it() -> None:
+    told = await _failure_with("wrong messages")
+    assert "WrongResultError" in told
+    assert "elements differ, the first is" in told
+    assert "python -m tests.torture.worlds --seed 1 --first-round" in told
+
+
+async def test_a_fault_that_does_not_fire_is_told() -> None:
+    assert "did not fire" in await _failure_with("no faults")

@@ -1,0 +1,71 @@
+"""What a leader makes of questions for work that nobody should ask: it refuses each, and says why."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+from pydantic import SecretStr
+
+from multiworld import AskError, ask
+from multiworld_serving.models import load_model
+from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.stage_plan import make_plan
+from multiworld_serving.server.versions.version_table import VersionPlan
+
+SECRET = "a-secret-of-this-test"
+GOOD = {"worker": "w", "device": "cpu", "host": "node-1", "pid": 12}
+BAD = {
+    "a surrogate in the name": ({**GOOD, "worker": "\ud800"}, "worker is '\\\\ud800'; expected 1 to 64 printable"),
+    "an escape sequence in the name": ({**GOOD, "worker": "w\x1b[2J"}, "worker is 'w\\\\x1b"),
+    "a space in the name": ({**GOOD, "worker": "w cause=left"}, "without spaces"),
+    "an empty name": ({**GOOD, "worker": ""}, "worker is ''"),
+    "a long name": ({**GOOD, "worker": "w" * 65}, "worker is 'w"),
+    "a very long name": ({**GOOD, "worker": "w" * 40_000}, "worker is 'w"),
+    "a device that is no name": ({**GOOD, "device": "cpu\n"}, "device is"),
+    "a host that is no name": ({**GOOD, "host": "h" * 254}, "expected 1 to 253"),
+    "a process that cannot be": ({**GOOD, "pid": -1}, "pid is -1"),
+    "a number for a name": ({**GOOD, "worker": 1}, "worker is 1; expected str"),
+    "a field too many": ({**GOOD, "more": 1}, "same release"),
+    "something else": ([], "same release"),
+}
+
+
+@pytest.fixture(scope="module")
+def plan() -> VersionPlan:
+    return VersionPlan.of(make_plan(load_model("resnet18", "random:0", image_size=32), 1))
+
+
+@pytest.fixture
+async def leader(plan: VersionPlan) -> AsyncIterator[Leader]:
+    settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1)
+    async with Leader("resnet18", plan, settings, Metrics()) as made:
+        yield made
+
+
+async def assert_refused(leader: Leader, question: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(AskError, match=reason):
+        await ask("127.0.0.1", leader.join_port, question, secret=SECRET.encode())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.exc_info is None
+    assert len(record.getMessage()) < 400
+    assert record.getMessage().isprintable()
+    json.dumps([stage.replicas[0].worker for stage in leader.snapshot().stages]).encode()
+    assert {replica.state for stage in leader.snapshot().stages for replica in stage.replicas} == {"absent"}
+
+
+@pytest.mark.parametrize("why", BAD)
+async def test_join_request_is_refused_with_a_reason_when_it_has(
+    leader: Leader, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    request, reason = BAD[why]
+    await assert_refused(leader, json.dumps(request), reason, caplog)
+
+
+async def test_join_request_is_refused_with_a_reason_when_it_is_deeply_nested(
+    leader: Leader, caplog: pytest.LogCaptureFixture
+) -> None:
+    await assert_refused(leader, "[" * 30_000, "not JSON", caplog)

@@ -1,0 +1,72 @@
+"""A leader with a worker in one process, all of whose observers fail: nothing else does."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from multiworld import WorldManager, ask
+from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
+from multiworld_serving.models import load_model
+from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.stage_plan import make_plan
+from multiworld_serving.server.versions.version_table import VersionPlan
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.session import Session
+
+WAIT_S = 60.0
+SECRET = "a-secret-of-this-test"
+IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
+
+
+class Failing:
+    """An observer whose every method raises."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object, **__: object) -> None:
+            self.called.add(name)
+            raise BrokenPipeError(f"{name} fails")
+
+        return fail
+
+
+async def test_leader_takes_workers_in_and_answers_when_every_observer_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = VersionPlan.of(make_plan(load_model("resnet18", "random:0", image_size=32), 1))
+    settings = ServeSettings(token=SecretStr(SECRET), join_port=0, stages=1, replicas=1)
+    metrics, traces, others = Failing(), Failing(), Failing()
+    engine = Engine(torch.device("cpu"))
+    async with (
+        asyncio.timeout(WAIT_S),
+        Leader("resnet18", plan, settings, metrics, traces=traces, on_change=others.changed) as leader,  # type: ignore[arg-type]
+        WorldManager(secret=SECRET.encode(), checked=False) as manager,
+    ):
+        question = JoinRequest("w", "cpu", "here", 1).to_json()
+        offer = JoinOffer.from_json(await ask("127.0.0.1", leader.join_port, question, secret=SECRET.encode()))
+        world = await manager.initialize_world(
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=leader.join_port, epoch=offer.epoch
+        )
+        serving = asyncio.create_task(Session(world, engine).run())
+        while not leader.ready:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        for number in range(3):
+            answer = await leader.predict(IMAGE, deadline_s=time.monotonic() + WAIT_S, request_id=str(number))
+            assert answer.probabilities.shape == (1000,)
+        (replica,) = leader.snapshot().stages[0].replicas
+        assert (replica.state, replica.epoch, replica.batches_done) == ("ready", 1, 3)
+        await leader.drain(WAIT_S)
+    await asyncio.gather(serving, return_exceptions=True)
+    engine.close()
+    assert {"world_ready", "replica_states", "batch_sent", "batch_answered"} <= metrics.called
+    assert {"sent", "answered", "stage_ended"} <= traces.called
+    assert others.called == {"changed"}
+    told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
+    assert len(told) == len(set(told)), "each is logged once"

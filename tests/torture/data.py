@@ -1,0 +1,175 @@
+"""Tensors whose contents follow from a key, in many memory layouts, and what an operation must make of them.
+
+Reductions use small integers, so that their results are exact in every dtype and in every order of the operands.
+"""
+
+import functools
+import hashlib
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MOVED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+REDUCED: dict[str, tuple[torch.dtype, ...]] = {
+    "SUM": (*_FLOATS, *_INTEGERS, *_COMPLEX),
+    "AVG": (*_FLOATS, *_COMPLEX),
+    "PRODUCT": (*_FLOATS, *_INTEGERS),
+    "MIN": (*_FLOATS, *_INTEGERS, torch.bool),
+    "MAX": (*_FLOATS, *_INTEGERS, torch.bool),
+    "BAND": (*_INTEGERS, torch.bool),
+    "BOR": (*_INTEGERS, torch.bool),
+    "BXOR": (*_INTEGERS, torch.bool),
+}
+"""Which dtypes each reduction takes."""
+_RANGES = {"SUM": (-8, 9), "AVG": (-2, 3), "PRODUCT": (-3, 4), "MIN": (-100, 101), "MAX": (-100, 101)}
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_AVG_STEP = 12
+"""Averages of multiples of it over 2, 3 or 4 members are integers."""
+_POOL = 8191
+"""Random elements that contents are taken from: a prime number of them, so that no part of a tensor is like the next one."""
+_PADDING = 3
+"""Elements before and behind the view in its storage."""
+
+
+class WrongResultError(Exception):
+    """An operation completed, and what it left in memory is not what it should be."""
+
+
+def random_of(key: str) -> random.Random:
+    """A source of random numbers that follows from the key alone, in every process."""
+    return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
+
+
+def moved(key: str, dtype: torch.dtype, count: int) -> Tensor:
+    """[count], any bit patterns that the dtype has."""
+    data = _from(_noise(), key, count * dtype.itemsize)
+    return data.bitwise_and_(1).view(torch.bool) if dtype is torch.bool else data.view(dtype)
+
+
+def reduced(key: str, dtype: torch.dtype, count: int, op: str) -> Tensor:
+    """[count], what one member brings to a reduction."""
+    return _from(_numbers(dtype, op), key, count)
+
+
+@functools.cache
+def _noise() -> Tensor:
+    return torch.randint(0, 256, (_POOL,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype, op: str) -> Tensor:
+    """Small ones, for that reduction."""
+    low, high = (0, 2) if dtype is torch.bool else _RANGES.get(op, (0, 128))
+    low = max(low, 0) if dtype is torch.uint8 else low
+    step = _AVG_STEP if op == "AVG" else 1
+    numbers = torch.randint(low, high, (2, _POOL), generator=torch.Generator().manual_seed(1)) * step
+    if dtype.is_complex:
+        return torch.complex(*numbers.to(torch.float64)).to(dtype)
+    return numbers[0].to(dtype)
+
+
+def _from(pool: Tensor, key: str, count: int) -> Tensor:
+    """[count], a copy of what follows in the pool upon a place that is the key's."""
+    start = random_of(key).randrange(_POOL)
+    end = start + count
+    return (pool if end <= _POOL else pool.repeat(-(-end // _POOL)))[start:end].clone()
+
+
+def reduction(brought: list[Tensor], op: str) -> Tensor:
+    """What all members' tensors come to."""
+    total = functools.reduce(_COMBINE[op], brought)
+    return total / len(brought) if op == "AVG" else total
+
+
+class Box:
+    """A tensor that holds `content` in some memory layout, with memory around it that nobody may touch."""
+
+    def __init__(self, key: str, content: Tensor) -> None:
+        self._key = key
+        self._content = content
+        self.tensor, self._storage = _laid_out(random_of(f"{key}/layout"), content)
+        self.tensor.copy_(content.reshape(self.tensor.shape))
+        self._before = self._storage.clone()
+
+    def check(self, expected: Tensor | None = None, *, exact: bool = True) -> None:
+        """Raises WrongResultError unless the tensor holds `expected`, and nothing around it was written.
+
+        Args:
+            expected: [count]; None where the contents are undefined.
+            exact: compare bits, not values: of zeros and NaNs there are several.
+        """
+        found = torch.empty_like(self._content)  # `contiguous` leaves a single element the stride that it has
+        found.view(self.tensor.shape).copy_(self.tensor)
+        if expected is not None:
+            same = _same_bits(found, expected) if exact else torch.equal(found, expected)
+            if not same:
+                raise WrongResultError(f"{self._described()}: {_difference(found, expected)}")
+        self.tensor.copy_(self._content.reshape(self.tensor.shape))
+        if not _same_bits(self._storage, self._before):
+            raise WrongResultError(f"{self._described()}: memory around the tensor was written")
+
+    def check_unchanged(self) -> None:
+        """Raises WrongResultError unless the tensor holds what it held at first."""
+        self.check(self._content)
+
+    def _described(self) -> str:
+        return f"{self._key}: {self.tensor.dtype}{list(self.tensor.shape)}, strides {self.tensor.stride()}"
+
+
+def _laid_out(rng: random.Random, content: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor of the size of `content`, and the storage that it is a view of."""
+    count, dtype = content.numel(), content.dtype
+    stride = rng.choice((1, 1, 2, 3)) if count < 1 << 18 else 1
+    storage = torch.zeros(2 * _PADDING + count * stride, dtype=dtype)
+    flat = storage[_PADDING : _PADDING + count * stride : stride]
+    layout = rng.choice(("flat", "shaped", "transposed"))
+    rows = math.gcd(count, 12)
+    if count == 1 and layout == "shaped":
+        return flat.reshape(()), storage
+    if stride != 1 or layout == "flat" or rows <= 1:
+        return flat, storage
+    shaped = flat.view(rows, count // rows)
+    return (shaped if layout == "shaped" else shaped.t()), storage
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _difference(found: Tensor, expected: Tensor) -> str:
+    itemsize = expected.dtype.itemsize
+    differing = (found.view(torch.uint8) != expected.view(torch.uint8)).reshape(-1, itemsize).any(1).nonzero()
+    if not differing.numel():
+        return "it differs"
+    first = int(differing[0])
+    return f"{len(differing)} elements differ, the first is {first}: {found[first]} instead of {expected[first]}"

@@ -1,0 +1,340 @@
+"""Torture worlds: random memberships, operations and faults, with every result verified, until the time is up.
+
+    python -m tests.torture.worlds --duration 30m
+    python -m tests.torture.worlds --seed 7 --first-round 42 --rounds 1
+
+Exit status: 0 if all went as it must, 1 with the first thing that did not; the seed and the round that replay it are printed then.
+What is random follows from them; how operations and faults interleave does not.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from multiworld import Cause
+from tests.integration.members import Member, Spawn, members
+from tests.torture.part import PATIENCE_S
+from tests.torture.schedule import (
+    CAUSES,
+    ENDING,
+    OF_PROCESSES,
+    OF_WORLDS,
+    PROCESSES,
+    Fault,
+    FaultKind,
+    Round,
+    plan_round,
+)
+
+HEARTBEAT_TIMEOUT_S = 3.0
+"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+_ROUNDS_A_CHECK = 5
+"""So often it is looked at what a process holds. The first time it has what it keeps: Gloo's device, say, and caches."""
+_GROWTH_KIB = 65_536
+"""Memory that may come and go without being a leak."""
+_REPORT_EVERY_S = 30.0
+_AFTERMATH_S = 3.0
+_ALL_FAULTS: tuple[FaultKind, ...] = (*OF_PROCESSES, *OF_WORLDS)
+
+
+class TortureError(AssertionError):
+    """Something that must not happen has happened."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run has come to."""
+
+    rounds: int = 0
+    verified: int = 0
+    """Operations whose results were compared with the right ones."""
+    worlds: int = 0
+    breaks: int = 0
+    """Worlds that a fault ended, each counted at every member that saw it end."""
+    faults: Counter[FaultKind] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
+        return (
+            f"{self.rounds} rounds, {self.worlds} worlds, {self.verified:,} operations verified, "
+            f"{sum(self.faults.values())} faults ({faults}), {self.breaks} breaks seen"
+        )
+
+
+@dataclass(slots=True)
+class _Process:
+    """One of the processes over which the worlds are spread, and what it held when it was warm."""
+
+    member: Member
+    port: int
+    rounds: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+
+
+class Torture:
+    """A run. Its processes live on from round to round, but for those that a fault ends."""
+
+    def __init__(self, seed: int, spawn: Spawn, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> None:
+        self.tally = Tally()
+        self._seed = seed
+        self._spawn = spawn
+        self._faults = faults
+        self._planted = planted
+        self._processes: dict[int, _Process] = {}
+
+    async def run_round(self, number: int) -> None:
+        """Raises TortureError, which says how to replay it."""
+        try:
+            await self._run_round(number, plan_round(self._seed, number, self._faults))
+        except Exception as error:
+            raise TortureError(
+                f"{error}\n\nseed {self._seed}, round {number}; replay:\n  {self._replay(number)}"
+            ) from error
+
+    async def _run_round(self, number: int, plan: Round) -> None:
+        for index in range(PROCESSES):
+            if index not in self._processes:
+                self._processes[index] = await self._start_process()
+        ports = [self._processes[index].port for index in range(PROCESSES)]
+        await self._tell_all(
+            lambda index: self._member(index).start(
+                "torture_join", seed=self._seed, number=number, process=index, ports=ports, faults=list(self._faults)
+            )
+        )
+        reports = await self._go_through(plan)
+        self._check(plan, reports)
+        for index, port in (await self._tell_all(lambda index: self._member(index).start("torture_end"))).items():
+            self._processes[index].port = port
+        for process in self._processes.values():
+            await self._check_resources(process)
+        self.tally.rounds += 1
+
+    async def _start_process(self) -> _Process:
+        member = await self._spawn()
+        port = await member.do("torture_prepare", timeout_s=HEARTBEAT_TIMEOUT_S)
+        if self._planted:
+            await member.do("torture_plant", defect=self._planted)
+        return _Process(member, port)
+
+    def _member(self, index: int) -> Member:
+        return self._processes[index].member
+
+    async def _tell_all(self, tell: Callable[[int], "asyncio.Task[Any]"]) -> dict[int, Any]:
+        """Await what all processes answer. Raises the errors of all that fail."""
+        return await _gathered({index: tell(index) for index in self._processes})
+
+    # -- faults of processes -----------------------------------------------------------------------------------------------------
+
+    async def _go_through(self, plan: Round) -> dict[int, dict[str, Any]]:
+        """Gives what each process that is left reports."""
+        ending = {fault.process: fault for fault in plan.faults if fault.kind in ENDING}
+        stopped = {fault.process for fault in plan.faults if fault.kind == "stop"}
+        paused = {fault.process for fault in plan.faults if fault.kind == "pause"}
+        tasks = {index: self._member(index).start("torture_round") for index in self._processes}
+        late = {index: tasks.pop(index) for index in stopped}
+        doomed = [tasks.pop(index) for index in ending]
+        seen = {
+            -1 - index: asyncio.create_task(self._see_stopped(index, index in paused)) for index in stopped | paused
+        }
+        try:
+            reports = await _gathered(tasks | seen)
+            for fault in ending.values():
+                await self._see_ended(fault)
+        finally:
+            for index in stopped:
+                self._member(index).signal(signal.SIGCONT)
+        reports |= await _gathered(late)
+        await asyncio.gather(*doomed, return_exceptions=True)
+        return {index: report for index, report in reports.items() if index >= 0}
+
+    async def _see_stopped(self, index: int, wake: bool) -> None:
+        await self._member(index).stopped()
+        if wake:
+            self._member(index).signal(signal.SIGCONT)
+
+    async def _see_ended(self, fault: Fault) -> None:
+        member = self._processes.pop(fault.process).member
+        status, expected = await member.ended(), -signal.SIGKILL if fault.kind == "kill" else 0
+        if status != expected:
+            raise TortureError(f"{fault} ended its process with {status}: {member.complaints[-3000:]}")
+        await member.dispose()
+
+    # -- what must hold ----------------------------------------------------------------------------------------------------------
+
+    def _check(self, plan: Round, reports: dict[int, dict[str, Any]]) -> None:
+        for fault in plan.faults:
+            if fault.kind not in ENDING and fault.number not in reports[fault.process]["fired"]:
+                raise TortureError(f"{fault} did not fire")
+            self.tally.faults[fault.kind] += 1
+        for world in plan.worlds:
+            for rank, process in enumerate(world.members):
+                if process in reports:
+                    self._check_end(plan, world.name, rank, reports[process]["worlds"][world.name])
+        self.tally.worlds += len(plan.worlds)
+        self.tally.verified += sum(report["verified"] for report in reports.values())
+
+    def _check_end(self, plan: Round, name: str, rank: int, outcome: dict[str, Any]) -> None:
+        """Whether a member saw the world end as the faults in it must end it; without one, it did not end."""
+        world = plan.world(name)
+        faults, ended = plan.faults_of(world), outcome["ended"]
+        if ended is None:
+            if plan.must_break(world):
+                raise TortureError(f"rank {rank} of {world.name} did not see it end, despite {faults}")
+            return
+        self.tally.breaks += 1
+        if not faults:
+            raise TortureError(f"rank {rank} of {world.name} saw {ended[3]}, and no fault was in that world")
+        victims = {world.members.index(fault.process) for fault in faults}
+        kind, cause, culprit = ended[:3]
+        if kind != "BrokenWorldException":
+            closing = any(fault.kind in ("cleanup", "close", "leave") for fault in faults)
+            if not closing or rank not in victims:
+                raise TortureError(f"rank {rank} of {world.name} saw {ended[3]}, after {faults}")
+            return
+        causes = {cause for fault in faults for cause in CAUSES[fault.kind]}
+        culprits = victims | {fault.peer for fault in faults if fault.kind in _OF_PEERS}
+        if culprit == -1 and cause == Cause.TRANSPORT:
+            culprits.add(-1)  # a collective may not know whose connection it was
+        if cause not in causes or (culprit not in culprits and "disagree" not in {fault.kind for fault in faults}):
+            raise TortureError(f"rank {rank} of {world.name} saw {ended[3]}, after {faults}")
+
+    async def _check_resources(self, process: _Process) -> None:
+        """Threads, descriptors and memory are what they were when it was warm. A thread may need a moment to be gone."""
+        process.rounds += 1
+        if process.rounds % _ROUNDS_A_CHECK:
+            return
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            held = await process.member.do("torture_resources")
+            before = process.held or held
+            grown = [name for name in ("threads", "fds") if held[name] > before[name]]
+            if not grown or time.monotonic() > until_s:
+                break
+            await asyncio.sleep(0.05)
+        if grown or held["memory_kib"] > before["memory_kib"] + _GROWTH_KIB:
+            raise TortureError(
+                f"process {process.member.pid} held {before} and holds {held} after {process.rounds} rounds"
+            )
+        process.held = before
+
+    def _replay(self, number: int) -> str:
+        chosen = "" if tuple(self._faults) == _ALL_FAULTS else f" --faults {','.join(self._faults)}"
+        return f"python -m tests.torture.worlds --seed {self._seed} --first-round {number} --rounds 1{chosen}"
+
+
+_OF_PEERS: tuple[FaultKind, ...] = ("cut", "lose", "timeout", "mismatch")
+"""Either end may count as the one that failed."""
+
+
+async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
+    """What all of these give. Raises the errors of all that fail."""
+    if not tasks:
+        return {}
+    _, late = await asyncio.wait(tasks.values(), timeout=4 * PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
+    if failed := any(task.done() and task.exception() for task in tasks.values()):
+        await asyncio.wait(tasks.values(), timeout=_AFTERMATH_S)  # others may have more to say
+    errors = [
+        f"process {index}: {error}" for index, task in tasks.items() if task.done() and (error := task.exception())
+    ]
+    errors += [f"process {index} does not answer" for index, task in tasks.items() if task in late and not failed]
+    if errors:
+        raise TortureError("\n".join(errors))
+    return {index: task.result() for index, task in tasks.items()}
+
+
+@contextlib.asynccontextmanager
+async def torture(seed: int, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> AsyncIterator[Torture]:
+    """
+    Args:
+        planted: a defect of the members, to test the test: see `TorturePart.torture_plant`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        async with members(Path(folder)) as spawn:
+            yield Torture(seed, spawn, faults, planted)
+
+
+async def run(
+    seed: int,
+    *,
+    lasts_s: float = float("inf"),
+    first_round: int = 0,
+    rounds: int | None = None,
+    faults: Sequence[FaultKind] = _ALL_FAULTS,
+    say: Callable[[str], object],
+) -> Tally:
+    """Run rounds until the time is up or `rounds` are over. Raises TortureError with the first thing that is wrong."""
+    until_s = time.monotonic() + lasts_s
+    told_s, number = time.monotonic(), first_round
+    async with torture(seed, faults) as running:
+        while time.monotonic() < until_s and (rounds is None or number < first_round + rounds):
+            await running.run_round(number)
+            number += 1
+            if time.monotonic() - told_s >= _REPORT_EVERY_S:
+                told_s = time.monotonic()
+                say(f"{until_s - told_s:.0f} s left: {running.tally}")
+        return running.tally
+
+
+def seconds(text: str) -> float:
+    """A duration such as 90s, 30m or 2h. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: expected one such as 90s, 30m or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def _kinds(text: str) -> tuple[FaultKind, ...]:
+    kinds = tuple(kind for kind in _ALL_FAULTS if kind in text.split(","))
+    if len(kinds) != len(text.split(",")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has a fault that does not exist: expected some of {', '.join(_ALL_FAULTS)}"
+        )
+    return kinds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.torture.worlds", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="a fresh one unless given")
+    parser.add_argument("--duration", type=seconds, metavar="60s", help="90s, 30m or 2h; without end unless given")
+    parser.add_argument("--first-round", type=int, default=0)
+    parser.add_argument("--rounds", type=int, help="how many, unless the time is up before")
+    parser.add_argument("--faults", type=_kinds, default=_ALL_FAULTS, help=f"some of {','.join(_ALL_FAULTS)}")
+    options = parser.parse_args(arguments)
+    seed = secrets.randbelow(2**40) if options.seed is None else options.seed
+    say = partial(print, flush=True)
+    say(f"torture of worlds, seed {seed}")
+    try:
+        tally = asyncio.run(
+            run(
+                seed,
+                lasts_s=options.duration or float("inf"),
+                first_round=options.first_round,
+                rounds=options.rounds,
+                faults=options.faults,
+                say=say,
+            )
+        )
+    except TortureError as error:
+        say(f"FAILED: {error}")
+        return 1
+    say(f"{tally}; nothing was wrong")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

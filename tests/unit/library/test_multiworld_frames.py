@@ -1,0 +1,89 @@
+"""Frames survive any cutting of the stream; whatever is no frame is refused before it costs memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.control.frames import HEARTBEAT_BYTES, MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
+
+FRAMES = st.builds(Frame, st.sampled_from(Kind), st.lists(st.binary(max_size=300), max_size=5).map(tuple))
+
+
+def length(number: int) -> bytes:
+    return number.to_bytes(4, "big")
+
+
+@given(st.lists(FRAMES, max_size=8), st.data())
+def test_the_same_frames_come_out_when_the_stream_is_cut_anywhere(frames: list[Frame], data: st.DataObject) -> None:
+    stream = b"".join(frame.encode() for frame in frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    reader = FrameReader()
+    pieces = [stream[start:end] for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
+
+
+@given(st.binary(max_size=2000), st.integers(1, 64))
+def test_garbage_gives_frames_or_an_error_and_never_more_memory_than_allowed(garbage: bytes, step: int) -> None:
+    reader = FrameReader(limit_bytes=100)
+    try:
+        for at in range(0, len(garbage), step):
+            for _ in reader.feed(garbage[at : at + step]):
+                pass
+            assert len(reader._buffer) <= 4 + 100 + step
+    except FrameError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stream", "text"),
+    [
+        (length(101), "a frame of 101 bytes, at most 100 are allowed"),
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes"),
+        (length(0), "unknown frame kind"),
+        (length(1) + b"\xff", "unknown frame kind"),
+        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "a field's length is cut off"),
+        (length(6) + bytes([Kind.STORE_SET]) + length(2) + b"x", "a field is longer than its frame"),
+    ],
+    ids=["long", "http", "empty", "kind", "cut_off", "field"],
+)
+def test_a_frame_that_cannot_be_is_refused(stream: bytes, text: str) -> None:
+    with pytest.raises(FrameError, match=text):
+        list(FrameReader(limit_bytes=100).feed(stream))
+
+
+def test_longer_frames_are_allowed_from_the_frame_on_after_which_the_limit_was_lifted() -> None:
+    """The proof and what follows it may come in one piece."""
+    reader = FrameReader()
+    long = Frame(Kind.STORE_SET, (b"key", b"v" * 2 * MAX_HANDSHAKE_BYTES))
+    seen = []
+    for frame in reader.feed(Frame(Kind.WELCOME).encode() + long.encode()):
+        seen.append(frame)
+        reader.limit_bytes = 4 * MAX_HANDSHAKE_BYTES
+    assert seen == [Frame(Kind.WELCOME), long]
+    with pytest.raises(FrameError):
+        list(FrameReader().feed(long.encode()))
+
+
+def test_what_is_missing_is_known_so_that_no_more_needs_to_be_read() -> None:
+    frame = Frame(Kind.STORE_SET, (b"key", b"value"))
+    stream, reader = frame.encode() + HEARTBEAT_BYTES + b"what is no frame any more", FrameReader()
+    come: list[Frame] = []
+    while len(come) < 2:
+        at = reader.missing_bytes
+        come += reader.feed(stream[:at])
+        stream = stream[at:]
+    assert come == [frame, Frame(Kind.HEARTBEAT)]
+    assert stream == b"what is no frame any more"
+    assert not reader.holds_part
+
+
+def test_what_is_held_is_right_while_frames_are_given() -> None:
+    """A connection is handed over in the middle of it."""
+    reader = FrameReader()
+    held = [reader.holds_part for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
+    assert held == [True, True]
+    assert list(reader.feed(HEARTBEAT_BYTES[2:])) == [Frame(Kind.HEARTBEAT)]
+    assert not reader.holds_part
+    frames = reader.feed(HEARTBEAT_BYTES)
+    next(frames)
+    assert not reader.holds_part

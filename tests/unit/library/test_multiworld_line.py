@@ -1,0 +1,432 @@
+"""A line carries messages in the order of their tag, to who waits for them, and believes nothing that it is told."""
+
+import asyncio
+import gc
+import os
+import random
+import socket
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
+from multiworld.membership.mesh import _next_frame
+from multiworld.ops.operation import Operation, Part
+from multiworld.ops.p2p import recv, send
+from multiworld.ops.validation import Ranks
+from multiworld.transport.connection import (
+    HEAD,
+    MAX_POSTED,
+    MESSAGE,
+    POSTED,
+    PeerConnection,
+    Transfer,
+    message_head,
+    sealed,
+)
+from multiworld.transport.poller import poller_of
+
+PATIENCE_S = 30.0
+BIG = 6_000_000
+RANKS = Ranks("w", 0, 2, {"cpu": "tcp"})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - the loop has to run for it
+            await asyncio.sleep(0)
+
+
+class Owner:
+    """A world that only writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.carried: list[Operation | Part] = []
+        self.lost: list[tuple[list[Operation | Part], str]] = []
+        self.nonsense: list[str] = []
+        self.errors: list[Exception] = []
+        self.then: Callable[[], object] = lambda: None
+
+    def on_carried(self, freight: Operation | Part) -> None:
+        self.carried.append(freight)
+        self.then()
+
+    def on_line_lost(self, peer: int, freights: list[Operation | Part], reason: str) -> None:
+        self.lost.append((freights, reason))
+
+    def on_line_nonsense(self, peer: int, detail: str) -> None:
+        self.nonsense.append(detail)
+
+    def on_line_error(self, peer: int, error: Exception) -> None:
+        self.errors.append(error)
+
+    def on_cancelled(self, operation: Operation) -> None: ...
+
+
+class End:
+    """A line, and what its world does with it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.owner = Owner()
+        self.lock = threading.RLock()
+        self.line = PeerConnection(1, sock, self.lock, self.owner, poller_of(asyncio.get_running_loop()))
+
+    def send(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
+        plan = send(RANKS, tensor, 1, tag)
+        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
+        letter = Transfer(operation, message_head(plan.signature, tag, plan.size_bytes))
+        letter.put(tensor)
+        with self.lock:
+            self.line.send(letter, tag)
+        return operation
+
+    def receive(self, tensor: torch.Tensor, tag: int = 0) -> Operation:
+        plan = recv(RANKS, tensor, 1, tag)
+        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
+        letter = Transfer(operation, sealed(plan.signature))
+        letter.put(tensor)
+        with self.lock:
+            self.line.receive(letter, tag)
+        return operation
+
+    async def until_carried(self, *operations: Operation) -> None:
+        await until(lambda: all(operation in self.owner.carried for operation in operations))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[End, End]]:
+    one, other = map(End, socket.socketpair())
+    yield one, other
+    for end in (one, other):
+        end.line.close()
+
+
+@pytest.fixture
+async def end() -> AsyncIterator[tuple[End, socket.socket]]:
+    """A line, and the bare socket at the other end of it."""
+    ours, theirs = socket.socketpair()
+    made = End(ours)
+    theirs.setblocking(False)
+    with theirs:
+        yield made, theirs
+        made.line.close()
+
+
+async def heard(sock: socket.socket, count: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(data) < count:
+            data += await loop.sock_recv(sock, count - len(data))
+    return data
+
+
+def posted(tag: int = 0) -> bytes:
+    return HEAD.pack(POSTED, tag, 0, b"")
+
+
+async def settled() -> None:
+    """The loop has served whatever could be read."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_nothing_is_sent_before_somebody_waits_for_it(end: tuple[End, socket.socket]) -> None:
+    made, peer = end
+    operations = [made.send(torch.full((4,), float(tag)), tag) for tag in (1, 2)]
+    await settled()
+    with pytest.raises(BlockingIOError):
+        peer.recv(1)
+    assert not made.owner.carried
+    peer.send(posted(2))
+    await made.until_carried(operations[1])
+    head, data = (await heard(peer, HEAD.size + 16))[: HEAD.size], torch.full((4,), 2.0).numpy().tobytes()
+    assert HEAD.unpack(head) == (MESSAGE, 2, 16, sealed("float32[4]"))
+    peer.send(posted(1))
+    await made.until_carried(*operations)
+    assert (await heard(peer, HEAD.size + 16))[HEAD.size :] != data
+
+
+async def test_messages_arrive_in_the_order_of_their_tag_whatever_the_order_of_the_tags(pair: tuple[End, End]) -> None:
+    one, other = pair
+    chance = random.Random(1)
+    sizes = [0, 1, 100, 9_000, 300_000]
+    plan = [(tag, chance.choice(sizes), number) for number, tag in enumerate(chance.choices(range(4), k=60))]
+    sent = [one.send(torch.full((size,), float(number)), tag) for tag, size, number in plan]
+    got: list[tuple[torch.Tensor, int, Operation]] = []
+    for tag in (3, 1, 0, 2):
+        for each, size, number in plan:
+            if each == tag:
+                tensor = torch.zeros(size)
+                got.append((tensor, number, other.receive(tensor, tag)))
+        await other.until_carried(*(operation for _, _, operation in got))
+    await one.until_carried(*sent)
+    for tensor, number, _ in got:
+        assert set(tensor.tolist()) <= {float(number)}
+
+
+async def test_both_sides_may_send_first(pair: tuple[End, End]) -> None:
+    sends = [end.send(torch.full((BIG,), float(index))) for index, end in enumerate(pair)]
+    await settled()
+    tensors = [torch.zeros(BIG) for _ in pair]
+    receives = [end.receive(tensor) for end, tensor in zip(pair, tensors, strict=True)]
+    for end, *operations in zip(pair, sends, receives, strict=True):
+        await end.until_carried(*operations)
+    assert [set(tensor[:: BIG // 7].tolist()) for tensor in tensors] == [{1.0}, {0.0}]
+
+
+async def test_a_message_is_read_whole_when_it_comes_in_crumbs(end: tuple[End, socket.socket]) -> None:
+    made, peer = end
+    tensors = [torch.zeros(5, dtype=torch.int16), torch.zeros(0), torch.zeros(3, dtype=torch.int16)]
+    operations = [made.receive(tensor) for tensor in tensors]
+    assert await heard(peer, 3 * HEAD.size) == 3 * posted()
+    stream = b"".join(
+        HEAD.pack(MESSAGE, 0, len(data), sealed(signature)) + data
+        for signature, data in (("int16[5]", bytes(range(10))), ("float32[0]", b""), ("int16[3]", b"abcdef"))
+    )
+    for at in range(len(stream)):
+        peer.send(stream[at : at + 1])
+        await asyncio.sleep(0)
+    await made.until_carried(*operations)
+    assert tensors[0].numpy().tobytes() == bytes(range(10))
+    assert tensors[2].numpy().tobytes() == b"abcdef"
+
+
+async def test_waiting_is_said_before_messages_that_have_not_begun(end: tuple[End, socket.socket]) -> None:
+    """Or the peer would hear of it when all of them have gone."""
+    made, peer = end
+    peer.send(2 * posted())
+    await settled()
+    first = [made.send(torch.zeros(BIG, dtype=torch.uint8)) for _ in range(2)]
+    assert not made.owner.carried  # the first has begun
+    made.receive(torch.zeros(1), tag=7)
+    come = await heard(peer, HEAD.size + BIG + HEAD.size)
+    assert come[HEAD.size + BIG :] == posted(7)
+    rest = asyncio.create_task(heard(peer, HEAD.size + BIG))
+    await made.until_carried(*first)
+    await rest
+
+
+NONSENSE = {
+    "random bytes": (b"\xee" + os.urandom(4096), "garbage: a head of kind 238"),
+    "a message that nobody waits for": (message_head("float32[4]", 5, 16), "a message of tag 5 that nobody waits for"),
+    "a longer message": (message_head("float32[5]", 0, 20), "it sent float32[5] where float32[4] was expected"),
+    "a shorter message": (message_head("float32[3]", 0, 12), "it sent float32[3] where float32[4] was expected"),
+    "another dtype": (message_head("int32[4]", 0, 16), "it sent int32[4] where float32[4] was expected"),
+    "a size that is not the signature's": (message_head("float32[4]", 0, 1 << 60), "where float32[4] was expected"),
+    "too many that wait": ((MAX_POSTED + 1) * posted(1), "it waits for over"),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+async def test_nonsense_is_told_once_and_nothing_of_it_is_kept(end: tuple[End, socket.socket], what: str) -> None:
+    made, peer = end
+    data, words = NONSENSE[what]
+    tensor = torch.full((4,), 7.0)
+    made.receive(tensor)
+    saying = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(peer, data + b"\xff" * 64))
+    await until(lambda: bool(made.owner.nonsense))
+    saying.cancel()
+    await asyncio.gather(saying, return_exceptions=True)
+    await settled()
+    assert len(made.owner.nonsense) == 1
+    assert words in made.owner.nonsense[0]
+    assert not made.owner.carried
+    assert not made.owner.lost
+    assert tensor.tolist() == [7.0] * 4
+    with pytest.raises(RuntimeError), made.lock:
+        made.line.receive(Transfer(made.owner.carried, b""), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("come", [0, 1, HEAD.size, HEAD.size + 1000, HEAD.size + 100_000])
+async def test_all_that_is_under_way_is_lost_with_the_connection(end: tuple[End, socket.socket], come: int) -> None:
+    made, peer = end
+    peer.send(posted(3))
+    await settled()
+    operations = {
+        made.receive(torch.zeros(200_000, dtype=torch.uint8)),
+        made.receive(torch.zeros(1), tag=1),
+        made.send(torch.zeros(1), tag=2),
+        made.send(torch.zeros(BIG), tag=3),
+    }
+    message = message_head("uint8[200000]", 0, 200_000) + bytes(200_000)
+    await asyncio.get_running_loop().sock_sendall(peer, message[:come])
+    await settled()
+    peer.close()
+    await until(lambda: bool(made.owner.lost))
+    ((lost, reason),) = made.owner.lost
+    assert set(lost) == operations
+    assert len(lost) == len(operations)
+    assert reason
+    assert made.line.lost == reason
+
+
+async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[End, socket.socket]) -> None:
+    made, peer = end
+    size = 64 << 20
+    operation = made.receive(torch.zeros(size, dtype=torch.uint8))
+    peer.setblocking(True)
+    feeding = threading.Thread(target=lambda: peer.sendall(message_head(f"uint8[{size}]", 0, size) + bytes(size)))
+    feeding.start()
+    turns = 0
+    while operation not in made.owner.carried:
+        turns += 1
+        await asyncio.sleep(0)
+    feeding.join()
+    assert turns > 32
+
+
+async def test_a_message_that_nobody_else_keeps_stays_what_it_is_until_it_has_gone(pair: tuple[End, End]) -> None:
+    """The copy of a tensor with strides, or of one on a device, is the line's alone."""
+    one, other = pair
+    come = torch.zeros(BIG, dtype=torch.uint8)
+    arrives = other.receive(come)
+    await settled()
+    tensor = torch.full((BIG,), 7, dtype=torch.uint8)
+    kept = weakref.ref(tensor)
+    whole = Operation(send(RANKS, torch.zeros(1), 1, 0), None, asyncio.get_running_loop().create_future(), one.owner)
+    letter = Transfer(Part(whole, lambda: None), message_head(f"uint8[{BIG}]", 0, BIG))
+    letter.put(tensor)
+    with one.lock:
+        one.line.send(letter, 0)
+    del letter, tensor
+    gc.collect()
+    assert kept() is not None, "part of it has gone, and the rest is sent from its memory"
+    await other.until_carried(arrives)
+    assert bool((come == 7).all())
+    await until(lambda: kept() is None)
+
+
+class Narrow:
+    """A socket of which the kernel takes `room` bytes, and then no more until it is given room again."""
+
+    def __init__(self, sock: socket.socket, room: int) -> None:
+        self._sock, self.room = sock, room
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+    def sendmsg(self, buffers: list[bytes]) -> int:
+        if not self.room:
+            raise BlockingIOError
+        taken, self.room = self.room, 0
+        return self._sock.send(b"".join(bytes(buffer) for buffer in buffers)[:taken])
+
+
+@pytest.mark.parametrize("gone", [1, HEAD.size - 1, HEAD.size])
+async def test_nothing_comes_into_a_head_that_has_gone_in_part(
+    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    made, peer = end
+    peer.send(posted())
+    await settled()
+    narrow = Narrow(made.line._sock, gone)
+    monkeypatch.setattr(made.line, "_sock", narrow)
+    sent = made.send(torch.full((3,), 9, dtype=torch.uint8))
+    made.receive(torch.zeros(1), tag=7)
+    narrow.room = 1 << 20
+    await made.until_carried(sent)
+    come = await heard(peer, 2 * HEAD.size + 3)
+    assert come == message_head("uint8[3]", 0, 3) + b"\t\t\t" + posted(7)
+
+
+async def test_nothing_comes_between_a_head_and_its_message(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld.transport.connection._BUFFERS_AT_ONCE", 1)
+    monkeypatch.setattr("multiworld.transport.connection._TURN_BYTES", 1)
+    one, other = pair
+    there, back = torch.zeros(4), torch.zeros(4)
+    arrives = other.receive(there)
+    await settled()
+    sent = one.send(torch.arange(4.0))  # of this, the head alone goes at once
+    answered = one.receive(back, tag=1)
+    other.send(torch.arange(4.0, 8.0), tag=1)
+    await one.until_carried(sent, answered)
+    await other.until_carried(arrives)
+    assert torch.equal(there, torch.arange(4.0))
+    assert torch.equal(back, torch.arange(4.0, 8.0))
+
+
+def test_what_comes_behind_the_handshake_is_left_to_the_line() -> None:
+    """Who lets a member in may write to it at once."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(PATIENCE_S)
+        welcome = Frame(Kind.WELCOME, (b"proof",))
+        theirs.sendall(HEARTBEAT_BYTES + welcome.encode() + posted(3))
+        assert _next_frame(ours) == welcome
+        assert ours.recv(1 << 12) == posted(3)
+        theirs.sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(FrameError, match="at most"):
+            _next_frame(ours)
+        theirs.close()
+        with pytest.raises(FrameError, match="ended"):
+            _next_frame(ours)
+
+
+async def test_messages_are_read_in_order_when_their_owner_uses_the_line_at_once(
+    end: tuple[End, socket.socket],
+) -> None:
+    """As a script does that an eager task factory runs inside of `on_carried`."""
+    made, peer = end
+    count = 400  # more than is read at once
+    tensors = [torch.zeros(4) for _ in range(count)]
+    arrivals = [made.receive(tensor) for tensor in tensors]
+    answers = iter(range(count))
+    made.owner.then = lambda: made.send(torch.zeros(1), tag=1 + next(answers))
+    messages = [
+        message_head("float32[4]", 0, 16) + torch.full((4,), float(each)).numpy().tobytes() for each in range(count)
+    ]
+    await asyncio.get_running_loop().sock_sendall(peer, b"".join(messages))
+    await made.until_carried(*arrivals)
+    assert [tensor[0].item() for tensor in tensors] == list(range(count))
+    assert not made.owner.nonsense
+
+
+async def test_bytes_are_sent_once_when_their_owner_uses_the_line_at_once(
+    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, peer = end
+    peer.send(4 * posted())
+    await settled()
+    narrow = Narrow(made.line._sock, HEAD.size + 5)
+    monkeypatch.setattr(made.line, "_sock", narrow)
+    sizes = [10, 3, 4, 5]
+
+    def receive_once() -> None:
+        made.owner.then = lambda: None
+        made.receive(torch.zeros(1), tag=9)
+
+    made.owner.then = receive_once
+    for size in sizes:
+        made.send(torch.full((size,), size % 251, dtype=torch.uint8))
+    while made.line._outbox and made.line.lost is None:  # the loop has to run for it
+        narrow.room = 1 << 20
+        await asyncio.sleep(0)
+    come = await heard(peer, sum(sizes) + (len(sizes) + 1) * HEAD.size)
+    at, seen = 0, []
+    while at < len(come):
+        kind, tag, size, _ = HEAD.unpack_from(come, at)
+        at += HEAD.size
+        seen.append((kind, tag, size))
+        assert set(come[at : at + size]) <= {size % 251}
+        at += size
+    assert sorted(seen) == sorted([(POSTED, 9, 0), *((MESSAGE, 0, size) for size in sizes)])
+
+
+async def test_failing_to_read_is_no_failure_of_the_peer_when_memory_is_missing(
+    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, peer = end
+
+    def no_memory(_count: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(made.line, "_take", no_memory)
+    peer.send(posted())
+    await until(lambda: bool(made.owner.errors))
+    assert isinstance(made.owner.errors[0], MemoryError)
+    assert not made.owner.lost

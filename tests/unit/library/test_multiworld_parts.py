@@ -1,0 +1,272 @@
+"""The small parts of a world: its store, its waiting threads, its events, its settings, its errors."""
+
+import asyncio
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+
+import pytest
+from torch.distributed import DistStoreError
+
+from multiworld import BrokenWorldException, Cause, JoinError, WorldEvent, WorldManager
+from multiworld.events import EventStream
+from multiworld.execution.blocking_pool import BlockingPool
+from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
+from multiworld.execution.threads import DaemonThread
+from multiworld.membership import generations as epochs
+from multiworld.membership.generations import Epochs
+from multiworld.membership.store import ControlStore
+
+PATIENCE_S = 30.0
+LONG = timedelta(seconds=PATIENCE_S)
+
+
+# -- store -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_published_and_read_back() -> None:
+    published: list[tuple[str, bytes]] = []
+    store = ControlStore(lambda key, value: published.append((key, value)))
+    store.set("a", "text")
+    store.set("b", b"bytes")
+    assert published == [("a", b"text"), ("b", b"bytes")]
+    assert store.get("a") == b"text"
+    assert store.check(["a", "b"])
+    assert not store.check(["a", "c"])
+    assert store.num_keys() == 2
+    assert store.delete_key("a")
+    assert not store.delete_key("a")
+
+
+def test_a_reader_waits_until_another_member_has_set_the_key() -> None:
+    store = ControlStore(lambda _key, _value: None)
+    read: SimpleQueue[bytes] = SimpleQueue()
+    thread = threading.Thread(target=lambda: read.put(store.get("late")))
+    thread.start()
+    store.receive("other", b"")
+    store.receive("late", b"value")
+    assert read.get(timeout=PATIENCE_S) == b"value"
+    thread.join()
+
+
+def test_waiting_ends_when_the_store_is_aborted_and_nothing_is_published_any_more() -> None:
+    published: list[str] = []
+    store = ControlStore(lambda key, _value: published.append(key))
+    failures: SimpleQueue[Exception] = SimpleQueue()
+
+    def wait() -> None:
+        try:
+            store.wait(["never"], LONG)
+        except DistStoreError as error:
+            failures.put(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    store.abort(JoinError("w", "over"))
+    assert "over" in str(failures.get(timeout=PATIENCE_S))
+    thread.join()
+    store.set("key", b"")
+    assert published == []
+
+
+def test_waiting_ends_after_its_time_but_not_before_the_stores_own() -> None:
+    with pytest.raises(DistStoreError, match=r"no value for \['key'\] after 0.0 s"):
+        ControlStore(lambda _key, _value: None).wait(["key"], timedelta(milliseconds=1))
+    with pytest.raises(DistStoreError, match=r"after 0.2 s"):
+        ControlStore(lambda _key, _value: None, patience_s=0.2).wait(["key"], timedelta(milliseconds=1))
+
+
+# -- waiters -----------------------------------------------------------------------------------------------------------------
+
+
+def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() -> None:
+    waiters = BlockingPool("test")
+    gates = [threading.Event() for _ in range(3)]
+    done: SimpleQueue[int] = SimpleQueue()
+
+    def wait(number: int) -> None:
+        gates[number].wait(PATIENCE_S)
+        done.put(number)
+
+    for number in range(3):
+        waiters.run(partial(wait, number))
+    for number in (2, 0, 1):  # one that waits holds up no other
+        gates[number].set()
+        assert done.get(timeout=PATIENCE_S) == number
+    for number in range(50):
+        waiters.run(partial(done.put, number))
+        done.get(timeout=PATIENCE_S)
+    assert sum(thread.name == "test" for thread in threading.enumerate()) <= 3
+    assert waiters.close(PATIENCE_S)
+    assert not any(thread.name == "test" for thread in threading.enumerate())
+    with pytest.raises(RuntimeError):
+        waiters.run(lambda: None)
+
+
+def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
+    waiters, gate = BlockingPool("test"), threading.Event()
+
+    def wait() -> None:
+        gate.wait(PATIENCE_S)
+
+    waiters.run(wait)
+    assert not waiters.close(0.05)
+    gate.set()
+    assert waiters.close(PATIENCE_S)
+
+
+def test_closing_takes_its_time_once_when_many_threads_do_not_come_back() -> None:
+    waiters, gate = BlockingPool("test"), threading.Event()
+
+    def wait() -> None:
+        gate.wait(PATIENCE_S)
+
+    for _ in range(40):
+        waiters.run(wait)
+    began_s = time.monotonic()
+    assert not waiters.close(0.25)
+    assert time.monotonic() - began_s < 5, "one deadline for all, not one each"
+    gate.set()
+    assert waiters.close(PATIENCE_S)
+
+
+def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that finds no memory does: `threading.Thread.start` would wait for it for ever."""
+    monkeypatch.setattr("multiworld.execution.threads._START_S", 0.1)
+    begin: list[Callable[[], object]] = []
+    ran: list[int] = []
+    thread = DaemonThread(ran.append, "test", (1,))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "_start_new_thread", lambda run, _: begin.append(run))
+        with pytest.raises(RuntimeError, match="did not begin"):
+            thread.start()
+    begin[0]()  # late
+    assert ran == []
+
+
+def test_a_waiter_can_close_its_own_world() -> None:
+    waiters, done = BlockingPool("test"), threading.Event()
+
+    def close() -> None:
+        waiters.close(PATIENCE_S)
+        done.set()
+
+    waiters.run(close)
+    assert done.wait(PATIENCE_S)
+
+
+def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiters = BlockingPool("test")
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            waiters.run(lambda: None)
+    assert waiters.close(PATIENCE_S)
+
+
+# -- events ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_every_reader_gets_every_event_from_its_subscription_on() -> None:
+    stream = EventStream()
+    first = stream.subscribe()
+    stream.publish(WorldEvent("joined", "w", 1))
+    second = stream.subscribe()
+
+    def publish() -> None:
+        for number in range(100):
+            stream.publish(WorldEvent("closed", "w", number))
+
+    threading.Thread(target=publish).start()
+    assert (await anext(first)).kind == "joined"
+    for reader in (first, second):
+        assert [(await anext(reader)).epoch for _ in range(100)] == list(range(100))
+    stream.publish(None)
+    assert [event async for event in first] == []
+
+
+async def test_a_reader_that_is_dropped_costs_nothing_even_if_it_never_read() -> None:
+    stream = EventStream()
+    for _ in range(10):
+        stream.subscribe()
+    reader = stream.subscribe()
+    stream.publish(WorldEvent("joined", "w", 1))
+    await anext(reader)
+    gc.collect()
+    assert len(stream._readers) == 1
+
+
+def test_publishing_to_a_loop_that_has_ended_is_harmless() -> None:
+    stream = EventStream()
+
+    async def subscribe() -> object:
+        return stream.subscribe()
+
+    reader = asyncio.run(subscribe())
+    stream.publish(WorldEvent("joined", "w", 1))
+    del reader
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_of_a_name_grow_when_it_is_used_again() -> None:
+    taken = Epochs()
+    assert [taken.take("a"), taken.take("a"), taken.take("b"), taken.take("a", 7), taken.take("a")] == [1, 2, 1, 7, 8]
+    assert (taken.take("a", 3), taken.take("a")) == (3, 9)
+
+
+def test_epochs_grow_and_take_bounded_room_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "_NAMES", 100)
+    taken = Epochs()
+    assert taken.take("first", 41) == 41
+    for number in range(1000):
+        taken.take(str(number))
+    assert len(taken._latest) == 100
+    assert taken.take("first") > 41
+
+
+# -- settings and errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("interval_s", "timeout_s"), [(0, 1), (-1, 1), (1, 1), (2, 1)])
+def test_heartbeats_that_make_no_sense_are_refused(interval_s: float, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="heartbeat_interval_s must be over 0 and under heartbeat_timeout_s"):
+        WorldManager(heartbeat_interval_s=interval_s, heartbeat_timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("backend", "parsed"),
+    [
+        ("gloo", {"cpu": "tcp"}),
+        (" GLOO ", {"cpu": "tcp"}),
+        ("tcp", {"cpu": "tcp"}),
+        ("cpu:gloo", {"cpu": "tcp"}),
+        ("cpu:gloo, cuda:gloo", {"cpu": "tcp", "cuda": "tcp"}),
+        ("c10d-gloo", {"cpu": "c10d-gloo"}),
+    ],
+)
+def test_a_backend_is_understood(backend: str, parsed: dict[str, str]) -> None:
+    assert parse_backend(backend) == parsed
+
+
+@pytest.mark.parametrize("backend", ["", "mpi", "cpu:nccl", "gloo,", "cuda"])
+def test_an_unknown_backend_is_refused_with_what_is_known(backend: str) -> None:
+    with pytest.raises(UnsupportedBackendError, match="expected 'gloo', 'nccl'"):
+        parse_backend(backend)
+
+
+def test_a_broken_world_survives_pickling_with_its_fields() -> None:
+    error = pickle.loads(pickle.dumps(BrokenWorldException("w", Cause.HANG, 2, "silent")))
+    assert (error.world_name, error.cause, error.rank, error.detail) == ("w", Cause.HANG, 2, "silent")
+    assert "rank 2, cause hang (silent)" in str(error)
+    assert "a member, cause transport" in str(BrokenWorldException("w"))

@@ -1,0 +1,79 @@
+"""Whether an event loop runs: what heartbeats say of it, and what is made of that."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from multiworld.control.frames import HEARTBEAT_BYTES
+from multiworld.control.progress import LoopCounter, StallClock
+from multiworld.membership.monitor import HeartbeatConfig
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - the counter tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def test_heartbeats_differ_while_the_registered_loop_runs() -> None:
+    counter = LoopCounter()
+    assert counter.heartbeat() == HEARTBEAT_BYTES
+    counter.register(asyncio.get_running_loop(), 0.001)
+    first = counter.heartbeat()
+    assert first != HEARTBEAT_BYTES
+    await until(lambda: counter.heartbeat() != first)
+    counter.stop()
+    assert counter.heartbeat() == HEARTBEAT_BYTES
+
+
+async def test_heartbeats_are_the_same_while_the_registered_loop_is_blocked() -> None:
+    counter = LoopCounter()
+    counter.register(asyncio.get_running_loop(), 0.001)
+    first = counter.heartbeat()
+    time.sleep(0.05)  # noqa: ASYNC251 - it is what blocks
+    assert counter.heartbeat() == first
+    await until(lambda: counter.heartbeat() != first)
+
+
+async def test_loop_is_counted_once_when_it_registers_twice() -> None:
+    counter, loop = LoopCounter(), asyncio.get_running_loop()
+    counter.register(loop, 3600.0)
+    first = counter.heartbeat()
+    counter.register(loop, 3600.0)
+    assert counter.heartbeat() == first
+
+
+def test_heartbeats_prove_nothing_when_the_loop_was_closed_and_another_may_register() -> None:
+    counter = LoopCounter()
+
+    async def register() -> bytes:
+        counter.register(asyncio.get_running_loop(), 0.001)
+        return counter.heartbeat()
+
+    first = asyncio.run(register())
+    assert counter.heartbeat() == HEARTBEAT_BYTES
+    assert asyncio.run(register()) not in (HEARTBEAT_BYTES, first)
+
+
+def test_peer_counts_as_stalled_for_as_long_as_its_count_stays() -> None:
+    clock = StallClock()
+    for now_s in range(5):
+        clock.hear(7, float(now_s), longest_gap_s=2.0)
+    assert clock.stalled_s == 4.0
+    clock.hear(8, 5.0, longest_gap_s=2.0)
+    assert clock.stalled_s == 0.0
+
+
+def test_long_silence_says_little_of_the_loop_when_the_process_stood_still() -> None:
+    clock = StallClock()
+    clock.hear(7, 0.0, longest_gap_s=0.4)
+    clock.hear(7, 30.0, longest_gap_s=0.4)
+    assert clock.stalled_s == 0.4
+
+
+def test_stall_limit_is_refused_when_it_is_shorter_than_a_few_heartbeats() -> None:
+    assert HeartbeatConfig(0.2, 1.0, 0.8).loop_stall_timeout_s == 0.8
+    with pytest.raises(ValueError, match=r"at least 4 times heartbeat_interval_s \(0\.2\), got 0\.7"):
+        HeartbeatConfig(0.2, 1.0, 0.7)

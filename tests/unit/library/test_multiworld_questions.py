@@ -1,0 +1,158 @@
+"""Questions and answers before there is a world."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from multiworld import AskError, WorldManager, ask
+from multiworld.membership import acceptor as reception_module
+from multiworld.membership.acceptor import bind
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[WorldManager]:
+    async with WorldManager(secret="right") as manager:
+        yield manager
+
+
+async def echo(question: str, host: str) -> bytes:
+    return f"{question} from {host}".encode()
+
+
+async def test_an_answer_comes_back_when_the_secret_is_right(host: WorldManager) -> None:
+    port = host.listen()
+    host.answer("127.0.0.1", port, echo)
+    answers = await asyncio.gather(*(ask("127.0.0.1", port, f"question {n}", secret=b"right") for n in range(50)))
+    assert answers == [f"question {n} from 127.0.0.1".encode() for n in range(50)]
+
+
+async def test_a_question_is_refused_when_the_secret_is_wrong(host: WorldManager) -> None:
+    port = host.listen()
+    host.answer("127.0.0.1", port, echo)
+    with pytest.raises(PermissionError, match="wrong secret"):
+        await ask("127.0.0.1", port, "?", secret=b"wrong")
+
+
+async def test_no_answer_comes_when_nobody_answers_questions_there(host: WorldManager) -> None:
+    with pytest.raises(AskError, match="no answer to this question"):
+        await ask("127.0.0.1", host.listen(), "?", secret=b"right")
+
+
+async def test_no_answer_comes_when_the_answerer_fails(host: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(question: str, host: str) -> bytes:
+        raise LookupError("on purpose")
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, fail)
+    with pytest.raises(AskError, match="no answer to this question"):
+        await ask("127.0.0.1", port, "?", secret=b"right")
+    assert "on purpose" in caplog.text
+
+
+async def test_who_asks_is_told_why_when_the_answerer_refuses(
+    host: WorldManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(question: str, host: str) -> bytes:
+        raise AskError("we are full\x1b" + "!" * 100_000)
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, refuse)
+    with pytest.raises(AskError, match=r"we are full\\x1b!!!") as told:
+        await ask("127.0.0.1", port, "?", secret=b"right")
+    assert len(str(told.value)) < 3000
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+
+
+async def test_asking_ends_after_its_timeout_when_the_answerer_does_not(host: WorldManager) -> None:
+    asked = asyncio.Event()
+
+    async def ponder(question: str, host: str) -> bytes:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, ponder)
+    with pytest.raises(AskError, match=r"did not answer within 0\.5 s"):
+        await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=0.5)
+    assert asked.is_set()
+
+
+async def test_who_asks_is_shown_out_when_no_answer_is_found_in_time(
+    host: WorldManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception_module, "_ANSWER_S", 0.1)
+
+    async def ponder(question: str, host: str) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, ponder)
+    with pytest.raises(AskError, match="no answer to this question"):
+        await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=3600)
+
+
+async def test_an_answer_that_comes_after_who_asked_has_gone_is_harmless(host: WorldManager) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(question: str, host: str) -> bytes:
+        asked.set()
+        await answer.wait()
+        return b"late"
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, slow)
+    asking = asyncio.create_task(ask("127.0.0.1", port, "?", secret=b"right"))
+    await asked.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    answer.set()
+    assert await ask("127.0.0.1", port, "again", secret=b"right") == b"late"
+
+
+async def test_asking_nobody_says_so() -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be asked"):
+        await ask("127.0.0.1", port, "?")
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x01\x07", b""], ids=["http", "frame", "end"]
+)
+async def test_asking_something_else_says_so(greeting: bytes) -> None:
+    async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(AskError, match="cannot be asked"):
+            await ask("127.0.0.1", port, "?")
+
+
+async def test_asking_who_accepts_and_says_nothing_ends_after_its_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AskError, match="did not answer within"):
+        await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)
+
+
+async def test_secret_can_be_changed_while_others_still_know_the_former_one(host: WorldManager) -> None:
+    async def echo(question: str, host: str) -> bytes:
+        return question.encode()
+
+    port = host.listen()
+    host.answer("127.0.0.1", port, echo)
+    host.let_in(b"new", b"right")
+    for secret in (b"new", b"right"):
+        assert await ask("127.0.0.1", port, "?", secret=secret) == b"?"
+    host.let_in(b"new")
+    assert await ask("127.0.0.1", port, "?", secret=b"new") == b"?"
+    with pytest.raises(PermissionError):
+        await ask("127.0.0.1", port, "?", secret=b"right")
+    later = host.listen()
+    with pytest.raises(PermissionError):
+        await ask("127.0.0.1", later, "?", secret=b"right")

@@ -1,0 +1,221 @@
+"""The one thread that watches: timers, calls from elsewhere, sockets; it forgives its own stalls and survives its callbacks."""
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from multiworld.control.connection import ControlConnection
+from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, Kind
+from multiworld.control.loop import WatchDog
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def watchdog() -> Iterator[WatchDog]:
+    made = WatchDog()
+    made.start()
+    yield made
+    made.stop()
+    assert not made.running
+
+
+class Owner:
+    """Writes down what a lifeline tells it."""
+
+    def __init__(self) -> None:
+        self.told: SimpleQueue[object] = SimpleQueue()
+
+    def on_frame(self, lifeline: ControlConnection, frame: Frame) -> None:
+        if frame.kind is Kind.MEMBER_FAILED:
+            raise ValueError("a frame that our side cannot handle")
+        if frame.kind is Kind.LEFT:
+            raise FrameError("unexpected")
+        self.told.put(frame)
+
+    def on_lost(self, lifeline: ControlConnection, reason: str) -> None:
+        self.told.put(reason)
+
+    def next(self) -> object:
+        return self.told.get(timeout=PATIENCE_S)
+
+
+class Ends:
+    """A lifeline and the plain socket at its other end."""
+
+    def __init__(self, watchdog: WatchDog) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.peer = socket.create_connection(server.getsockname())
+            ours, _ = server.accept()
+        self.owner = Owner()
+        self._made: SimpleQueue[ControlConnection] = SimpleQueue()
+        watchdog.call_soon(lambda: self._made.put(ControlConnection(watchdog, ours, self.owner)))
+        self.lifeline = self._made.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def ends(watchdog: WatchDog) -> Iterator[Ends]:
+    made = Ends(watchdog)
+    yield made
+    made.peer.close()
+
+
+def test_calls_run_in_the_order_of_asking(watchdog: WatchDog) -> None:
+    done: SimpleQueue[int] = SimpleQueue()
+    for number in range(1000):
+        watchdog.call_soon(done.put, number)
+    assert [done.get(timeout=PATIENCE_S) for _ in range(1000)] == list(range(1000))
+
+
+def test_calls_of_many_threads_all_run(watchdog: WatchDog) -> None:
+    done: SimpleQueue[int] = SimpleQueue()
+
+    def ask() -> None:
+        for _ in range(500):
+            watchdog.call_soon(done.put, 1)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert sum(done.get(timeout=PATIENCE_S) for _ in range(4000)) == 4000
+
+
+def test_timers_run_in_the_order_in_which_they_are_due_and_cancelled_ones_never(watchdog: WatchDog) -> None:
+    done: SimpleQueue[str] = SimpleQueue()
+
+    def plan() -> None:
+        watchdog.call_later(0.06, done.put, "third")
+        watchdog.call_later(0.02, done.put, "first")
+        watchdog.call_later(0.03, done.put, "never").cancel()
+        watchdog.call_later(0.04, done.put, "second")
+
+    watchdog.call_soon(plan)
+    assert [done.get(timeout=PATIENCE_S) for _ in range(3)] == ["first", "second", "third"]
+    assert done.empty()
+
+
+def test_a_callback_that_fails_is_logged_and_stops_no_other(
+    watchdog: WatchDog, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: SimpleQueue[str] = SimpleQueue()
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    watchdog.call_soon(fail)
+    watchdog.call_soon(watchdog.call_later, 0.0, fail)
+    watchdog.call_soon(watchdog.call_later, 0.01, done.put, "timer")
+    watchdog.call_soon(done.put, "call")
+    assert [done.get(timeout=PATIENCE_S) for _ in range(2)] == ["call", "timer"]
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+
+
+def test_what_was_asked_before_the_stop_is_still_done() -> None:
+    watchdog = WatchDog()
+    done: list[int] = []
+    watchdog.start()
+    for number in range(100):
+        watchdog.call_soon(done.append, number)
+    watchdog.stop()
+    assert done == list(range(100))
+    watchdog.call_soon(done.append, 100)  # harmless, and never done
+    assert len(done) == 100
+
+
+def test_a_watchdog_that_never_started_can_be_stopped() -> None:
+    WatchDog().stop()
+
+
+def test_a_stall_of_our_own_is_not_held_against_the_peers(watchdog: WatchDog, ends: Ends) -> None:
+    silences: SimpleQueue[float] = SimpleQueue()
+
+    def measure() -> None:
+        silences.put(watchdog.now_s - ends.lifeline.last_heard_s)
+
+    watchdog.call_soon(watchdog.call_later, 0.05, measure)
+    silences.get(timeout=PATIENCE_S)
+    watchdog.call_soon(time.sleep, 1.0)  # as SIGSTOP, or somebody who holds the GIL
+    watchdog.call_soon(watchdog.call_later, 0.05, measure)
+    # Nothing was heard for over a second, but we were away for one of it.
+    assert silences.get(timeout=PATIENCE_S) < 1.0
+
+
+def test_frames_arrive_and_the_end_is_told_once(ends: Ends) -> None:
+    frames = [Frame(Kind.STORE_SET, (b"key", bytes([number]) * 1000)) for number in range(100)]
+    ends.peer.sendall(b"".join(frame.encode() for frame in frames))
+    assert [ends.owner.next() for _ in frames] == frames
+    ends.peer.close()
+    assert ends.owner.next() == "it ended the connection"
+    assert ends.owner.told.empty()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "it sent garbage: a frame of"),
+        (Frame(Kind.LEFT).encode(), "it sent garbage: unexpected"),
+        (Frame(Kind.MEMBER_FAILED).encode(), "what it sent could not be handled"),
+    ],
+    ids=["garbage", "refused", "our own bug"],
+)
+def test_the_lifeline_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
+    ends.peer.sendall(sent + Frame(Kind.HEARTBEAT).encode())
+    told = ends.owner.next()
+    assert isinstance(told, str)
+    assert told.startswith(reason)
+    assert ends.peer.recv(1) == b""
+
+
+def test_the_lifeline_is_lost_when_its_peer_reads_nothing(watchdog: WatchDog, ends: Ends) -> None:
+    data = Frame(Kind.STORE_SET, (b"key", b"v" * (MAX_FRAME_BYTES - 100))).encode()
+    for _ in range(50):
+        watchdog.call_soon(ends.lifeline.send, data)
+    assert ends.owner.next() == "it reads nothing that we send"
+    assert len(ends.lifeline._outbox) <= 6 * MAX_FRAME_BYTES
+
+
+def test_a_closed_lifeline_still_delivers_what_was_sent_before(watchdog: WatchDog, ends: Ends) -> None:
+    data = b"x" * 3_000_000  # more than the sockets hold: the rest goes out after `close`
+    watchdog.call_soon(ends.lifeline.send, data)
+    watchdog.call_soon(ends.lifeline.close)
+    received = 0
+    while piece := ends.peer.recv(1 << 16):
+        received += len(piece)
+    assert received == len(data)
+    assert ends.owner.told.empty()
+
+
+def test_a_socket_closed_in_the_same_round_is_not_served_any_more(watchdog: WatchDog) -> None:
+    served: SimpleQueue[int] = SimpleQueue()
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def serve(_mask: int) -> None:
+        served.put(0)
+        for ours, _ in pairs:
+            watchdog.unregister(ours)
+
+    def watch() -> None:
+        for ours, theirs in pairs:
+            theirs.send(b"x")
+            watchdog.register(ours, selectors.EVENT_READ, serve)
+
+    watchdog.call_soon(watch)
+    served.get(timeout=PATIENCE_S)
+    watchdog.call_soon(served.put, -1)
+    assert served.get(timeout=PATIENCE_S) == -1, "the other socket was ready in the same round, and is not watched"
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_nothing_is_logged_while_all_is_well(watchdog: WatchDog, ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        ends.peer.sendall(Frame(Kind.HEARTBEAT).encode())
+        ends.owner.next()
+    assert caplog.text == ""

@@ -1,0 +1,54 @@
+"""Labels from files of every accepted form, and a clear error for every other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld_serving.models import ModelError
+from multiworld_serving.models.weights.labels import read_labels
+
+
+@pytest.mark.parametrize(
+    ("filename", "content"),
+    [
+        ("labels.txt", "cat\ndog\nsea cow\n"),
+        ("labels.txt", "\ufeffcat\r\ndog\r\nsea cow\r\n\r\n"),
+        ("labels.json", json.dumps(["cat", "dog", "sea cow"])),
+        ("labels.JSON", json.dumps({"2": "sea cow", "0": "cat", "1": "dog"})),
+        ("index.json", json.dumps({"0": ["n1", "cat"], "1": ["n2", "dog"], "2": ["n3", "sea cow"]})),
+    ],
+)
+def test_labels_are_read_in_order_of_class(tmp_path: Path, filename: str, content: str) -> None:
+    path = tmp_path / filename
+    path.write_bytes(content.encode())
+    assert read_labels(str(path), 3) == ("cat", "dog", "sea cow")
+
+
+@pytest.mark.parametrize(
+    ("filename", "content", "message"),
+    [
+        ("labels.txt", b"cat\ndog\n", "has 2 labels, but the model has 3 classes"),
+        ("labels.txt", b"cat\n\ndog\n", "empty line 2"),
+        ("labels.txt", b"", "is empty"),
+        ("labels.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("labels.json", b"{", "not valid JSON"),
+        ("labels.json", b'"cat"', "neither a list nor an object"),
+        ("labels.json", b"{}", "neither a list nor an object"),
+        ("labels.json", b'["cat", 1, "dog"]', "the label 1"),
+        ("labels.json", b'{"0": "a", "1": "b", "3": "c"}', "the key '3'"),
+        ("labels.json", b'["cat"]', "has 1 labels"),
+    ],
+)
+def test_labels_are_refused_when_the_file_is_wrong(tmp_path: Path, filename: str, content: bytes, message: str) -> None:
+    path = tmp_path / filename
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        read_labels(str(path), 3)
+
+
+@pytest.mark.parametrize("missing", ["nowhere.txt", "."])
+def test_labels_are_refused_when_there_is_no_such_file(tmp_path: Path, missing: Any) -> None:
+    with pytest.raises(ModelError, match="cannot read labels"):
+        read_labels(str(tmp_path / missing), 3)

@@ -1,0 +1,278 @@
+"""Loading weights: every accepted form gives the same model, and every wrong one a clear error."""
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+from torchvision import models as torchvision_models
+
+from multiworld_serving.models import (
+    MODEL_NAMES,
+    ArchitectureError,
+    ModelError,
+    Preprocessing,
+    WeightsError,
+    load_model,
+)
+from multiworld_serving.models.weights.random_weights import random_model
+
+IMAGENET = Preprocessing(256, 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensor]:
+    """State dict of a ResNet-18 with 10 classes."""
+    return dict(random_model("resnet18", seed=5, num_classes=10).state_dict())
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, Tensor]) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "ten.safetensors"
+    safetensors.torch.save_file(weights, path)
+    return path
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_random_weights_are_the_same_for_a_seed_and_leave_the_global_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    first = load_model("resnet18", "random:7")
+    torch.rand(3)
+    torch.random.set_rng_state(before)
+    second = load_model("resnet18", "random:07")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert_same(first.module.state_dict(), second.module.state_dict())
+    other = load_model("resnet18", "random:8").module
+    assert not torch.equal(other.get_parameter("conv1.weight"), first.module.get_parameter("conv1.weight"))
+
+
+def test_random_weights_come_with_imagenets_labels_and_preprocessing() -> None:
+    model = load_model("resnet50", "random:0")
+    assert (model.name, model.version) == ("resnet50", "random:0")
+    assert len(model.labels) == model.num_classes == 1000
+    assert (model.labels[0], model.labels[999]) == ("tench", "toilet tissue")
+    assert model.preprocessing == IMAGENET
+    assert not model.module.training
+    assert not any(parameter.requires_grad for parameter in model.module.parameters())
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_module_is_torchvisions_own_model(name: str) -> None:
+    model = load_model(name, "random:0").module
+    with torch.device("meta"):
+        theirs = torchvision_models.get_model(name)
+    assert str(model) == str(theirs)
+    assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+
+
+def test_safetensors_file_is_loaded_with_its_own_number_of_classes(file: Path, weights: dict[str, Tensor]) -> None:
+    model = load_model("resnet18", str(file))
+    assert_same(model.module.state_dict(), weights)
+    assert model.labels == tuple(f"class_{i}" for i in range(10))
+    assert model.version == f"ten-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    assert model.preprocessing == IMAGENET
+
+
+def wrapped(weights: dict[str, Tensor], form: str) -> Any:
+    match form:
+        case "state_dict":
+            return {"state_dict": weights, "epoch": 3}
+        case "model":
+            return {"model": weights, "optimizer": {}, "lr": 0.1}
+        case "module.":
+            return {f"module.{name}": tensor for name, tensor in weights.items()}
+        case "nested":
+            return {"state_dict": {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}}
+        case "float64":
+            return {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
+        case "no counters":
+            return {name: tensor for name, tensor in weights.items() if "num_batches_tracked" not in name}
+        case _:
+            return weights
+
+
+@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "module.", "nested", "float64", "no counters"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_pth_file_is_loaded_in_each_common_form(
+    tmp_path: Path, weights: dict[str, Tensor], form: str, legacy: bool
+) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save(wrapped(weights, form), path, _use_new_zipfile_serialization=not legacy)
+    model = load_model("resnet18", str(path))
+    assert_same(model.module.state_dict(), weights)
+    assert all(t.dtype in (torch.float32, torch.int64) for t in model.module.state_dict().values())
+
+
+def test_labels_file_names_the_classes(tmp_path: Path, file: Path) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join("abcdefghij"))
+    assert load_model("resnet18", str(file), labels=str(labels)).labels == tuple("abcdefghij")
+    labels.write_text("\n".join("abcdefghi"))
+    with pytest.raises(ModelError, match="has 9 labels, but the model has 10 classes"):
+        load_model("resnet18", str(file), labels=str(labels))
+
+
+def test_preprocessing_is_overridden_by_what_is_given(file: Path) -> None:
+    def preprocessing(**changes: Any) -> Preprocessing:
+        return load_model("resnet18", str(file), **changes).preprocessing
+
+    assert preprocessing(image_size=32) == Preprocessing(32, 32, IMAGENET.mean, IMAGENET.std)
+    assert preprocessing(image_size=32, resize_size=40).resize_size == 40
+    assert preprocessing(resize_size=300) == Preprocessing(300, 224, IMAGENET.mean, IMAGENET.std)
+    assert preprocessing(mean=[0, 0, 0], std=(1, 1, 1)) == Preprocessing(256, 224, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_size": 0}, "image_size is 0"),
+        ({"image_size": 10**6}, "image_size is 1000000"),
+        ({"resize_size": 100}, "resize_size 100 is smaller than the crop of 224"),
+        ({"mean": (0.5, 0.5)}, "mean"),
+        ({"std": (1.0, 0.0, 1.0)}, "std contains 0.0"),
+    ],
+)
+def test_preprocessing_is_refused_when_out_of_range(file: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model("resnet18", str(file), **changes)
+
+
+def test_another_resnets_weights_are_refused_and_recognised(file: Path) -> None:
+    with pytest.raises(ArchitectureError, match=r"are resnet18's, not resnet50's; choose --model resnet18"):
+        load_model("resnet50", str(file))
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (torchvision_models.resnext50_32x4d, "same layers in other sizes"),
+        (torchvision_models.mobilenet_v3_small, "unknown .first features"),
+    ],
+)
+def test_other_architectures_weights_are_refused_with_what_differs(tmp_path: Path, builder: Any, message: str) -> None:
+    path = tmp_path / "other.safetensors"
+    safetensors.torch.save_file(builder(weights=None).state_dict(), path)
+    with pytest.raises(ArchitectureError, match=message) as caught:
+        load_model("resnet50", str(path))
+    assert "expected torchvision's resnet50" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Bomb:
+    """Would write a file when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("form", ["torch", "pickle"])
+def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    path, victim = tmp_path / "evil.pth", tmp_path / "victim"
+    if form == "torch":
+        torch.save({"fc.weight": Bomb(victim)}, path)
+    else:
+        path.write_bytes(pickle.dumps(Bomb(victim)))
+    with pytest.raises(WeightsError, match="code, which is never loaded"):
+        load_model("resnet18", str(path))
+    assert not victim.exists()
+
+
+def test_whole_pickled_model_is_refused_with_how_to_save(tmp_path: Path) -> None:
+    path = tmp_path / "whole.pt"
+    torch.save(random_model("resnet18", seed=0, num_classes=2), path)
+    with pytest.raises(WeightsError, match=r"whole pickled model.*torch\.save\(model\.state_dict\(\), path\)"):
+        load_model("resnet18", str(path))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("keep", [0.0, 1e-6, 0.5, 0.999])
+def test_truncated_file_is_refused(tmp_path: Path, weights: dict[str, Tensor], suffix: str, keep: float) -> None:
+    path = tmp_path / f"cut{suffix}"
+    if suffix == ".pth":
+        torch.save(weights, path)
+    else:
+        safetensors.torch.save_file(weights, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(WeightsError, match=r"is not a whole|is damaged"):
+        load_model("resnet18", str(path))
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
+def test_garbage_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"garbage{suffix}"
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        path.write_bytes(bytes(torch.randint(0, 256, (seed * 7,), generator=generator).tolist()))
+        with pytest.raises(WeightsError) as caught:
+            load_model("resnet18", str(path))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list"),
+        ({}, "holds an empty dict"),
+        ({"fc.weight": 3}, "holds a int under 'fc.weight'"),
+        (torch.zeros(3), "holds a Tensor"),
+        ({"fc.weight": torch.zeros(10**6, 1)}, "1 tensors found"),
+        ({"fc.weight": torch.zeros(())}, "1 tensors found"),
+    ],
+)
+def test_file_without_a_state_dict_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "strange.pth"
+    torch.save(content, path)
+    with pytest.raises(ModelError, match=message):
+        load_model("resnet18", str(path))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.full((10,), float("nan")), "fc.bias contains NaN or infinity"),
+        (torch.zeros(10, dtype=torch.int8), "fc.bias is torch.int8"),
+    ],
+)
+def test_unusable_values_are_refused(tmp_path: Path, weights: dict[str, Tensor], tensor: Tensor, message: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    safetensors.torch.save_file({**weights, "fc.bias": tensor}, path)
+    with pytest.raises(WeightsError, match=message):
+        load_model("resnet18", str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights_text", "message"),
+    [
+        ("resnet19", "random:0", "unknown model 'resnet19'; expected one of resnet18"),
+        ("resnet18", "IMAGENET1K_V2", "expected IMAGENET1K_V1, DEFAULT, auto"),
+        ("resnet18", "", "unknown weights ''"),
+        ("resnet18", "random", "expected random:SEED"),
+        ("resnet18", "random:x", "expected random:SEED"),
+        ("resnet18", "random:-1", "expected random:SEED"),
+        ("resnet18", "random:" + "9" * 5000, "expected random:SEED"),
+        ("resnet18", "nowhere.pth", "nowhere.pth does not exist"),
+    ],
+)
+def test_weights_are_refused_when_there_are_none_of_that_name(name: str, weights_text: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(name, weights_text)
+
+
+def test_weights_are_refused_when_the_path_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "folder.pth").mkdir()
+    with pytest.raises(WeightsError, match="is not a file"):
+        load_model("resnet18", str(tmp_path / "folder.pth"))

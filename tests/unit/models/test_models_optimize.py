@@ -1,0 +1,338 @@
+"""Ways to compute a stage: close to the reference, chosen by measurement, and never a fast wrong one."""
+
+import copy
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from multiworld_serving.models import (
+    NO_TUNING,
+    TOLERANCE,
+    CompiledStageCache,
+    ExecutionMode,
+    ModelError,
+    Stage,
+    StageError,
+    Tuning,
+    deviation,
+    optimize,
+    reference_stage,
+    split_model,
+    stage_input_shape,
+)
+from multiworld_serving.models.optimize import execution_modes
+from multiworld_serving.models.optimize.execution_modes import candidates
+from multiworld_serving.models.optimize.folding import FoldedStage, fold_batch_norm
+from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
+from multiworld_serving.models.optimize.selection import Trial, choose, fastest
+from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="this torch has no oneDNN, or hides it")
+UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
+
+
+def through(
+    name: str, num_stages: int, make: Callable[[Stage], Callable[[Tensor], Tensor]], batch: Tensor
+) -> list[Tensor]:
+    """What each stage, made over, puts out for the reference's input of that stage."""
+    model, outputs = loaded(name), []
+    for spec in split_model(model, num_stages):
+        stage = reference_stage(model, spec)
+        output = make(stage)(batch)
+        assert output.dtype == torch.float32
+        assert output.is_contiguous()
+        outputs += [output, batch := stage(batch)]
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("num_stages", [1, 3])
+@torch.inference_mode()
+def test_folded_stages_equal_the_reference_within_the_tolerance(name: str, num_stages: int) -> None:
+    outputs = through(name, num_stages, FoldedStage, images(3))
+    for output, expected in pairs(outputs):
+        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("num_stages", [1, 3, 10])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@torch.inference_mode()
+def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
+    name: str, num_stages: int, layout: torch.memory_format
+) -> None:
+    """Also where the first block adds to its own input, and where that needs no copy to be channels-last."""
+
+    def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
+        fused = FoldedStage(stage, fuse_for=Workload(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2)))
+
+        def run(batch: Tensor) -> Tensor:
+            given = batch.contiguous(memory_format=layout if batch.ndim == 4 else torch.contiguous_format)
+            output: Tensor = fused(given)
+            assert torch.equal(given, batch)
+            return output
+
+        return run
+
+    for output, expected in pairs(through(name, num_stages, through_fused, images(3))):
+        assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@needs_onednn
+@torch.inference_mode()
+def test_fused_convolution_has_the_layout_that_is_wanted_for_so_many_rows_and_threads() -> None:
+    """Weights in another one are laid out anew in every call. Where the wishes are the same, so are the weights."""
+    conv = nn.Conv2d(256, 512, 1).to(memory_format=torch.channels_last)
+    fused = FusedConv(conv, (256, 14, 14), Workload((256, 14, 14), 8, (1, 2, 3)), relu=False)
+    for threads in (1, 2, 3):
+        for rows in (1, 8):
+            batch = torch.randn(rows, 256, 14, 14).contiguous(memory_format=torch.channels_last)
+            with torch_threads(threads):
+                window = (conv.padding, conv.stride, conv.dilation, conv.groups)
+                wanted = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *window, batch.shape)
+                assert raw(fused.weight.wanted_for(batch)) == raw(wanted)
+                assert torch.allclose(fused(batch), conv(batch), atol=1e-4)
+    assert 1 <= fused.weight.num_layouts <= 6
+    alike = FusedConv(conv, (256, 14, 14), Workload((256, 14, 14), 1, (1,)), relu=False)
+    assert alike.weight.num_layouts == 1
+
+
+def raw(packed: Tensor) -> bytes:
+    """A tensor in oneDNN's own layout, as it lies in memory."""
+    return ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+
+
+def test_number_of_threads_is_as_before_behind_a_block_that_computes_on_others() -> None:
+    before = torch.get_num_threads()
+    with torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    with pytest.raises(ModelError), torch_threads(before + 1):
+        raise ModelError
+    assert torch.get_num_threads() == before
+
+
+def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@torch.inference_mode()
+def test_reduced_precision_is_within_its_tolerance_and_not_the_reference(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float16
+    for output, expected in pairs(through("resnet18", 2, lambda stage: FoldedStage(stage, dtype), images(2))):
+        off = deviation(output, expected, probabilities=expected.ndim == 2)
+        assert 0 < off <= TOLERANCE[precision]
+
+
+@torch.inference_mode()
+def test_normalisation_is_folded_exactly_at_the_borders_too() -> None:
+    """Were the mean in the weights, the zeros that the convolution pads with would be black and not the mean."""
+    model = loaded("resnet18")
+    stage = reference_stage(model, split_model(model, 10)[0])
+    black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
+    expected, output = stage(black), FoldedStage(stage)(black)
+    assert float((output - expected).abs()[..., 0, :].max()) <= 1e-5 * float(expected.abs().max())
+    assert deviation(output, expected) <= TOLERANCE["float32"] / 10
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_no_batch_normalisation_is_left_when_folded(name: str) -> None:
+    model = loaded(name)
+    stage = copy.deepcopy(reference_stage(model, split_model(model, 1)[0]))
+    assert any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
+    fold_batch_norm(stage)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
+
+
+@torch.inference_mode()
+def test_folding_leaves_the_stage_and_its_input_as_they_were() -> None:
+    model = loaded("resnet18")
+    stage, batch = reference_stage(model, split_model(model, 1)[0]), images(2)
+    weights = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+    expected, before = stage(batch), batch.clone()
+    FoldedStage(stage)(batch)
+    assert torch.equal(batch, before)
+    assert torch.equal(stage(batch), expected)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in stage.state_dict().items())
+
+
+def test_folded_first_stage_refuses_when_the_input_is_no_uint8_rgb_batch() -> None:
+    model = loaded("resnet18")
+    folded = FoldedStage(reference_stage(model, split_model(model, 2)[0]))
+    with pytest.raises(ModelError, match=r"expected torch\.uint8"):
+        folded(torch.zeros(1, 3, 8, 8))
+
+
+def test_stage_is_bit_for_bit_the_reference_when_nothing_is_to_be_optimised() -> None:
+    model = loaded("resnet18")
+    stage = reference_stage(model, split_model(model, 1)[0])
+    made = optimize(stage, (3, IMAGE_SIZE, IMAGE_SIZE), 8, NO_TUNING, CPU)
+    assert made.mode == UNOPTIMIZED
+    with torch.inference_mode():
+        assert torch.equal(made.module(images(2)), stage(images(2)))
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only when a `Timed` module runs."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Timed(nn.Module):
+    def __init__(self, clock: Clock, takes_s: float, off: float = 0.0) -> None:
+        super().__init__()
+        self._clock, self._takes_s, self._off = clock, takes_s, off
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self._clock.now_s += self._takes_s
+        return batch * (1 + self._off)
+
+
+def chosen(*ways: tuple[ExecutionMode, float, float], limit_s: float = 1e9) -> tuple[ExecutionMode, str]:
+    """Which of (recipe, seconds it takes, share that it is off) is chosen, and why."""
+    clock = Clock()
+    makers = [(recipe, lambda t=takes_s, o=off: Timed(clock, t, o)) for recipe, takes_s, off in ways]
+    made = choose(makers, Timed(clock, 0.0), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
+    return made.mode, made.why
+
+
+def test_fastest_way_is_chosen_when_all_are_close() -> None:
+    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 1e-6), (BFLOAT16, 1.0, 1e-2))
+    assert recipe == BFLOAT16
+    assert "3000.0" in why
+    assert "1000.0" in why
+
+
+@pytest.mark.parametrize("off", [1e-3, 1.0, float("nan")])
+def test_fast_and_wrong_way_is_never_chosen(off: float) -> None:
+    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 0.001, off))
+    assert recipe == UNOPTIMIZED
+    assert "is allowed" in why
+
+
+def test_simpler_way_is_kept_when_the_other_is_faster_by_less_than_noise() -> None:
+    assert chosen((UNOPTIMIZED, 1.0, 0.0), (EAGER, 0.99, 0.0))[0] == UNOPTIMIZED
+
+
+def test_nothing_more_is_tried_when_time_is_up() -> None:
+    recipe, why = chosen((EAGER, 3.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
+    assert recipe == EAGER
+    assert "eager/bfloat16 no time to try" in why
+
+
+def test_what_promises_most_is_tried_first_when_time_is_short() -> None:
+    recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
+    assert recipe == BFLOAT16
+    assert "eager/float32 no time to try" in why
+
+
+def test_way_that_was_not_timed_never_beats_one_before_it() -> None:
+    ways = [Trial(UNOPTIMIZED, nn.Identity()), Trial(EAGER, nn.Identity())]
+    assert fastest(ways) is ways[0]
+
+
+def test_auto_chooses_a_real_way_and_says_what_it_measured() -> None:
+    model = loaded("resnet18")
+    spec = split_model(model, 3)[1]
+    stage = reference_stage(model, spec)
+    made = optimize(stage, stage_input_shape(spec, IMAGE_SIZE), 2, Tuning(optimize="auto", limit_s=60), CPU)
+    assert made.mode in candidates(Tuning("float32", "auto"), CPU)
+    assert "none/float32" in made.why
+    assert str(candidates(Tuning("float32", "auto"), CPU)[-1]) in made.why
+    batch = torch.rand(2, *stage_input_shape(spec, IMAGE_SIZE))
+    with torch.inference_mode():
+        assert deviation(made.module(batch), stage(batch)) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("fast", "expected"), [(True, (UNOPTIMIZED, EAGER, BFLOAT16)), (False, (UNOPTIMIZED, EAGER))])
+def test_auto_tries_bfloat16_only_where_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, expected: tuple[ExecutionMode, ...]
+) -> None:
+    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: fast)
+    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
+    assert candidates(Tuning("auto", "auto"), CPU) == expected
+
+
+def test_gpu_tries_graphs_too_where_compiling_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
+    gpu, graphs = torch.device("cuda"), (ExecutionMode("graphed"), ExecutionMode("graphed", "bfloat16"))
+    assert candidates(Tuning("auto", "auto"), gpu) == (UNOPTIMIZED, EAGER, BFLOAT16, *graphs)
+    assert candidates(Tuning("bfloat16", "compile"), gpu) == (BFLOAT16, graphs[1])
+    assert candidates(Tuning("bfloat16", "eager"), gpu) == (BFLOAT16,)
+
+
+def test_way_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
+    clock = Clock()
+
+    def refuse() -> nn.Module:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    sound = lambda: Timed(clock, 1.0)  # noqa: E731
+    sample = torch.ones(4, 3, 2, 2)
+    made = choose([(EAGER, sound), (BFLOAT16, refuse)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+    assert made.mode == EAGER
+    assert "eager/bfloat16 cannot be built (operation not permitted when stream is capturing)" in made.why
+    with pytest.raises(RuntimeError, match="not permitted"):
+        choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+
+
+def test_convolutions_are_fused_where_the_device_and_the_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
+    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: dtype == torch.float32)
+    assert candidates(Tuning("auto", "eager"), CPU) == (ExecutionMode("fused"), BFLOAT16)
+
+
+def test_precision_that_was_asked_for_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
+    assert candidates(Tuning("bfloat16", "auto"), CPU) == (BFLOAT16,)
+    assert candidates(Tuning("float32", "eager"), CPU) == (EAGER,)
+    assert candidates(Tuning("auto", "none"), CPU) == (UNOPTIMIZED,)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimize", "word"),
+    [("int8", "eager", "int8"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
+)
+def test_tuning_is_refused_when_it_makes_no_sense(precision: str, optimize: str, word: str) -> None:
+    with pytest.raises(StageError, match=word):
+        Tuning(precision, optimize)
+
+
+def test_compiled_code_has_a_place_when_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number nobody knows; `Path.home` would raise, and no worker start."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    assert CompiledStageCache().folder.is_absolute()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/some")
+    assert CompiledStageCache().folder == Path("/var/cache/some/multiworld/compiled")
+
+
+# -- closeness --------------------------------------------------------------------------------------------------------------
+
+
+def test_deviation_of_probabilities_is_that_of_their_logits() -> None:
+    logits = torch.linspace(-10, 10, 21).unsqueeze(0)
+    off = logits.clone()
+    off[0, 0] += 0.2
+    assert deviation(off.softmax(1), logits.softmax(1), probabilities=True) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
+def test_deviation_of_what_is_no_probability_is_more_than_any_tolerance(bad: float) -> None:
+    expected = torch.full((1, 4), 0.25)
+    output = expected.clone()
+    output[0, 2] = bad
+    assert not deviation(output, expected, probabilities=True) <= max(TOLERANCE.values())

@@ -1,0 +1,61 @@
+"""The statistics of `multiworld bench`."""
+
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.testing.load.clients import Load, Sample
+from multiworld_serving.testing.load.latency_plot import draw_latency
+from multiworld_serving.testing.load.measurement import measure, measure_recent
+
+SAMPLES = [
+    Sample(0.5, 0.1, 200),  # warm-up
+    Sample(1.0, 0.1, 200),
+    Sample(1.5, 0.3, 200),
+    Sample(2.0, 0.2, 200),
+    Sample(2.5, 0.01, 429, "full"),
+    Sample(2.6, 0.5, 503, "no replica"),
+    Sample(2.7, 0.1, 200, "wrong answer"),
+    Sample(2.8, 9.0, 0, "ReadTimeout"),
+    Sample(2.9, 0.4, 200),  # answered after the end
+    Sample(3.5, 0.1, 200),  # sent after the end
+]
+
+
+def test_requests_outside_the_measured_period_are_ignored() -> None:
+    found = measure(SAMPLES, 1.0, 3.0)
+    assert (found.requests, found.answered, found.refused, found.failed) == (8, 4, 1, 3)
+    assert found.statuses == {"200": 5, "429": 1, "503": 1, "none": 1}
+    assert found.errors == {"no replica": 1, "wrong answer": 1, "ReadTimeout": 1}
+
+
+def test_throughput_counts_correct_answers_within_the_period() -> None:
+    found = measure(SAMPLES, 1.0, 3.0, images_per_request=8)
+    assert found.answered_per_s == pytest.approx(1.5)
+    assert found.images_per_s == pytest.approx(12)
+    assert found.as_json()["images_per_s"] == pytest.approx(12)
+
+
+def test_latency_includes_correct_answers_only() -> None:
+    latency = measure(SAMPLES, 1.0, 3.0).latency_ms
+    assert latency["p50"] == pytest.approx(200)
+    assert latency["max"] == latency["p99.9"] == pytest.approx(400)
+    assert latency["mean"] == pytest.approx(250)
+    assert list(latency) == ["p50", "p90", "p95", "p99", "p99.9", "max", "mean"]
+
+
+def test_latency_is_empty_without_samples() -> None:
+    found = measure([], 0.0, 0.0)
+    assert (found.latency_ms, found.answered_per_s, found.requests) == ({}, 0, 0)
+
+
+def test_recent_measurement_covers_the_last_seconds() -> None:
+    assert measure_recent(Load(SAMPLES), now_s=3.7, seconds=0.5).answered == 2
+
+
+@pytest.mark.parametrize("samples", [[], SAMPLES], ids=["nothing", "all"])
+def test_latency_plot_is_written(samples: list[Sample], tmp_path: Path) -> None:
+    draw_latency(samples, 1.0, 3.0, "a title", tmp_path / "bench.svg")
+    text = (tmp_path / "bench.svg").read_text()
+    assert text.startswith("<?xml")
+    assert ("failed" in text) or not samples or "<path" in text

@@ -1,0 +1,233 @@
+"""What is seen of a service: answers, its status page, its processes and connections."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from multiworld_serving.common.config import UserError
+from multiworld_serving.testing.chaos.campaign import inject
+from multiworld_serving.testing.chaos.fault_context import FaultContext
+from multiworld_serving.testing.chaos.faults import Fault, fault
+from multiworld_serving.testing.chaos.network import drop_rules
+from multiworld_serving.testing.chaos.observer import Outage, Replica, Snapshot, metric, outages, parse_status
+from multiworld_serving.testing.chaos.processes import Connection, Process, parent, resources
+from multiworld_serving.testing.chaos.system_under_test import RunningService, pids_in_names
+from multiworld_serving.testing.load.clients import ReferenceRequest, count_indistinguishable
+from multiworld_serving.testing.load.images import image_file, photo
+
+QUESTION = ReferenceRequest(b"", expected={1: 0.5, 2: 0.3, 3: 0.1})
+
+
+def says(**probabilities: float) -> dict[str, object]:
+    return {"predictions": [{"class_id": int(name[1:]), "probability": p} for name, p in probabilities.items()]}
+
+
+def replica(state: str, slot: int = 0, epoch: int = 1, stage: int = 0) -> Replica:
+    return Replica(stage, slot, state, epoch, f"local-{slot}", None, None)
+
+
+def at(at_s: float, *replicas: Replica) -> Snapshot:
+    return Snapshot(at_s, {each.key: each for each in replicas})
+
+
+def test_answer_is_right_when_it_differs_by_rounding() -> None:
+    assert QUESTION.find_mismatch(says(c1=0.5001, c2=0.2999, c3=0.1)) == ""
+
+
+def test_answer_is_right_when_the_least_probable_class_gave_way_to_its_equal() -> None:
+    assert QUESTION.find_mismatch(says(c1=0.5, c2=0.3, c4=0.1)) == ""
+
+
+@pytest.mark.parametrize("answer", [says(c1=0.4, c2=0.4, c3=0.1), says(c7=0.5, c8=0.3, c9=0.1), says()])
+def test_answer_is_wrong_when_it_is_that_of_another_image(answer: dict[str, object]) -> None:
+    assert QUESTION.find_mismatch(answer).startswith("wrong answer")
+
+
+def test_images_with_the_same_answer_are_told() -> None:
+    assert count_indistinguishable([QUESTION, QUESTION, ReferenceRequest(b"", expected={1: 0.9})]) == 1
+
+
+def test_photo_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    assert photo(1) == photo(1) != photo(2)
+    with Image.open(BytesIO(photo(1, 200, 100))) as image:
+        assert (image.format, image.size) == ("JPEG", (200, 100))
+
+
+def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_text("text")
+    with pytest.raises(UserError, match=r"--image .*a\.jpg"):
+        image_file(tmp_path / "a.jpg")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.gif")
+    with pytest.raises(UserError, match="is GIF, expected one of JPEG"):
+        image_file(tmp_path / "a.gif")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    assert image_file(tmp_path / "a.png")[1] == "image/png"
+
+
+def test_moment_is_read_from_the_status_page() -> None:
+    failure = {"cause": "hang", "detail": "", "at_unix_s": 12.5}
+    page = {"slot": 1, "state": "warming", "epoch": 3, "worker": "a", "last_failure": failure}
+    now = parse_status({"uptime_s": 3.0, "stages": [{"index": 2, "replicas": [page]}]}, 13.0)
+    assert now.replicas[2, 1] == Replica(2, 1, "warming", 3, "a", "hang", 12.5)
+    assert not now.complete
+    assert now.stages_without_replica == {2}
+    assert (now.ready, now.leader_since_s) == (0, 10.0)
+
+
+def test_moments_differ_when_the_leader_was_started_anew() -> None:
+    before = Snapshot(10.0, {}, leader_since_s=1.0)
+    assert not Snapshot(20.0, {}, leader_since_s=1.5).differs_from(before)
+    assert Snapshot(20.0, {}, leader_since_s=18.0).differs_from(before)
+    assert at(10.0, replica("ready")).differs_from(at(9.0, replica("broken")))
+
+
+@pytest.mark.parametrize(
+    ("later", "broken"),
+    [
+        (replica("ready"), False),
+        (replica("draining"), False),
+        (replica("broken"), True),
+        (replica("ready", epoch=2), True),
+    ],
+)
+def test_replica_is_broken_when_it_serves_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
+    assert later.broken_since(replica("ready")) is broken
+
+
+def test_outage_lasts_while_no_replica_of_the_stage_is_ready() -> None:
+    up, down = replica("ready"), replica("broken")
+    other, other_down = replica("ready", slot=1), replica("broken", slot=1)
+    snapshots = [
+        at(0, up, other),
+        at(1, down, other),
+        at(2, down, other_down),
+        at(5, up, other_down),
+        at(6, down, other_down),
+    ]
+    assert outages(snapshots) == [Outage(0, 2, 5), Outage(0, 6, 6)]
+
+
+def test_metric_is_the_sum_of_its_series() -> None:
+    text = '# HELP a_total x\na_total{stage="0"} 2.0\na_total{stage="1"} 3.5\na_total_more 9\nb 1\n'
+    assert (metric(text, "a_total"), metric(text, "b"), metric(text, "c")) == (5.5, 1.0, 0.0)
+
+
+def test_workers_are_found_by_host_name_and_process_when_they_are_called_so() -> None:
+    host = socket.gethostname()
+    assert pids_in_names([f"{host}-12", f"{host}-x", "elsewhere-13", "local-0"]) == {f"{host}-12": 12}
+
+
+def test_workers_are_found_in_the_log_and_the_last_start_counts(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "2026-01-31 INFO leader multiworld_serving.deploy.processes.supervisor: worker slot=0 pid=11 started\n"
+        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\n'
+    )
+    assert RunningService("http://x", log=log)._pids_in_log() == {"local-0": 13, "local-1": 12}
+    with pytest.raises(UserError, match="--log"):
+        RunningService("http://x", log=tmp_path / "none")._pids_in_log()
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_process_stands_still_while_it_is_stopped(sleeper: "subprocess.Popen[bytes]") -> None:
+    with Process(sleeper.pid) as process:
+        with process.stopped():
+            while state(sleeper.pid) != "T":  # bounded by the test's own timeout
+                time.sleep(0.01)
+        while state(sleeper.pid) == "T":
+            time.sleep(0.01)
+        assert resources(sleeper.pid).threads == 1
+
+
+def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[bytes]") -> None:
+    with Process(sleeper.pid) as process:
+        sleeper.kill()
+        sleeper.wait()
+        with process.stopped():
+            pass
+        with pytest.raises(OSError, match=r"."):
+            resources(sleeper.pid)
+
+
+def test_process_has_its_memory_back_afterwards(sleeper: "subprocess.Popen[bytes]") -> None:
+    limits = Path(f"/proc/{sleeper.pid}/limits")
+    before = limits.read_text()
+    with Process(sleeper.pid) as process, process.without_memory():
+        assert limits.read_text() != before
+    assert limits.read_text() == before
+
+
+def test_connections_of_a_process_are_those_that_it_has_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        server, _ = listener.accept()
+        with server, Process(os.getpid()) as process:
+            assert Connection(*client.getsockname(), *client.getpeername()) in process.connections()
+            assert Connection(*server.getsockname(), *server.getpeername()) in process.connections()
+    assert parent(os.getpid()) == os.getppid()
+
+
+def test_rules_lose_packets_in_the_directions_asked_for_and_new_connections_too() -> None:
+    connection = Connection("10.0.0.1", 4000, "10.0.0.2", 8001)
+    out = ["-s", "10.0.0.1", "--sport", "4000", "-d", "10.0.0.2", "--dport", "8001"]
+    back = ["-s", "10.0.0.2", "--sport", "8001", "-d", "10.0.0.1", "--dport", "4000"]
+
+    def has(rules: list[list[str]], part: list[str]) -> bool:
+        return any(part == rule[2:-2] for rule in rules)
+
+    for direction, goes, comes in (("both", True, True), ("from", True, False), ("to", False, True)):
+        rules = drop_rules([connection], direction)  # type: ignore[arg-type]
+        assert (has(rules, out), has(rules, back)) == (goes, comes)
+        assert any("--syn" in rule or "SYN,ACK" in rule for rule in rules)
+
+
+class QuietObserver:
+    """A service to which nothing happens."""
+
+    def __init__(self, *replicas: Replica) -> None:
+        self.snapshots = [at(0.0, *replicas)]
+        self.now = self.snapshots[0]
+
+    def metric(self, name: str) -> float:
+        return 0.0
+
+    def wait(self, wanted: object, timeout_s: float, what: str) -> Snapshot:
+        return self.now
+
+
+def test_injection_is_unexpected_when_its_target_has_ended() -> None:
+    class NoWorkers:
+        url, pid = "", None
+
+        def worker_pids(self) -> dict[str, int]:
+            return {}
+
+    target = replica("ready")
+    context = FaultContext(NoWorkers(), QuietObserver(target), [target], 1.0, QUESTION)  # type: ignore[arg-type]
+    harmless: Fault = fault("pause")
+    injection = inject(harmless, context)
+    assert injection.unexpected[0].startswith("a target process had ended")
+    assert injection.recovered

@@ -1,0 +1,147 @@
+"""`multiworld config` tells the settings and where they come from; `multiworld key` makes keys that the service knows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.common.config import SettingsError
+from multiworld_serving.common.config.keys import hash_key, keys_of_text, read_keys
+from multiworld_serving.server.settings import ServeSettings
+
+FILE = """
+log_format = "json"
+[serve]
+stages = 4
+replicas = 3
+[worker]
+leader = "10.0.0.1:8001"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MULTIWORLD_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("service.toml").write_text(FILE)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    """Each setting as JSON tells it."""
+    assert main(["config", "--json", *arguments]) == 0
+    return {line["name"]: line for line in json.loads(capsys.readouterr().out)}
+
+
+def test_config_tells_where_each_setting_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_REPLICAS", "5")
+    lines = told(capsys, "--config", "service.toml", "--set", "window=7", "--set", "--image-size=64")
+    found = {
+        name: (lines[name]["value"], lines[name]["origin"]) for name in ("stages", "replicas", "window", "image_size")
+    }
+    assert found == {
+        "stages": ("4", "file service.toml"),
+        "replicas": ("5", "environment"),
+        "window": ("7", "command line"),
+        "image_size": ("64", "command line"),
+    }
+    assert (lines["log_format"]["origin"], lines["top_k"]["origin"]) == ("file service.toml", "default")
+    assert lines.keys() == ServeSettings.model_fields.keys()
+    assert lines["timeout_s"]["allowed"] == "a number above 0 up to 3,600"
+    assert (lines["timeout_s"]["option"], lines["timeout_s"]["variable"]) == ("--timeout-s", "MULTIWORLD_TIMEOUT_S")
+
+
+def test_config_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "worker", "--config", "service.toml")
+    assert (lines["leader"]["value"], lines["leader"]["origin"]) == ("10.0.0.1:8001", "file service.toml")
+    assert "exit_with_parent" not in lines
+
+
+def test_config_masks_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
+    monkeypatch.setenv("MULTIWORLD_API_KEYS", f"a:{hash_key('k')}")
+    for form in ([], ["--json"]):
+        assert main(["config", *form]) == 0
+        out = capsys.readouterr().out
+        assert "open-sesame" not in out
+        assert hash_key("k") not in out
+        assert "**********" in out
+
+
+def test_config_shows_people_a_table_of_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--changed", "--config", "service.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "stages" in out
+    assert "file service.toml" in out
+    assert "queue_limit" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "stagse=3"], "did you mean stages?"),
+        (["--set", "stages=0"], "--stages 0: must be a whole number from 1"),
+        (["--set", "token=abc"], "unknown setting token"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["worker"], "--leader is missing"),
+        (["somebody"], "somebody"),
+    ],
+)
+def test_config_refuses_what_the_program_would_refuse(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["config", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert says in error
+
+
+def test_config_refuses_an_unknown_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_STAGSE", "3")
+    assert main(["config"]) == 2
+    assert "did you mean MULTIWORLD_STAGES?" in capsys.readouterr().err
+
+
+def test_key_is_known_by_the_line_that_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("alice", "bob"):
+        assert main(["key", name, "--add-to", "api.keys"]) == 0
+        key = capsys.readouterr().out.strip()
+        assert read_keys(Path("api.keys")).name_of(key.encode()) == name
+        assert key not in Path("api.keys").read_text()
+    assert len(list(read_keys(Path("api.keys")))) == 2
+    assert main(["key", "alice", "--add-to", "api.keys"]) == 2
+    assert "already has a key named alice" in capsys.readouterr().err
+
+
+def test_key_prints_its_line_when_nobody_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "ops", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert keys_of_text(made["line"], "test").name_of(made["key"].encode()) == "ops"
+    assert main(["key", "ops"]) == 0
+    key, line = capsys.readouterr().out.split()
+    assert line == f"ops:{hash_key(key)}"
+    assert main(["key", "no name"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "contains no key"),
+        ("# nothing\n\n", "contains no key"),
+        ("alice:secret\n", "line 1 of"),
+        (f"alice:{hash_key('a')}\nalice:{hash_key('b')}\n", "line 2 of"),
+        (f"alice:{hash_key('a')}\nbob:{hash_key('a')}\n", "the key of bob is already listed"),
+        (f"{hash_key('a')}\n", "expected NAME:HASH"),
+    ],
+)
+def test_keys_that_cannot_be_read_are_refused_without_telling_them(text: str, says: str) -> None:
+    Path("bad.keys").write_text(text)
+    with pytest.raises(SettingsError, match=says) as refused:
+        read_keys(Path("bad.keys"))
+    assert "secret" not in str(refused.value)
+    assert hash_key("a") not in str(refused.value)

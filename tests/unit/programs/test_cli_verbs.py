@@ -1,0 +1,368 @@
+"""The command line: what each verb passes on, prints and exits with."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.cli.status_table import duration
+from multiworld_serving.common.config import Settings, UserError
+from multiworld_serving.common.config.settings import declaration
+from multiworld_serving.deploy.processes.local_workers import local_workers
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
+
+ANSWER = {
+    "model": "resnet18",
+    "version": "random:0",
+    "predictions": [{"label": "tabby cat", "class_id": 281, "probability": 0.75}],
+    "timings_ms": {"total": 12.5, "queue": 1.0},
+}
+REPLICA = {
+    "slot": 0,
+    "state": "ready",
+    "world": "s0r0",
+    "epoch": 3,
+    "worker": "local-0",
+    "device": "cpu",
+    "in_flight": 1,
+    "batches_done": 42,
+    "last_failure": {"cause": "exit", "detail": "closed by peer", "at_unix_s": 0.0},
+}
+ABSENT = {
+    **REPLICA,
+    "slot": 1,
+    "state": "absent",
+    "world": None,
+    "worker": None,
+    "device": None,
+    "last_failure": None,
+}
+SNAPSHOT = {
+    "model": "resnet18",
+    "version": "random:0",
+    "ready": True,
+    "draining": False,
+    "uptime_s": 200.0,
+    "queue_depth": 5,
+    "requests_in_flight": 7,
+    "stages": [{"index": 0, "blocks": ["stem"], "replicas": [REPLICA, ABSENT]}],
+    "spares": [{"worker": "local-4", "state": "ready"}],
+}
+
+
+class FakeService(BaseHTTPRequestHandler):
+    """Answers as the service does; refuses what is not called cat."""
+
+    status: ClassVar[Any] = SNAPSHOT
+
+    def do_GET(self) -> None:
+        self._answer(200, self.status)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if b'name="image"; filename="cat.jpg"' not in body:
+            self._answer(415, {"error": "not an image"})
+            return
+        top_k = int(parse_qs(urlsplit(self.path).query).get("top_k", ["5"])[0])
+        self._answer(200, {**ANSWER, "asked_for": top_k})
+
+    def _answer(self, status: int, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cat.jpg").write_bytes(b"a cat")
+    Path("dog.txt").write_bytes(b"a dog")
+
+
+class Recorder:
+    """Stands for multiworld_serving.server.main and multiworld_serving.workers.main: remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.arguments: tuple[Any, ...] = ()
+        self.outcome: int | BaseException = 0
+
+    def run(self, *arguments: Any) -> int:
+        self.arguments = arguments
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    for name in ("multiworld_serving.server.main", "multiworld_serving.workers.main"):
+        module = ModuleType(name)
+        vars(module)["run"] = recorder.run
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("multiworld_serving.cli.options.configure_logging", lambda *_, **__: None)
+    monkeypatch.delenv("MULTIWORLD_TOKEN", raising=False)
+    return recorder
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("multiworld: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
+    program.outcome = 7
+    assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
+    settings, processes = program.arguments
+    assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
+    assert settings.token is not None
+    assert processes.workers.func is local_workers
+    assert processes.workers.keywords["fork_server"].pid is None, "what forks the workers is ended with the service"
+
+
+def test_serve_starts_no_workers_when_they_come_from_outside(
+    program: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
+    assert main(["serve", "--external-workers"]) == 0
+    assert program.arguments[1].workers is None
+
+
+def test_flag_of_the_environment_is_taken_back_by_the_command_line(
+    program: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIWORLD_ACCESS_LOG", "true")
+    main(["serve"])
+    assert program.arguments[0].access_log is True
+    main(["serve", "--no-access-log"])
+    assert program.arguments[0].access_log is False
+
+
+def test_worker_understands_the_command_of_the_local_supervisor(
+    program: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = ServeSettings(worker_threads=3, heartbeat_timeout_s=2.5).with_token()
+    supervisor = local_workers(leader, "127.0.0.1:4321")
+    command = list(supervisor._command(1))
+    monkeypatch.setenv("MULTIWORLD_TOKEN", supervisor._environment["MULTIWORLD_TOKEN"])
+    assert main(command[command.index("worker") :]) == 0
+    [settings] = program.arguments
+    assert isinstance(settings, WorkerSettings)
+    assert (settings.leader, settings.name, settings.threads) == ("127.0.0.1:4321", "local-1", 3)
+    assert (settings.heartbeat_timeout_s, settings.exit_with_parent) == (2.5, True)
+    assert settings.token == leader.token
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sevre"],
+        ["serve", "--stagse", "2"],
+        ["serve", "--stages"],
+        ["serve", "--stages", "0"],
+        ["serve", "--config", "/nowhere.toml"],
+        ["serve", "--external-workers"],
+        ["serve", "extra"],
+        ["worker"],
+        ["worker", "--leader", "nowhere"],
+        ["predict"],
+        ["predict", "--url", "nowhere", "cat.jpg"],
+        ["predict", "--url", "http://", "cat.jpg"],
+        ["status", "--timeout-s", "0"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_and_status_2(
+    program: Recorder, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(arguments) == 2
+    one_line(capsys)
+
+
+def test_misspelt_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "--stagse", "2"])
+    assert "--stages" in one_line(capsys)
+
+
+def test_error_of_a_person_is_one_line_and_status_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    program.outcome = UserError("port 8000 is in use:\n  choose another with --http-port")
+    assert main(["serve"]) == 2
+    assert one_line(capsys).endswith("port 8000 is in use: choose another with --http-port\n")
+
+
+def test_error_of_models_is_one_line_and_status_2(
+    program: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ModelError(ValueError):
+        pass
+
+    models = ModuleType("multiworld_serving.models")
+    vars(models)["ModelError"] = ModelError
+    monkeypatch.setitem(sys.modules, "multiworld_serving.models", models)
+    program.outcome = ModelError("no such weights")
+    assert main(["serve"]) == 2
+    assert "no such weights" in one_line(capsys)
+
+
+def test_unexpected_error_is_raised_as_it_is(program: Recorder) -> None:
+    program.outcome = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["serve"])
+
+
+def test_ctrl_c_is_status_130(program: Recorder) -> None:
+    program.outcome = KeyboardInterrupt()
+    assert main(["serve"]) == 130
+
+
+@pytest.mark.parametrize("verb", [[], ["serve"], ["worker"], ["predict"], ["status"], ["version"]], ids=" ".join)
+def test_help_is_printed(capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
+    assert main([*verb, "--help"]) == 0
+    assert "Usage: multiworld" in capsys.readouterr().out
+
+
+def test_help_is_printed_when_no_verb_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "predict" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("verb", "cls"), [("serve", ServeSettings), ("worker", WorkerSettings)])
+def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, cls: type[Settings]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    main([verb, "--help"])
+    text = capsys.readouterr().out
+    for name, field in cls.model_fields.items():
+        shown = declaration(field)["in_argv"] and not declaration(field)["hidden"]
+        assert (f"--{name.replace('_', '-')} " in text) == shown, name
+        assert (f"MULTIWORLD_{name.upper()})" in text) == shown, name
+    assert "--token " not in text
+    assert "--exit-with-parent" not in text
+
+
+def test_verbs_that_do_not_compute_start_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "from multiworld_serving.cli.main import main\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['version'], ['status', '--url', 'http://127.0.0.1:1']):\n"
+        "    main(arguments)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_predict_shows_a_table(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--url", url, "cat.jpg"]) == 0
+    out = capsys.readouterr().out
+    for part in ("cat.jpg", "tabby cat", "281", "0.7500", "resnet18 random:0", "total 12.5 ms"):
+        assert part in out
+
+
+def test_predict_prints_one_json_object_a_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [{"file": "cat.jpg", **ANSWER, "asked_for": 1}] * 2
+
+
+def test_predict_goes_on_when_a_file_is_refused_or_missing(
+    url: str, images: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", "--url", url, "dog.txt", "nowhere.jpg", "cat.jpg"]) == 1
+    out, err = capsys.readouterr()
+    assert "tabby cat" in out
+    assert err.splitlines() == [
+        "multiworld: error: dog.txt: not an image (HTTP 415)",
+        "multiworld: error: nowhere.jpg: No such file or directory",
+    ]
+
+
+def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: str, images: None) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "multiworld_serving.cli.main", "predict", "--url", url, "--json", *["cat.jpg"] * 3]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, env=environment)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the other end of a terminal is closed
+        while chunk := os.read(ours, 1 << 16):
+            shown += chunk
+    os.close(ours)
+    assert b"3/3" in shown
+    assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == ["cat.jpg"] * 3
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])
+def test_service_that_does_not_answer_is_one_line_that_says_how_to_start_it(
+    images: None, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+    assert main([*arguments, "--url", url]) == 1
+    assert "multiworld serve" in one_line(capsys)
+
+
+def test_status_shows_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["status", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "resnet18 random:0: ready, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
+    for part in ("local-0", "s0r0@3", "absent", "42", "exit, ", "spares: local-4 (ready)"):
+        assert part in out
+
+
+def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == SNAPSHOT
+
+
+def test_status_says_so_when_something_else_answers(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeService, "status", ["something", "else"])
+    assert main(["status", "--url", url]) == 1
+    assert "does not answer like a multiworld service" in one_line(capsys)
+
+
+def test_version_names_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version", "--json"]) == 0
+    assert {"multiworld", "torch"} <= json.loads(capsys.readouterr().out).keys()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599.7, "1 h 0 min"), (90000, "1 d 1 h"), (-5, "0 s")],
+)
+def test_duration_has_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

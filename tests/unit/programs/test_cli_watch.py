@@ -1,0 +1,97 @@
+"""What `multiworld status --watch` draws of the messages of GET /events."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.cli.watch import StatusView, messages
+
+REPLICA = {
+    "slot": 0,
+    "state": "broken",
+    "worker": "local-0",
+    "device": "cpu",
+    "world": "s0.r0",
+    "epoch": 3,
+    "in_flight": 0,
+    "batches_done": 7,
+    "last_failure": None,
+}
+STATUS: dict[str, Any] = {
+    "model": "m",
+    "version": "v",
+    "ready": True,
+    "draining": False,
+    "uptime_s": 62.0,
+    "queue_depth": 0,
+    "requests_in_flight": 2,
+    "stages": [{"index": 0, "replicas": [REPLICA]}],
+    "spares": [],
+}
+
+
+def event(event_id: int, **more: Any) -> dict[str, Any]:
+    happened = {"at_unix_s": 0.0, "what": "broken", "stage": 0, "replica": 0, "worker": "local-0", "epoch": 3}
+    return {"id": event_id, **happened, "detail": "exit: it ended the connection", **more}
+
+
+def text(picture: StatusView) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(picture.render())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_messages_are_read_from_lines() -> None:
+    lines = [
+        "retry: 2000",
+        "",
+        "event: status",
+        'data: {"a": 1}',
+        "",
+        ": still here",
+        "",
+        "event: event",
+        "id: 4",
+        "data: []",
+        "",
+    ]
+    assert list(messages(lines)) == [("status", {"a": 1}), ("event", [])]
+
+
+def test_picture_shows_replicas_throughput_and_what_happened() -> None:
+    picture = StatusView()
+    picture.apply("status", STATUS)
+    picture.apply("points", [{"answered": 5.0, "failed": 0, "p50_ms": 12.3, "p99_ms": 40.0}])
+    picture.apply("event", event(1))
+    picture.apply("event", event(2, what="rejoined", epoch=4, detail=""))
+    shown = text(picture)
+    assert "up 1 min 2 s" in shown
+    assert "s0.r0@3" in shown
+    assert "5 answers/s, median 12 ms, p99 40 ms" in shown
+    assert "stage 0 replica 0 broken local-0@3: exit: it ended the connection" in shown
+    assert "stage 0 replica 0 rejoined and serves local-0@4" in shown
+
+
+def test_events_are_shown_once_and_those_of_another_leader_replace_them() -> None:
+    picture = StatusView()
+    for event_id in (5, 6, 6, 5):
+        picture.apply("event", event(event_id))
+    assert [each["id"] for each in picture.events] == [5, 6]
+    picture.apply("event", event(1))
+    assert [each["id"] for each in picture.events] == [1]
+
+
+def test_watch_and_json_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--watch", "--json"]) == 2
+    assert "--watch and --json" in capsys.readouterr().err
+
+
+def test_status_travels_as_json() -> None:
+    assert next(messages(["event: status", f"data: {json.dumps(STATUS)}", ""])) == ("status", STATUS)

@@ -1,0 +1,199 @@
+"""Retries of the Python client, against a server with scripted answers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from multiworld_client import (
+    AccessDeniedError,
+    AsyncClient,
+    Client,
+    ClientError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    Prediction,
+    ProtocolError,
+    RefusedError,
+    Retries,
+    ServerFailedError,
+    UnavailableError,
+    UnreachableError,
+)
+
+JPEG = b"\xff\xd8\xff"
+FAST_RETRIES = Retries(max_tries=4, first_pause_s=0.01, max_pause_s=0.02)
+ANSWER = {"predictions": [{"label": "cat", "class_id": 3, "probability": 0.5}], "model": "m", "version": "v"}
+GOOD = (200, {"X-Model-Version": "a%20b", "X-Path": "s0.r1,s1.r0;s0.r0,s1.r0", "X-Attempts": "2"}, json.dumps(ANSWER))
+
+
+def refusal(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:
+    return (
+        status,
+        {name.replace("_", "-"): text for name, text in headers.items()},
+        json.dumps({"error": "no", "reason": reason}),
+    )
+
+
+@dataclass
+class Script:
+    """Answers in order; the last one is repeated. None closes the connection."""
+
+    answers: list[tuple[int, dict[str, str], str] | None] = field(default_factory=list)
+    requests: list[dict[str, str]] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    url: str = ""
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            made.requests.append(dict(self.headers))
+            made.at_s.append(time.monotonic())
+            answer = made.answers.pop(0) if len(made.answers) > 1 else made.answers[0]
+            if answer is None:
+                self.close_connection = True
+                self.connection.close()
+                return
+            status, headers, body = answer
+            self.send_response(status)
+            usual = {"X-Request-Id": self.headers["X-Request-Id"], "Content-Length": str(len(body))}
+            for name, text in {**usual, **headers}.items():
+                self.send_header(name, text)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Log nothing."""
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Ignore: the script closes connections."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        made.url = f"http://127.0.0.1:{server.server_address[1]}"
+        yield made
+        server.shutdown()
+        thread.join()
+
+
+Predict = Callable[..., Any]
+
+
+async def predict_sync(script: Script, **options: Any) -> Prediction:
+    with Client(script.url, **{"retries": FAST_RETRIES, **options}) as client:
+        return client.predict(JPEG, request_id="mine")
+
+
+async def predict_async(script: Script, **options: Any) -> Prediction:
+    async with AsyncClient(script.url, **{"retries": FAST_RETRIES, **options}) as client:
+        return await client.predict(JPEG, request_id="mine")
+
+
+both = pytest.mark.parametrize("predict", [predict_sync, predict_async])
+
+
+@both
+async def test_request_is_retried_when_the_error_is_temporary(script: Script, predict: Predict) -> None:
+    script.answers = [refusal(429, "overloaded"), None, refusal(503, "not_ready"), GOOD]
+    prediction = await predict(script)
+    assert (prediction.label, prediction.probability, prediction.tries) == ("cat", 0.5, 4)
+    assert (prediction.version, prediction.path, prediction.attempts) == ("a b", ("s0.r1", "s1.r0"), 2)
+    assert {request["X-Request-Id"] for request in script.requests} == {"mine"}
+    left = [float(request["X-Request-Timeout-S"]) for request in script.requests]
+    assert left == sorted(left, reverse=True)
+    assert left[0] <= 30
+
+
+@both
+async def test_retry_waits_as_long_as_retry_after_says(script: Script, predict: Predict) -> None:
+    script.answers = [refusal(503, "not_ready", Retry_After="1"), GOOD]
+    assert (await predict(script)).tries == 2
+    assert script.at_s[1] - script.at_s[0] >= 1.0
+
+
+@both
+async def test_error_is_raised_at_once_when_retry_after_exceeds_the_deadline(script: Script, predict: Predict) -> None:
+    script.answers = [refusal(429, "overloaded", Retry_After="3600")]
+    began_s = time.monotonic()
+    with pytest.raises(OverloadedError) as raised:
+        await predict(script, timeout_s=30.0)
+    assert raised.value.retry_after_s == 3600
+    assert time.monotonic() - began_s < 20
+    assert len(script.requests) == 1
+
+
+@both
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (refusal(400, "invalid_inference_request"), InvalidRequestError),
+        (refusal(401, "unauthenticated"), AccessDeniedError),
+        (refusal(403, "forbidden"), AccessDeniedError),
+        (refusal(404, "unknown_model"), InvalidRequestError),
+        (refusal(500, "poison"), ServerFailedError),
+        (refusal(504, "deadline"), DeadlineError),
+        ((418, {}, "a teapot"), InvalidRequestError),
+        ((200, {}, "hello"), ProtocolError),
+        ((200, {}, "{}"), ProtocolError),
+        ((200, {}, "[" * 60_000), ProtocolError),
+        ((200, {}, json.dumps({**ANSWER, "predictions": 7})), ProtocolError),
+        ((302, {"Location": "/elsewhere"}, ""), RefusedError),
+    ],
+)
+async def test_error_is_raised_at_once_when_it_is_permanent(
+    script: Script, predict: Predict, answer: tuple[int, dict[str, str], str], error: type[ClientError]
+) -> None:
+    script.answers = [answer]
+    with pytest.raises(error):
+        await predict(script)
+    assert len(script.requests) == 1
+
+
+@both
+@pytest.mark.parametrize(("answer", "error"), [(refusal(503, "draining"), UnavailableError), (None, UnreachableError)])
+async def test_last_error_is_raised_after_max_tries(
+    script: Script, predict: Predict, answer: tuple[int, dict[str, str], str] | None, error: type[ClientError]
+) -> None:
+    script.answers = [answer]
+    with pytest.raises(error):
+        await predict(script)
+    assert len(script.requests) == FAST_RETRIES.max_tries
+
+
+@both
+async def test_deadline_error_is_raised_when_the_server_stalls(script: Script, predict: Predict) -> None:
+    script.answers = [(200, {"Content-Length": "5"}, "")]  # announces a body that never comes
+    with pytest.raises(DeadlineError):
+        await predict(script, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("error", [UnavailableError(503, "draining", "no", "id", 2.0), DeadlineError("late")])
+def test_errors_can_be_pickled(error: ClientError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+def test_pauses_grow_up_to_the_limit() -> None:
+    retries = Retries(first_pause_s=0.1, max_pause_s=1.0)
+    pauses = [retries.pause_s(failures) for failures in range(1, 200)]
+    assert 0.05 <= pauses[0] <= 0.1
+    assert all(0.5 <= pause <= 1.0 for pause in pauses[5:])

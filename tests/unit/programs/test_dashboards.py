@@ -1,0 +1,96 @@
+"""Every query of the dashboards names metrics and labels that a leader or a worker exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from tests import dashboard_queries as written
+from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
+from tests.unit.server.test_metrics_registry import tell_everything
+from tests.unit.workers.test_worker_metrics import tell_everything as tell_everything_of_a_worker
+
+FROM_PROMETHEUS = {"job", "instance"}
+
+
+def told() -> dict[str, set[str]]:
+    """The labels of every series that a leader or a worker exposes, by name."""
+    metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
+    tell_everything(metrics)
+    tell_everything_of_a_worker(of_worker)
+    text = metrics.exposition()[0] + of_worker.exposition()[0]
+    found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
+    for line in text.decode().splitlines():
+        if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
+            found.setdefault(match[1], set(FROM_PROMETHEUS)).update(re.findall(r'(\w+)="', match[2] or ""))
+    return found
+
+
+def unknown(queries: Iterable[Query]) -> list[str]:
+    """What these ask for that nobody tells: names, and labels that such a name has not."""
+    known, problems = told(), []
+    recorded = recorded_names()
+    for query in queries:
+        for selector in selectors(query.expr):
+            name, _, matchers = selector.partition("{")
+            if name in recorded:
+                continue
+            if name not in known:
+                problems.append(f"{query.where}: there is no {name}")
+            elif strangers := set(re.findall(r"(\w+)\s*(?:=|!)", matchers)) - known[name]:
+                problems.append(f"{query.where}: {name} has no {strangers}")
+    return problems
+
+
+@pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
+def test_every_query_asks_for_what_is_told(file: Path) -> None:
+    queries = dashboard_queries(file)
+    assert len(queries) > 8
+    assert all(selectors(query.expr) for query in queries)
+    assert not unknown([*queries, *written.variable_queries(file)])
+
+
+def test_every_rule_asks_for_what_is_told() -> None:
+    rules = Query("rules", rules_text())
+    assert len(selectors(rules.expr)) > 20
+    assert not unknown([rules])
+
+
+def test_a_renamed_metric_and_a_missing_label_are_found() -> None:
+    gone = Query(
+        "here", 'sum(rate(multiworld_requests_renamed_total{code="200"}[1m])) / multiworld_redundancy{stage="0"}'
+    )
+    assert unknown([gone]) == [
+        "here: there is no multiworld_requests_renamed_total",
+        "here: multiworld_redundancy has no {'stage'}",
+    ]
+
+
+@pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
+def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own(file: Path) -> None:
+    dashboard = json.loads(file.read_text())
+    shown = list(panels(dashboard))
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    cells: set[tuple[int, int]] = set()
+    for panel in shown:
+        place = panel["gridPos"]
+        covered = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & covered, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        cells |= covered
+        assert panel["type"] == "row" or panel["description"]
+
+
+@pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
+def test_failures_are_annotations_and_variables_are_defined(file: Path) -> None:
+    dashboard = json.loads(file.read_text())
+    assert "multiworld_world_failures_total" in dashboard["annotations"]["list"][0]["expr"]
+    defined = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]+)", file.read_text())) - {"__range", "__rate_interval"}
+    assert used <= defined, used - defined

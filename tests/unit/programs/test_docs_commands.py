@@ -1,0 +1,66 @@
+"""Every `multiworld` command in the documentation is valid: verb, options and values."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+
+from multiworld_serving.cli.main import app
+from multiworld_serving.common.config import Settings, SettingsError, load
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/systemd/*.service")])
+INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
+PROGRAMS: dict[str, type[Settings]] = {"serve": ServeSettings, "worker": WorkerSettings}
+
+
+class Command(NamedTuple):
+    document: Path
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.document.name}: {self.arguments}"
+
+
+def commands() -> Iterator[Command]:
+    for document in DOCUMENTS:
+        for found in INDENTED.finditer(document.read_text(encoding="utf-8")):
+            arguments = re.split(r"\s(?:2?>|[|&#])", found["arguments"])[0]  # up to the shell's operators
+            yield Command(document, arguments.strip())
+
+
+COMMANDS = list(commands())
+
+
+def test_commands_are_found_in_documents() -> None:
+    assert {"operations.md", "several-machines.md", "kubernetes.md", "README.md"} <= {x.document.name for x in COMMANDS}
+    assert len(COMMANDS) > 15
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_documented_command_is_valid(command: Command) -> None:
+    verb, *arguments = shlex.split(command.arguments.replace("%i", "0").replace("%l", "host"))
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    given = group.commands[verb].make_context(verb, arguments).params
+    if verb in PROGRAMS:
+        options = {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+        options.pop("config", None)
+        if verb == "worker" and not options.get("leader"):
+            options["leader"] = "leader.example:8001"  # from the settings file
+        load(PROGRAMS[verb], options)
+
+
+def test_unknown_option_is_detected() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    with pytest.raises(typer.TyperException, match="--replica-count"):
+        group.commands["serve"].make_context("serve", ["--replica-count", "2"])
+    with pytest.raises(SettingsError):
+        load(ServeSettings, {"stages": "none"})

@@ -1,0 +1,109 @@
+"""Every relative link in the documentation has a target, checked without `make docs`."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMED = ("README.md", "multiworld/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = sorted(
+    {*(ROOT / name for name in NAMED), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")},
+)
+
+CODE = re.compile(
+    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.MULTILINE | re.DOTALL
+)
+FENCED = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\[\]]*\]\(\s*<?(?P<target>[^()\s<>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+REFERENCE = re.compile(r"^\[[^\[\]]+\]:\s+<?(?P<target>[^\s<>]+)>?", re.MULTILINE)
+HEADING = re.compile(r"^#{1,6}\s+(?P<title>.+?)\s*#*$", re.MULTILINE)
+ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:")
+
+
+class Link(NamedTuple):
+    document: Path
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)} -> {self.target}"
+
+
+def links_of(document: Path) -> Iterator[Link]:
+    """The relative links of a document, without https:, mailto: and so on."""
+    text = CODE.sub("", document.read_text(encoding="utf-8"))
+    for found in (*LINK.finditer(text), *REFERENCE.finditer(text)):
+        if not ELSEWHERE.match(found["target"]):
+            yield Link(document, found["target"])
+
+
+@cache
+def anchors(document: Path) -> frozenset[str]:
+    """The anchors of its unique headings. GitHub and MkDocs name those of repeated headings differently."""
+    titles = HEADING.findall(FENCED.sub("", document.read_text(encoding="utf-8")))
+    names = Counter(anchor(title) for title in titles)
+    return frozenset(name for name, times in names.items() if times == 1)
+
+
+def anchor(title: str) -> str:
+    words = re.sub(r"\[([^\[\]]*)\]\([^()]*\)", r"\1", title)
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words).strip().lower())
+
+
+def fault(link: Link) -> str | None:
+    """Description of a link's error; None if it is valid."""
+    path, _, name = unquote(link.target).partition("#")
+    target = (link.document.parent / path).resolve() if path else link.document
+    if not target.is_relative_to(ROOT):
+        return "target is outside the repository"
+    if not target.exists():
+        return "target does not exist"
+    if name and (target.suffix != ".md" or name not in anchors(target)):
+        return "target has no such heading"
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_links_of_document_have_targets(document: Path) -> None:
+    faults = [f"{link} {wrong}" for link in links_of(document) if (wrong := fault(link))]
+    assert not faults
+
+
+def test_links_are_found_in_documents() -> None:
+    links = {str(link) for document in DOCUMENTS for link in links_of(document)}
+    assert "README.md -> docs/chaos.md" in links
+    assert "multiworld/README.md -> #coming-from-torchdistributed" in links
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](there.md)", None),
+        ("[a](there.md#a-heading-of-it)", None),
+        ("[a](#here)\n\n## Here", None),
+        ("[a](gone.md)", "target does not exist"),
+        ("[a](there.md#gone)", "target has no such heading"),
+        ("[a](there.md#in-a-block)", "target has no such heading"),
+        ("[a](there.md#twice)", "target has no such heading"),
+        ("[a](#gone)", "target has no such heading"),
+        ("[a](../outside.md)", "target is outside the repository"),
+        ("[a]: gone.md", "target does not exist"),
+        ("`[a](gone.md)`", "no link"),
+        ("```\n[a](gone.md)\n```", "no link"),
+        ("[a](https://example.org/gone.md#gone)", "no link"),
+    ],
+)
+def test_fault_describes_the_error_of_a_link(
+    text: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    there = "# There\n\n## A heading, of `it`\n\n## Twice\n\n## Twice\n\n```\n# In a block\n```\n"
+    (tmp_path / "there.md").write_text(there, encoding="utf-8")
+    document = tmp_path / "document.md"
+    document.write_text(text, encoding="utf-8")
+    assert [fault(link) for link in links_of(document)] == ([] if expected == "no link" else [expected])

@@ -1,0 +1,75 @@
+"""Log lines for people and for programs."""
+
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+from multiworld_serving.common.config.logs import JsonFormatter, TextFormatter
+
+
+def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
+    return logging.getLogger("workers.link").makeRecord(
+        "workers.link", logging.INFO, __file__, 1, message, args, None, extra=extra
+    )
+
+
+def as_json(message: str, *args: object, **extra: object) -> dict[str, Any]:
+    line = JsonFormatter("worker-0").format(record(message, *args, **extra))
+    assert "\n" not in line
+    parsed: dict[str, Any] = json.loads(line)
+    return parsed
+
+
+def test_text_line_names_process_and_logger_and_appends_extra_fields() -> None:
+    line = TextFormatter("worker-0").format(record("world=%s ready->broken", "s0r1", cause="exit"))
+    assert line.endswith(" INFO    worker-0 workers.link: world=s0r1 ready->broken cause=exit")
+
+
+def test_text_stays_one_line_when_the_message_has_line_breaks() -> None:
+    assert "\n" not in TextFormatter().format(record("a\r\n2026-01-01 00:00:00 INFO forged: b"))
+
+
+def test_text_shows_the_traceback_when_there_is_one() -> None:
+    entry = record("it failed")
+    try:
+        raise ValueError("of the test")
+    except ValueError:
+        entry.exc_info = sys.exc_info()
+    assert "ValueError: of the test" in TextFormatter().format(entry)
+    assert "ValueError: of the test" in json.loads(JsonFormatter().format(entry))["exception"]
+
+
+def test_json_line_has_the_fields_of_message_and_extra() -> None:
+    line = as_json('world=s0r1 ready->broken cause=exit detail="closed by peer"', attempts=2)
+    assert line["message"].startswith("world=s0r1")
+    assert (line["level"], line["logger"], line["process"]) == ("info", "workers.link", "worker-0")
+    assert (line["world"], line["cause"], line["detail"], line["attempts"]) == ("s0r1", "exit", "closed by peer", 2)
+
+
+def test_json_fields_cannot_pass_for_the_lines_own() -> None:
+    line = as_json("level=debug logger=forged time=never")
+    assert (line["level"], line["logger"]) == ("info", "workers.link")
+    assert line["time"] != "never"
+
+
+def test_json_line_shows_what_json_cannot() -> None:
+    assert as_json("x", where=Exception("e"))["where"] == "e"
+
+
+def test_lines_go_to_standard_error_from_the_least_severity_on() -> None:
+    program = (
+        "import logging, warnings\n"
+        "from multiworld_serving.common.config import configure_logging\n"
+        "configure_logging('info', 'json', process='leader')\n"
+        "logging.getLogger('a').debug('quiet')\n"
+        "logging.getLogger('a').info('loud')\n"
+        "logging.getLogger('httpx').info('quiet')\n"
+        "warnings.warn('careful')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.stdout == ""
+    assert [line["level"] for line in lines] == ["info", "warning"]
+    assert lines[0]["message"] == "loud"

@@ -1,0 +1,110 @@
+"""What systemd is told of a service, by a socket that a test listens on in its place."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.common.config.systemd import notify_systemd
+
+PATIENCE_S = 60.0
+
+
+class Systemd:
+    """Hears what a service tells."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.bind("\0" + address[1:] if address.startswith("@") else address)
+        self._sock.settimeout(PATIENCE_S)
+
+    def next(self) -> str:
+        return self._sock.recv(100).decode()
+
+    def has_heard_nothing(self) -> bool:
+        self._sock.setblocking(False)
+        try:
+            return not self._sock.recv(100)
+        except BlockingIOError:
+            return True
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def systemd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Systemd]:
+    made = Systemd(str(tmp_path / "notify") if request.param == "path" else f"@multiworld-test-{os.getpid()}")
+    monkeypatch.setenv("NOTIFY_SOCKET", made.address)
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    yield made
+    made.close()
+
+
+async def test_systemd_is_told_ready_then_beats_then_stopping_when_the_service_runs(systemd: Systemd) -> None:
+    async with notify_systemd():
+        assert systemd.next() == "READY=1"
+        for _ in range(3):
+            await asyncio.sleep(0.01)  # the beats come from this loop
+            assert await asyncio.to_thread(systemd.next) == "WATCHDOG=1"
+    told = await asyncio.to_thread(systemd.next)
+    while told == "WATCHDOG=1":
+        told = await asyncio.to_thread(systemd.next)
+    assert told == "STOPPING=1"
+
+
+async def test_systemd_is_told_no_beats_when_the_unit_has_no_watchdog(
+    systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WATCHDOG_USEC")
+    async with notify_systemd():
+        await asyncio.sleep(0)
+    assert [systemd.next(), systemd.next()] == ["READY=1", "STOPPING=1"]
+
+
+async def test_systemd_is_told_nothing_when_it_watches_our_parent(
+    systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getppid()))
+    async with notify_systemd():
+        await asyncio.sleep(0)
+    assert systemd.has_heard_nothing()
+
+
+async def test_service_runs_when_systemd_does_not_listen(systemd: Systemd, caplog: pytest.LogCaptureFixture) -> None:
+    systemd.close()
+    async with notify_systemd():
+        await asyncio.sleep(0)
+    assert "cannot notify systemd of READY=1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["worker", "--leader", "127.0.0.1:1"],
+        ["serve", "--external-workers", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"],
+    ],
+    ids=["worker", "leader"],
+)
+def test_program_tells_systemd_when_it_is_ready_and_beats(program: list[str], tmp_path: Path) -> None:
+    systemd = Systemd(str(tmp_path / "notify"))
+    ports = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"] if program[0] == "serve" else []
+    told = {"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "200000", "MULTIWORLD_TOKEN": "a-secret-of-this-test"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "multiworld_serving.cli.main", *program, *ports],
+        env={**os.environ, **told},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert [systemd.next() for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
+        finally:
+            process.kill()
+    systemd.close()

@@ -1,0 +1,131 @@
+"""Drives a scheduler by hand: events in, actions out, at times of the test's choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from multiworld_serving.server.scheduling.scheduler import (
+    Action,
+    Answer,
+    BatchDone,
+    BatchFailed,
+    Event,
+    Refuse,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaReady,
+    RequestArrived,
+    Scheduler,
+    SchedulerConfig,
+    SendBatch,
+    Tick,
+)
+
+A = TypeVar("A")
+
+
+class SchedulerHarness:
+    """A scheduler with `replicas` links a stage, named s<stage>r<replica>, all ready.
+
+    Unless told otherwise it neither waits for batches to fill nor hedges.
+    """
+
+    def __init__(self, *, stages: int = 1, replicas: int = 2, **config: Any) -> None:
+        defaults: dict[str, Any] = {
+            "num_stages": stages,
+            "batch_timeout_s": 0.0,
+            "adaptive_batching": False,
+            "hedge_factor": None,
+        }
+        self.scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}))
+        self.now_s = 0.0
+        self.requests = 0
+        self.in_flight: dict[tuple[int, str], SendBatch] = {}
+        for stage in range(stages):
+            for replica in range(replicas):
+                self.ready(f"s{stage}r{replica}", stage)
+
+    def handle(self, event: Event, after_s: float = 0.0) -> list[Action]:
+        self.now_s += after_s
+        actions = self.scheduler.handle(event, self.now_s)
+        if isinstance(event, BatchDone | BatchFailed):
+            self.in_flight.pop((event.batch, event.replica), None)
+        elif isinstance(event, ReplicaLost):
+            self.in_flight = {key: send for key, send in self.in_flight.items() if send.replica != event.replica}
+        self.in_flight.update({(send.batch, send.replica): send for send in sends(actions)})
+        return actions
+
+    def on(self, link: str) -> list[SendBatch]:
+        """What is in flight on this link, in the order sent."""
+        return [send for send in self.in_flight.values() if send.replica == link]
+
+    def arrive(self, count: int = 1, timeout_s: float = 100.0) -> list[Action]:
+        """So many requests, numbered on from 1."""
+        actions = []
+        for _ in range(count):
+            self.requests += 1
+            actions += self.handle(RequestArrived(self.requests, self.now_s + timeout_s))
+        return actions
+
+    def ready(self, link: str, stage: int = 0, version: str = "v1") -> list[Action]:
+        return self.handle(ReplicaReady(link, stage, version))
+
+    def done(self, send: SendBatch, after_s: float = 0.0) -> list[Action]:
+        return self.handle(BatchDone(send.batch, send.replica), after_s)
+
+    def failed(self, send: SendBatch, error: str = "ValueError: no") -> list[Action]:
+        return self.handle(BatchFailed(send.batch, send.replica, error))
+
+    def not_sent(self, send: SendBatch) -> list[Action]:
+        return self.handle(BatchFailed(send.batch, send.replica, "MemoryError: no room", sent=False))
+
+    def broken(self, link: str, cause: str = "exit") -> list[Action]:
+        return self.handle(ReplicaLost(link, cause))
+
+    def draining(self, link: str) -> list[Action]:
+        return self.handle(ReplicaDraining(link))
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Time passes, with a tick whenever one is wanted."""
+        end_s = self.now_s + seconds
+        actions = []
+        while (wakeup_s := self.scheduler.next_wakeup_s()) is not None and wakeup_s <= end_s:
+            assert wakeup_s > self.now_s, "a wakeup that is not in the future"
+            self.now_s = wakeup_s
+            actions += self.handle(Tick())
+        self.now_s = end_s
+        return actions + self.handle(Tick())
+
+    def answer_all(self, actions: Iterable[Action], after_s: float = 0.01) -> list[Action]:
+        """Every batch sent is answered, and so on until nothing is left to do. Returns all actions after the first."""
+        pending, seen = sends(actions), []
+        while pending:
+            more = self.done(pending.pop(0), after_s)
+            seen += more
+            pending += sends(more)
+        return seen
+
+
+def only(actions: Iterable[Action], kind: type[A]) -> A:
+    """The single action of its kind."""
+    (found,) = of(actions, kind)
+    return found
+
+
+def of(actions: Iterable[Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def sends(actions: Iterable[Action]) -> list[SendBatch]:
+    return of(actions, SendBatch)
+
+
+def answered(actions: Iterable[Action]) -> list[int]:
+    """Requests answered, in order."""
+    return [request for answer in of(actions, Answer) for request, _ in answer.rows]
+
+
+def refused(actions: Iterable[Action]) -> dict[int, str]:
+    """Requests refused, and why."""
+    return {refusal.request: refusal.reason for refusal in of(actions, Refuse)}

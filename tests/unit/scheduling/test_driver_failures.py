@@ -1,0 +1,237 @@
+"""SchedulerDriver: a failing action, or false times from a worker, affects no other request, and every request gets an outcome."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from pydantic import SecretStr
+from torch import Tensor
+
+from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.wire import Message, MessageKind
+from multiworld_serving.server.errors import StageError
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.replicas.worker_link import SlotId
+from multiworld_serving.server.scheduling.events import BatchDone, ReplicaReady, RequestArrived
+from multiworld_serving.server.settings import ServeSettings
+
+WAIT_S = 30.0
+IMAGE = torch.zeros(3, 32, 32, dtype=torch.uint8)
+
+
+@dataclass
+class Line:
+    """A link as the driver sees it, without a world."""
+
+    slot: SlotId
+    stage: int = 0
+    state: str = "ready"
+    epoch: int = 1
+    sent: asyncio.Queue[tuple[int, Tensor]] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.world_name, self.id = self.slot.name, f"{self.slot.name}#1"
+
+    def send(self, batch: int, payload: Tensor, version: int, traced: object = ()) -> None:
+        self.sent.put_nowait((batch, payload))
+
+
+@dataclass
+class Bench:
+    """A shell with lines to one stage or more, each of which answers the number of the first pixel of each row."""
+
+    stages: int = 1
+    replicas: int = 2
+    metrics: Metrics = field(default_factory=Metrics)
+    after_event: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        settings = ServeSettings(
+            token=SecretStr("a-secret-of-this-test"), join_port=0, batching="fixed", batch_timeout_s=0.02
+        )
+        slots = [SlotId(stage, index) for stage in range(self.stages) for index in range(self.replicas)]
+        self.lines = {line.id: line for line in (Line(slot, slot.stage or 0) for slot in slots)}
+        context = DriverContext("resnet18", lambda _: 1, self.lines.get, lambda _: None, self.after_event)  # type: ignore[arg-type]
+        self.driver = SchedulerDriver(settings, self.stages, self.metrics, context)
+        for line in self.lines.values():
+            self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))
+
+    def ask(self, count: int) -> list[asyncio.Task[Prediction]]:
+        deadline_s = time.monotonic() + 60
+        return [
+            asyncio.create_task(self.driver.predict(IMAGE + number, deadline_s=deadline_s, request_id=str(number)))
+            for number in range(count)
+        ]
+
+    async def work(
+        self, asked: list[asyncio.Task[Prediction]], *, compute_ns: int = 0
+    ) -> list[Prediction | BaseException]:
+        """Prediction whatever is sent, until all that was asked has its outcome."""
+        serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines.values()]
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            for task in serving:
+                task.cancel()
+            outcomes = await asyncio.gather(*serving, return_exceptions=True)
+            assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
+
+    async def _serve(self, line: Line, compute_ns: int) -> None:
+        while True:
+            batch, payload = await line.sent.get()
+            output = payload.float().flatten(1)[:, :1]
+            result = Message(MessageKind.RESULT, batch, output, compute_ns, compute_ns)
+            self.driver.on_result(line, result)  # type: ignore[arg-type]
+
+
+def assert_right(answers: list[Prediction | BaseException]) -> None:
+    for number, answer in enumerate(answers):
+        assert isinstance(answer, Prediction), answer
+        assert answer.probabilities.tolist() == [number]
+
+
+def failing_times(count: int, call: Callable[..., object]) -> Callable[..., object]:
+    failures: Iterator[int] = iter(range(count))
+
+    def fail(*args: object, **kwargs: object) -> object:
+        if next(failures, None) is not None:
+            raise MemoryError("no room")
+        return call(*args, **kwargs)
+
+    return fail
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(replicas=replicas)
+    monkeypatch.setattr(torch, "stack", failing_times(1, torch.stack))
+    assert_right(await bench.work(bench.ask(3)))
+    assert bench.driver.scheduler.counters.isolated == 3
+    bench.driver.close()
+
+
+async def test_requests_are_answered_when_a_link_could_not_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(replicas=1)
+    (line,) = bench.lines.values()
+    monkeypatch.setattr(line, "send", failing_times(1, line.send))
+    assert_right(await bench.work(bench.ask(3)))
+    bench.driver.close()
+
+
+async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    for line in bench.lines.values():
+        monkeypatch.setattr(line, "send", failing_times(1000, line.send))
+    for outcome in await bench.work(bench.ask(2)):
+        assert isinstance(outcome, StageError)
+        assert outcome.detail == "the batch could not be sent to stage 0: MemoryError: no room"
+    monkeypatch.undo()
+    assert_right(await bench.work(bench.ask(2)))
+    bench.driver.close()
+
+
+async def test_requests_get_an_error_when_their_answer_cannot_be_made() -> None:
+    bench = Bench(replicas=1)
+    asked = bench.ask(2)
+    (line,) = bench.lines.values()
+    async with asyncio.timeout(WAIT_S):
+        batch, _ = await line.sent.get()
+        scalar = torch.zeros(1, 1)  # a row too few: the link would have refused it
+        bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
+        assert (await asked[0]).probabilities.tolist() == [0]
+        with pytest.raises(StageError, match="the leader failed: IndexError"):
+            await asked[1]
+    assert_right(await bench.work(bench.ask(2)))
+    bench.driver.close()
+
+
+async def test_no_stage_gets_the_input_of_another_one_when_an_output_could_not_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(stages=2, replicas=1)
+    tensors = bench.driver._tensors
+    asked = bench.ask(2)
+    first, second = bench.lines.values()
+    async with asyncio.timeout(WAIT_S):
+        batch, payload = await first.sent.get()
+    monkeypatch.setattr(tensors, "replace", failing_times(1, tensors.replace))
+    output = payload.float().flatten(1)[:, :1]
+    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, output))  # type: ignore[arg-type]
+    assert second.sent.empty()
+    assert_right(await bench.work(asked))
+    bench.driver.close()
+
+
+async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    scheduler = bench.driver.scheduler
+    monkeypatch.setattr(scheduler, "handle", failing_times(1, scheduler.handle))
+    (failed,) = bench.ask(1)
+    with pytest.raises(StageError, match="the leader failed: MemoryError"):
+        await failed
+    bench.driver.submit_event(RequestArrived(1000, time.monotonic() + 60))
+    assert bench.driver._timer is not None
+    assert_right(await bench.work(bench.ask(1)))
+    bench.driver.close()
+
+
+async def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    observed: list[BatchDone] = []
+    handle = bench.driver.scheduler.handle
+
+    def note(event: object, now_s: float) -> object:
+        if isinstance(event, BatchDone):
+            observed.append(event)
+        return handle(event, now_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.driver.scheduler, "handle", note)
+    began_s = time.monotonic()
+    (answer,) = await bench.work(bench.ask(1), compute_ns=10**17)
+    took_s = time.monotonic() - began_s
+    assert isinstance(answer, Prediction)
+    assert 0 < answer.compute_s <= took_s
+    assert answer.transfer_s == 0
+    (done,) = observed
+    assert done.computed_s is not None
+    assert done.computed_s <= took_s
+    total_s = bench.metrics.registry.get_sample_value(
+        "multiworld_stage_duration_seconds_sum", {"stage": "0", "replica": "0", "phase": "compute"}
+    )
+    assert total_s is not None
+    assert total_s <= took_s
+    bench.driver.close()
+
+
+class BrokenMetrics:
+    """Every call raises."""
+
+    def __getattr__(self, name: str) -> object:
+        def fail(*_: object, **__: object) -> None:
+            raise BrokenPipeError(f"{name} is broken")
+
+        return fail
+
+
+def broken() -> None:
+    raise BrokenPipeError("nobody reads")
+
+
+async def test_requests_are_answered_when_every_observer_fails(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(metrics=guarded(BrokenMetrics()), after_event=guarded(broken))  # type: ignore[arg-type]
+    assert_right(await bench.work(bench.ask(3)))
+    assert_right(await bench.work(bench.ask(3)))
+    told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
+    assert sorted(told) == sorted(set(told)), "each is logged once"
+    assert {"broken", "BrokenMetrics.batch_answered", "BrokenMetrics.queue_depth"} <= set(told)
+    bench.driver.close()

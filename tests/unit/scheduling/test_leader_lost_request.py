@@ -1,0 +1,36 @@
+"""The one thing that must not happen is counted: a request with neither answer nor error."""
+
+import logging
+import time
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.scheduling.actions import Action, Refuse
+from multiworld_serving.server.settings import ServeSettings
+
+
+class ForgetfulDriver(SchedulerDriver):
+    """Has a bug: it tells nobody that a request was refused."""
+
+    def _perform(self, action: Action) -> None:
+        if not isinstance(action, Refuse):
+            super()._perform(action)
+
+
+@pytest.mark.parametrize(("driver_class", "lost"), [(SchedulerDriver, 0), (ForgetfulDriver, 1)])
+async def test_request_is_counted_as_lost_when_nobody_answers_it(
+    driver_class: type[SchedulerDriver], lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
+    alone = DriverContext("resnet18", lambda _: 1, lambda _: None, lambda _: None, lambda: None)
+    driver = driver_class(settings, 1, metrics, alone)
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    with pytest.raises(RequestRefused), caplog.at_level(logging.CRITICAL):
+        await driver.predict(image, deadline_s=time.monotonic() + 0.05, request_id="r1")
+    assert metrics.registry.get_sample_value("multiworld_requests_lost_total") == lost

@@ -1,0 +1,79 @@
+"""Where to cut: by what blocks cost and by what their outputs cost to move."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.models import split_model
+from multiworld_serving.models.partition import partition
+from multiworld_serving.server.versions.partition_plan import PartitionPlan, local_link_bytes_per_s, partition_for
+from tests.unit.models.models_loaded import loaded
+
+
+def slowest(costs: list[float], transfers: list[float], ends: tuple[int, ...]) -> float:
+    """Of the stages that end there, the cost of the slowest, transfers included."""
+    crossing = [0.0, *transfers, 0.0]
+    return max(sum(costs[first:end]) + crossing[first] + crossing[end] for first, end in itertools.pairwise((0, *ends)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts_when_moving_costs_too(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(2, 9)
+    costs = [chance.choice((0.0, chance.random(), 1.0)) for _ in range(count)]
+    transfers = [chance.choice((0.0, chance.random() / 2, 3.0)) for _ in range(count - 1)]
+    for stages in range(1, count + 1):
+        found = partition(costs, stages, [1.0] * (count - 1), transfers=transfers)
+        assert [first for first, _ in found] == [0, *(end for _, end in found[:-1])]
+        assert found[-1][1] == count
+        best = min(
+            slowest(costs, transfers, (*inner, count)) for inner in itertools.combinations(range(1, count), stages - 1)
+        )
+        assert slowest(costs, transfers, tuple(end for _, end in found)) == pytest.approx(best)
+
+
+def test_boundary_that_is_dear_to_cross_is_avoided() -> None:
+    assert partition([1, 1, 1, 1], 2, [1, 1, 1]) == [(0, 2), (2, 4)]
+    assert partition([1, 1, 1, 1], 2, [1, 1, 1], transfers=[0.1, 5.0, 0.2]) == [(0, 1), (1, 4)]
+
+
+def test_plan_predicts_what_the_slowest_stage_does() -> None:
+    model = loaded("resnet18")
+    blocks = len(split_model(model, 1)[0].blocks)
+    found = partition_for(model, 2, [1.0] * blocks, [0.0] * (blocks - 1))
+    assert isinstance(found, PartitionPlan)
+    assert found.stages == ((0, blocks // 2), (blocks // 2, blocks))
+    assert found.stage_s == (blocks / 2, blocks / 2)
+    assert found.images_per_s == pytest.approx(2 / blocks)
+    assert found.balance == pytest.approx(1.0)
+
+
+def test_link_of_this_machine_with_itself_has_a_speed() -> None:
+    assert local_link_bytes_per_s() > 1e6
+
+
+def test_plan_is_printed_and_drawn_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "resnet18", "--stages", "3", "--batch-size", "1", "--repeats", "1"]
+    assert main([*arguments, "--link-gbps", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [block["name"] for block in said["blocks"]][:2] == ["stem", "layer1.0"]
+    assert said["blocks"][0]["transfer_s"] == pytest.approx(said["blocks"][0]["output_bytes"] / 125e6)
+    assert len(said["stages"]) == 3
+    assert [name for stage in said["stages"] for name in stage["blocks"]] == [block["name"] for block in said["blocks"]]
+    assert said["images_per_s"] == pytest.approx(1 / max(stage["seconds"] for stage in said["stages"]))
+    assert main(arguments) == 0
+    drawn = capsys.readouterr().out
+    assert "█" in drawn
+    assert "images/s" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--stages", "99"], "99 stages"), (["--model", "vgg"], "resnet18"), (["--stages", "0"], "stages")],
+)
+def test_plan_refuses_what_cannot_be_cut(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--repeats", "1", "--batch-size", "1", *arguments]) == 2
+    assert word in capsys.readouterr().err

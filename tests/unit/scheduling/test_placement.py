@@ -1,0 +1,259 @@
+"""Which stage a newcomer gets, who steps in for whom."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from multiworld import Cause
+from multiworld_serving.common.wire import JoinRequest
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.replicas.placement import Placement
+from multiworld_serving.server.replicas.registry import WorkerRegistry
+from multiworld_serving.server.replicas.worker_link import SlotId, WorkerLink
+from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.version_table import VersionPlan
+
+
+class FakeLink:
+    """What `Placement` looks at."""
+
+    def __init__(self, worker: str, slot: SlotId, state: ReplicaState = "ready", host: str = "h") -> None:
+        self.worker = worker
+        self.request = JoinRequest(worker, "cpu", host, 1)
+        self.state = state
+        self.slot = slot
+        self.world_name = slot.name
+        self.id = f"{slot.name}#1"
+        self.stage = slot.stage
+        self.cause, self.detail, self.leader_unresponsive = Cause.EXIT, "", False
+        self.silent_s: float | None = None
+        self.ready_at_s: float | None = None
+        self.batches_done = 0
+
+
+def join(slots: Placement, worker: str, host: str = "h") -> str:
+    slot = slots.choose(host)
+    slot.link = cast(WorkerLink, FakeLink(worker, slot.id, host=host))
+    return slot.id.name
+
+
+def fail(slots: Placement, name: str) -> None:
+    slot = next(slot for slot in (*slots.all, *slots.spares) if slot.id.name == name)
+    assert slot.link is not None
+    slot.link.state = "broken"
+
+
+def test_newcomers_spread_evenly_over_the_stages() -> None:
+    slots = Placement(2, 2)
+    assert [join(slots, name) for name in "abcd"] == ["s0.r0", "s1.r0", "s0.r1", "s1.r1"]
+
+
+def test_replicas_of_a_stage_are_spread_over_hosts_when_workers_come_in_turn() -> None:
+    slots = Placement(2, 2)
+    places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}
+    assert places == {(host, stage) for host in ("left", "right") for stage in ("s0", "s1")}
+
+
+def test_newcomer_gets_the_slot_of_the_one_that_broke() -> None:
+    slots = Placement(2, 2)
+    for name in "abcd":
+        join(slots, name)
+    fail(slots, "s1.r0")
+    assert join(slots, "e") == "s1.r0"
+
+
+def leave(slots: Placement, name: str) -> None:
+    slot = next(slot for slot in slots.all if slot.id.name == name)
+    fail(slots, name)
+    slots.remove_extra_slot(slot)
+
+
+def names(slots: Placement) -> list[str]:
+    return [slot.id.name for slot in slots.all]
+
+
+def test_stage_is_as_small_as_it_was_when_further_replicas_have_left() -> None:
+    slots = Placement(2, 2)
+    for name in "abcdef":
+        join(slots, name)
+    assert names(slots) == ["s0.r0", "s0.r1", "s0.r2", "s1.r0", "s1.r1", "s1.r2"]
+    leave(slots, "s0.r0")  # whoever it is
+    leave(slots, "s1.r2")
+    assert names(slots) == ["s0.r1", "s0.r2", "s1.r0", "s1.r1"]
+    assert not any(slot.free for slot in slots.all)
+    assert [join(slots, name) for name in "gh"] == ["s0.r0", "s1.r2"]
+
+
+def test_slot_stays_when_its_worker_failed_or_the_stage_has_no_more_than_it_is_to_have() -> None:
+    slots = Placement(1, 2)
+    for name in "abc":
+        join(slots, name)
+    fail(slots, "s0.r2")  # it is expected back
+    assert names(slots) == ["s0.r0", "s0.r1", "s0.r2"]
+    leave(slots, "s0.r2")
+    leave(slots, "s0.r1")
+    assert names(slots) == ["s0.r0", "s0.r1"]
+
+
+def test_more_workers_than_slots_become_spares_first_and_then_further_replicas() -> None:
+    slots = Placement(2, 1, spares_wanted=2)
+    assert [join(slots, name) for name in "abcdefg"] == [
+        "s0.r0",
+        "s1.r0",
+        "spare0",
+        "spare1",
+        "s0.r1",
+        "s1.r1",
+        "s0.r2",
+    ]
+
+
+def test_worker_that_asks_again_is_recognised_while_its_link_lives() -> None:
+    slots = Placement(1, 2, spares_wanted=1)
+    for name in "abc":
+        join(slots, name)
+    assert slots.live_link_of("a") is slots.all[0].link
+    assert slots.live_link_of("c") is slots.spares[0].link
+    assert slots.live_link_of("d") is None
+    fail(slots, "s0.r0")
+    assert slots.live_link_of("a") is None
+
+
+def test_spare_takes_the_slot_that_falls_empty_and_its_name_is_not_used_while_its_world_lives() -> None:
+    slots = Placement(2, 2, spares_wanted=1)
+    for name in "abcde":
+        join(slots, name)
+    assert list(slots.promote_spares()) == []
+    fail(slots, "s1.r1")
+    ((slot, link),) = slots.promote_spares()
+    assert (slot.id.name, link.worker, link.slot, slots.spares) == ("s1.r1", "e", slot.id, [])
+    assert join(slots, "d") == "spare1", "the world spare0 serves as s1.r1"
+    fail(slots, "s1.r1")
+    assert [link.worker for _, link in slots.promote_spares()] == ["d"]
+    assert join(slots, "f") == "spare0"
+
+
+def test_spare_that_is_not_ready_takes_nothing() -> None:
+    slots = Placement(1, 1, spares_wanted=1)
+    for name in "ab":
+        join(slots, name)
+    assert slots.spares[0].link is not None
+    slots.spares[0].link.state = "warming"
+    fail(slots, "s0.r0")
+    assert list(slots.promote_spares()) == []
+
+
+def test_spare_goes_to_the_stage_that_has_fewest_left() -> None:
+    slots = Placement(2, 2, spares_wanted=1)
+    for name in "abcde":
+        join(slots, name)
+    for name in ("s0.r0", "s1.r0", "s1.r1"):
+        fail(slots, name)
+    ((slot, _),) = slots.promote_spares()
+    assert slot.stage == 1
+
+
+def test_stage_that_has_nobody_gets_one_of_the_richest_that_keeps_another() -> None:
+    slots = Placement(3, 2)
+    for name in "abcdef":
+        join(slots, name)
+    assert (list(slots.stages_without_worker()), slots.reassignment_candidate() is not None) == ([], True)
+    fail(slots, "s0.r0")
+    fail(slots, "s0.r1")
+    fail(slots, "s1.r0")
+    reassignment_candidate = slots.reassignment_candidate()
+    assert list(slots.stages_without_worker()) == [0]
+    assert reassignment_candidate is not None
+    assert reassignment_candidate.slot.stage == 2
+    fail(slots, "s2.r0")
+    assert slots.reassignment_candidate() is None, "every stage that has anybody has but one"
+
+
+def test_epochs_count_for_each_world_name() -> None:
+    slots = Placement(1, 1)
+    assert [slots.next_epoch("s0.r0"), slots.next_epoch("spare0"), slots.next_epoch("s0.r0")] == [1, 1, 2]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=40))
+def test_no_stage_is_ahead_of_another_by_more_than_the_failures_explain(
+    num_stages: int, replicas: int, breaks: list[int]
+) -> None:
+    slots = Placement(num_stages, replicas)
+    for number in range(num_stages * replicas):
+        join(slots, str(number))
+    for number in breaks:
+        slot = slots.all[number % len(slots.all)]
+        if slot.link is not None:
+            slot.link.state = "broken"
+        join(slots, f"again-{number}")
+        taken = [sum(not slot.free for slot in slots.of_stage(stage)) for stage in range(num_stages)]
+        assert max(taken) - min(taken) <= 1
+        assert len(slots.all) == num_stages * replicas, "a broken slot is used again before a new one is made"
+
+
+def test_slots_are_whole_when_every_stage_has_its_replicas_and_nobody_is_on_the_way() -> None:
+    slots = Placement(2, 2)
+    for name in "abcd":
+        assert not slots.fully_replicated
+        join(slots, name)
+    assert slots.fully_replicated
+    join(slots, "e")
+    assert slots.fully_replicated, "with a further replica of stage 0"
+    (further,) = [slot for slot in slots.all if slot.index == 2]
+    assert further.link is not None
+    further.link.state = "loading"
+    assert not slots.fully_replicated
+    fail(slots, further.id.name)
+    assert slots.fully_replicated, "who is gone beyond the replicas is not missed"
+    fail(slots, "s1.r0")
+    assert not slots.fully_replicated
+    join(slots, "f")
+    assert slots.fully_replicated
+
+
+async def test_further_replica_that_crashed_goes_when_nobody_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.01, raising=False)
+    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
+    told = asyncio.Event()
+    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
+    around = cast(Any, None)
+    registry = WorkerRegistry(plan, settings, Metrics(), around, around, told.set)
+    slots = registry.placement
+    for worker in ("kept", "further"):
+        join(slots, worker)
+    fail(slots, "s0.r1")
+    lost = slots.all[1].link
+    assert lost is not None
+    told.clear()
+    registry.on_link_state(lost)
+    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected back"
+    told.clear()
+    async with asyncio.timeout(30):
+        await told.wait()
+    assert names(slots) == ["s0.r0"]
+    registry.stop()
+
+
+async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.0, raising=False)
+    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
+    plan = cast(VersionPlan, SimpleNamespace(stages=(None,)))
+    around = cast(Any, None)
+    registry = WorkerRegistry(plan, settings, Metrics(), around, around, lambda: None)
+    slots = registry.placement
+    for worker in ("kept", "further"):
+        join(slots, worker)
+    fail(slots, "s0.r1")
+    lost = slots.all[1].link
+    assert lost is not None
+    registry.on_link_state(lost)
+    join(slots, "successor")
+    await asyncio.sleep(0.01)  # the timer was due before this ends
+    assert names(slots) == ["s0.r0", "s0.r1"]
+    registry.stop()

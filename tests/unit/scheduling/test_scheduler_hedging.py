@@ -1,0 +1,121 @@
+"""Late batches are sent twice; the first answer wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multiworld_serving.server.scheduling.scheduler import FailReplica, RequestCancelled, SendBatch
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only
+
+
+def _warm(**config: Any) -> SchedulerHarness:
+    """Batches of one row usually take 0.1 s; the purse holds a row or two."""
+    driver = SchedulerHarness(**{"hedge_factor": 2.0, "hedge_floor_s": 0.05, "max_batch_size": 1, **config})
+    for _ in range(40):
+        driver.answer_all(driver.arrive(), after_s=0.1)
+    return driver
+
+
+def test_batch_is_sent_again_when_it_takes_longer_than_its_stage_usually_does() -> None:
+    driver = _warm()
+    first = only(driver.arrive(), SendBatch)
+    assert driver.wait(0.19) == []
+    hedge = only(driver.wait(0.02), SendBatch)
+    assert (hedge.batch, hedge.kind, hedge.attempt) == (first.batch, "hedge", 1)
+    assert hedge.replica != first.replica
+    assert hedge.waited_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("hedge_wins", [True, False])
+def test_first_answer_wins_and_the_second_is_ignored_when_hedged(hedge_wins: bool) -> None:
+    driver = _warm()
+    first = only(driver.arrive(), SendBatch)
+    hedge = only(driver.wait(0.25), SendBatch)
+    winner, loser = (hedge, first) if hedge_wins else (first, hedge)
+    assert answered(driver.done(winner)) == [41]
+    assert driver.scheduler.in_flight(loser.replica) == 1
+    assert driver.done(loser) == []
+    assert driver.scheduler.in_flight(loser.replica) == 0
+    assert driver.scheduler.counters.hedges == {"won" if hedge_wins else "lost": 1}
+
+
+def test_nothing_is_hedged_when_switched_off() -> None:
+    driver = _warm(hedge_factor=None)
+    driver.arrive()
+    assert driver.wait(1.0) == []
+
+
+def test_nothing_is_hedged_when_there_is_no_other_replica_with_room() -> None:
+    driver = _warm(replicas=1)
+    driver.arrive()
+    assert driver.wait(1.0) == []
+    driver.ready("s0r1")
+    assert only(driver.wait(0.3), SendBatch).kind == "hedge"
+
+
+def test_nothing_is_hedged_before_enough_is_known() -> None:
+    driver = SchedulerHarness(hedge_factor=2.0)
+    driver.answer_all(driver.arrive(), after_s=0.1)
+    driver.arrive()
+    assert driver.wait(5.0) == []
+
+
+def test_hedges_stay_within_the_budget_when_everything_is_late() -> None:
+    driver = _warm(replicas=4, hedge_budget=0.05)
+    for _ in range(400):
+        driver.arrive()
+        driver.wait(0.5)
+        for send in list(driver.in_flight.values()):
+            driver.done(send)
+    counters = driver.scheduler.counters
+    assert 0 < counters.hedge_rows_sent <= 0.05 * counters.rows_sent
+
+
+def test_nothing_is_hedged_when_the_budget_is_zero() -> None:
+    driver = _warm(hedge_budget=0.0)
+    driver.arrive()
+    assert driver.wait(5.0) == []
+
+
+def test_batch_is_not_rerouted_when_its_link_breaks_and_the_hedge_is_on_its_way() -> None:
+    driver = _warm()
+    first = only(driver.arrive(), SendBatch)
+    hedge = only(driver.wait(0.25), SendBatch)
+    assert driver.broken(first.replica) == []
+    assert answered(driver.done(hedge)) == [41]
+
+
+def test_batch_is_rerouted_when_both_its_links_break() -> None:
+    driver = _warm(replicas=3, max_attempts=4)
+    first = only(driver.arrive(), SendBatch)
+    hedge = only(driver.wait(0.25), SendBatch)
+    driver.broken(hedge.replica)
+    again = only(driver.broken(first.replica), SendBatch)
+    assert again.kind == "reroute"
+    assert driver.scheduler.counters.hedges == {"wasted": 1}
+
+
+def test_other_copy_counts_as_the_retry_when_a_hedged_batch_fails() -> None:
+    driver = _warm(replicas=3)
+    first = only(driver.arrive(), SendBatch)
+    hedge = only(driver.wait(0.25), SendBatch)
+    assert driver.failed(first) == []
+    assert only(driver.failed(hedge), SendBatch).isolated
+
+
+def test_both_copies_are_ignored_when_a_hedged_request_is_cancelled() -> None:
+    driver = _warm()
+    first = only(driver.arrive(), SendBatch)
+    hedge = only(driver.wait(0.25), SendBatch)
+    driver.handle(RequestCancelled(41))
+    assert driver.done(first) == driver.done(hedge) == []
+    assert driver.scheduler.counters.hedges == {"wasted": 1}
+
+
+def test_frozen_link_is_broken_when_its_batch_was_hedged_and_answered() -> None:
+    driver = _warm(hang_timeout_s=1.0)
+    first = only(driver.arrive(), SendBatch)
+    driver.done(only(driver.wait(0.25), SendBatch))
+    assert of(driver.wait(1.0), FailReplica) == [FailReplica(first.replica, "hang")]

@@ -1,0 +1,139 @@
+"""The real HTTP application with a fake pipeline: the class of an image is its strongest color."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch
+from fastapi import FastAPI
+from PIL import Image
+from torch import Tensor
+
+from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import (
+    ModelVersion,
+    PipelineSnapshot,
+    Prediction,
+    ReplicaSnapshot,
+    ReplicaState,
+    ServedModel,
+    StageSnapshot,
+)
+
+MODEL = ServedModel("meancolour", "weights v1 ü", ("red", "green", "blue"), resize_size=18, crop_size=16)
+
+
+@dataclass
+class ColourPredictor:
+    """Says which colour is strongest. Can be told to fail, or to wait."""
+
+    failure: Exception | None = None
+    refusal: Exception | None = None
+    proceed: asyncio.Event | None = None
+    states: tuple[ReplicaState, ...] = ("ready", "ready")
+    draining: bool = False
+    asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    deadlines_s: list[float] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+    cancelled: int = 0
+
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        assert image.dtype == torch.uint8
+        assert image.shape == (3, MODEL.crop_size, MODEL.crop_size)
+        self.deadlines_s.append(deadline_s)
+        self.request_ids.append(request_id)
+        self.asked.release()
+        try:
+            if self.proceed is not None:
+                await self.proceed.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.failure is not None:
+            raise self.failure
+        probabilities = image.float().mean(dim=(1, 2)).div(64).softmax(0)
+        return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, ("stage0-0", "stage1-1"))
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        yield
+
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def asked_times(self, times: int) -> None:
+        """Wait until so many more requests have come this far."""
+        for _ in range(times):
+            await self.asked.acquire()
+
+    @property
+    def version(self) -> ModelVersion:
+        return ModelVersion(1, MODEL.version)
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and all(state == "ready" for state in self.states)
+
+    def snapshot(self) -> PipelineSnapshot:
+        stages = tuple(
+            StageSnapshot(index, ("stem",), (ReplicaSnapshot(0, state, f"stage{index}-0", 1),))
+            for index, state in enumerate(self.states)
+        )
+        return PipelineSnapshot(MODEL.name, MODEL.version, self.ready, self.draining, 1.5, 0, 0, stages)
+
+
+@dataclass(frozen=True)
+class RunningFrontend:
+    """The application with its lifespan begun, a client of it, and what stands behind it."""
+
+    app: FastAPI
+    client: httpx.AsyncClient
+    predictor: ColourPredictor
+    metrics: Metrics
+
+    async def assert_serves(self) -> None:
+        """A good request gets its answer: whatever was sent before did no harm."""
+        response = await self.client.post("/predict", files={"image": image_bytes("blue")})
+        assert response.status_code == 200, response.text
+        assert response.json()["predictions"][0]["label"] == "blue"
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """The value of one series now."""
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+@asynccontextmanager
+async def running_frontend(
+    predictor: ColourPredictor | None = None, model: ServedModel = MODEL, **limits: Any
+) -> AsyncIterator[RunningFrontend]:
+    """The application with these limits, served in this process."""
+    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    app = create_app(predictor, model, RequestLimits(**limits), metrics)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield RunningFrontend(app, client, predictor, metrics)
+
+
+def image_bytes(
+    colour: str | int | tuple[int, ...] = "blue",
+    size: tuple[int, int] = (40, 30),
+    file_format: str = "PNG",
+    mode: str = "RGB",
+    **options: Any,
+) -> bytes:
+    """An image file of one colour."""
+    file = io.BytesIO()
+    Image.new(mode, size, colour).save(file, file_format, **options)
+    return file.getvalue()

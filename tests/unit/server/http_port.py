@@ -1,0 +1,120 @@
+"""The real HTTP port on a socket of this process, with the pipeline of `frontend_app` and clients that send raw bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.http.connection_table import ConnectionLimits, ConnectionTable
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.server import HttpServer, bind, serving
+from multiworld_serving.server.observability.metrics import Metrics
+from tests.unit.server.frontend_app import MODEL, ColourPredictor
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Port:
+    """What listens, and what stands behind it."""
+
+    number: int
+    server: HttpServer
+    predictor: ColourPredictor
+    metrics: Metrics
+    clients: list[Client] = field(default_factory=list)
+
+    async def open(self, context: ssl.SSLContext | None = None) -> Client:
+        """A new connection; with `context`, after the handshake."""
+        name = None if context is None else "localhost"
+        opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
+        self.clients.append(Client(*opened))
+        return self.clients[-1]
+
+    def closed(self, reason: str) -> float:
+        """How many connections were closed for this reason."""
+        return (
+            self.metrics.registry.get_sample_value("multiworld_http_connections_closed_total", {"reason": reason}) or 0
+        )
+
+    async def until_open(self, count: int) -> None:
+        """Wait until so many connections are open."""
+        await until(lambda: len(self.server.connections) == count)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until this is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Client:
+    """One connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def say(self, *parts: bytes) -> None:
+        for part in parts:
+            self.writer.write(part)
+            await self.writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, Any]]:
+        """The next answer: its status, and its body from JSON."""
+        async with asyncio.timeout(PATIENCE_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            length = next(line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length:"))
+            return int(head.split()[1]), json.loads(await self.reader.readexactly(int(length)))
+
+    async def rest(self) -> bytes:
+        """All that comes until the other side closes; a reset is an end too."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+    async def healthy(self) -> bool:
+        """Whether a plain request is answered here."""
+        await self.say(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        return (await self.answer()) == (200, {"alive": True})
+
+    async def close(self) -> None:
+        self.writer.transport.abort()
+        with suppress(OSError):
+            await self.writer.wait_closed()
+
+
+@asynccontextmanager
+async def http_port(
+    predictor: ColourPredictor | None = None,
+    *,
+    app: ASGIApp | None = None,
+    context: ssl.SSLContext | None = None,
+    **limits: Any,
+) -> AsyncIterator[Port]:
+    """Serve with these limits of connections. `app` stands in for ours; with `context` the port speaks TLS."""
+    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    app = app or create_app(predictor, MODEL, RequestLimits(timeout_s=10.0), metrics)
+    connections = ConnectionTable(ConnectionLimits(**limits), metrics.connection_closed, metrics.connections)
+    sock = bind("127.0.0.1", 0, "--http-port")
+    async with serving(HttpServer(app, sock, connections, context=context)) as server:
+        await until(lambda: server.started)
+        port = Port(sock.getsockname()[1], server, predictor, metrics)
+        try:
+            yield port
+        finally:
+            for client in port.clients:
+                await client.close()

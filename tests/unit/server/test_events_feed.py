@@ -1,0 +1,176 @@
+"""The event feed: differences between snapshots, for a limited number of subscribers that keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from multiworld_serving.server.errors import OverloadedError
+from multiworld_serving.server.observability.event_feed import EventFeed, Subscription
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import (
+    FailureSnapshot,
+    PipelineSnapshot,
+    ReplicaSnapshot,
+    ReplicaState,
+    StageSnapshot,
+)
+
+KILLED = FailureSnapshot("exit", "it ended the connection", 1000.0)
+
+
+def replica(state: ReplicaState, epoch: int = 1, **more: Any) -> ReplicaSnapshot:
+    return ReplicaSnapshot(0, state, **{"world": "s0.r0", "epoch": epoch, "worker": "local-0", **more})
+
+
+def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnapshot:
+    return PipelineSnapshot("m", "v", True, draining, 1.0, 0, 0, (StageSnapshot(0, ("stem",), replicas),))
+
+
+def read(subscription: Subscription) -> list[tuple[str, Any]]:
+    """What waits for this reader now."""
+    messages = b"".join(subscription._waiting).decode().split("\n\n")
+    subscription._waiting.clear()
+    fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
+    return [(each["event"], json.loads(each["data"])) for each in fields if "event" in each]
+
+
+def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
+    """The feed of these snapshots, one after the other: what, epoch and detail."""
+    feed = EventFeed(Metrics())
+    with feed.subscribe(snapshots[0]) as subscription:
+        for each in snapshots:
+            feed.observe(each)
+        return [(e["what"], e["epoch"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
+
+
+async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
+    told = happened(
+        snapshot(replica("absent", 0, world=None, worker=None)),
+        snapshot(replica("joining")),
+        snapshot(replica("loading")),
+        snapshot(replica("ready")),
+        snapshot(replica("ready", in_flight=2)),
+        snapshot(replica("broken", last_failure=KILLED)),
+        snapshot(replica("joining", 2, last_failure=KILLED)),
+        snapshot(replica("ready", 2, last_failure=KILLED)),
+    )
+    assert told == [
+        ("joining", 1, ""),
+        ("serves", 1, ""),
+        ("broken", 1, "exit: it ended the connection"),
+        ("joining", 2, ""),
+        ("rejoined", 2, ""),
+    ]
+
+
+async def test_feed_emits_left_when_a_worker_leaves() -> None:
+    told = happened(
+        snapshot(replica("ready", 2, last_failure=KILLED)),
+        snapshot(replica("draining", 2, last_failure=KILLED)),
+        snapshot(replica("broken", 2, last_failure=KILLED)),
+    )
+    assert [what for what, _, _ in told] == ["rejoined", "draining", "left"]
+
+
+async def test_feed_emits_takes_over_when_a_spare_is_promoted() -> None:
+    spare = replica("ready", 1, world="spare0", worker="local-4")
+    told = happened(snapshot(replica("ready")), snapshot(replica("broken", last_failure=KILLED)), snapshot(spare))
+    assert [what for what, _, _ in told] == ["serves", "broken", "takes_over"]
+
+
+async def test_tick_reports_rates_latencies_and_reroutes() -> None:
+    metrics = Metrics()
+    feed = EventFeed(metrics)
+    now = snapshot(replica("ready"))
+    with feed.subscribe(now) as subscription:
+        read(subscription)
+        for duration_s in (0.010, 0.020, 0.900):
+            metrics.request_started()
+            metrics.request_finished(
+                model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=duration_s
+            )
+        metrics.rerouted(0, 0.001)
+        metrics.rerouted(0, 0.001)
+        feed._tick(now)
+        told = read(subscription)
+    points = [content for kind, content in told if kind == "points"]
+    assert (points[0][0]["p50_ms"], points[0][0]["failed"]) == (20.0, 0)
+    assert points[0][0]["answered"] > 0
+    assert [(e["what"], e["detail"]) for kind, e in told if kind == "event"] == [
+        ("rerouted", "2 batches"),
+        ("serves", ""),
+    ]
+    assert "status" in [kind for kind, _ in told]
+
+
+async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("multiworld_serving.server.observability.event_feed._TICK_S", 0.0)
+    asked = 0
+
+    def fails_twice() -> PipelineSnapshot:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            raise RuntimeError("no snapshot")
+        return snapshot()
+
+    feed = EventFeed(Metrics())
+    with feed.subscribe(snapshot()) as subscription:
+        read(subscription)
+        async with feed.running(fails_twice), asyncio.timeout(30):
+            message = await anext(aiter(subscription))
+    assert b"event: status" in message
+    assert caplog.text.count("the event feed failed") == 1
+
+
+async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
+    feed = EventFeed(Metrics())
+    for epoch in range(1, 6):
+        feed.observe(snapshot(replica("ready", epoch)))
+
+    def ids(last_id: int) -> list[int]:
+        with feed.subscribe(snapshot(), last_id) as subscription:
+            return [content["id"] for kind, content in read(subscription) if kind == "event"]
+
+    assert ids(3) == [4, 5]
+    assert ids(0) == [1, 2, 3, 4, 5]
+    assert ids(99) == [1, 2, 3, 4, 5], "the leader that told 99 events was another one"
+
+
+async def test_only_the_slow_subscriber_is_dropped() -> None:
+    feed = EventFeed(Metrics())
+    with feed.subscribe(snapshot()) as slow, feed.subscribe(snapshot()) as quick:
+        for _ in range(100):
+            feed._tick(snapshot())
+            read(quick)
+        messages = [message async for message in slow]
+        assert len(messages) <= 64
+        feed._tick(snapshot())
+        assert read(quick)
+
+
+async def test_subscribers_are_limited_and_freed_when_they_leave() -> None:
+    feed = EventFeed(Metrics())
+    readers = [feed.subscribe(snapshot()) for _ in range(32)]
+    for reader in readers:
+        reader.__enter__()
+    with pytest.raises(OverloadedError), feed.subscribe(snapshot()):
+        pass
+    readers[0].__exit__(None, None, None)
+    with feed.subscribe(snapshot()):
+        pass
+
+
+async def test_subscriptions_end_when_the_service_drains() -> None:
+    feed = EventFeed(Metrics())
+    with feed.subscribe(snapshot()) as subscription:
+        feed.observe(snapshot(draining=True))
+        async with asyncio.timeout(10):
+            messages = [message async for message in subscription]
+    assert b'"draining":true' in messages[-1]

@@ -1,0 +1,215 @@
+"""Bad input gets an error in the common format, and the service continues."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.server.frontend_app import RunningFrontend, image_bytes, running_frontend
+
+MAX_BODY_BYTES = 200_000
+PNG = {"Content-Type": "image/png"}
+IMAGE = image_bytes()
+
+
+@pytest.fixture
+async def frontend() -> AsyncIterator[RunningFrontend]:
+    async with running_frontend(max_body_bytes=MAX_BODY_BYTES, max_image_pixels=1_000_000) as running:
+        yield running
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A valid PNG of that size but for its data, which is not there: a bomb that costs nothing to make."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--B--\r\n") -> dict[str, Any]:
+    """A form with these fields, byte by byte as told."""
+    body = b"".join(
+        b'--B\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n%s\r\n' % (name.encode(), data)
+        for name, data in parts
+    )
+    return {"content": body + end, "headers": {"Content-Type": "multipart/form-data; boundary=B"}}
+
+
+BAD_BODIES: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "not an image": ({"content": b"hello, world", "headers": PNG}, 422, "invalid_image", "not an image"),
+    "a GIF": ({"content": b"GIF89a" + bytes(99), "headers": PNG}, 422, "invalid_image", "neither JPEG nor PNG"),
+    "truncated": ({"content": IMAGE[:-30], "headers": PNG}, 422, "invalid_image", "damaged"),
+    "truncated JPEG": (
+        {"content": image_bytes(file_format="JPEG")[:400], "headers": {"Content-Type": "image/jpeg"}},
+        422,
+        "invalid_image",
+        "damaged",
+    ),
+    "1x1": ({"content": image_bytes(size=(1, 1)), "headers": PNG}, 422, "invalid_image", "at least 8x8"),
+    "bomb": ({"content": png_header(20_000, 20_000), "headers": PNG}, 413, "image_too_large", "20000x20000"),
+    "wrong type": (
+        {"content": IMAGE, "headers": {"Content-Type": "text/plain"}},
+        415,
+        "unsupported_media_type",
+        "send",
+    ),
+    "no type": ({"content": IMAGE}, 415, "unsupported_media_type", "there is no content type"),
+    "compressed": (
+        {"content": IMAGE, "headers": PNG | {"Content-Encoding": "gzip"}},
+        415,
+        "unsupported_media_type",
+        "gzip",
+    ),
+    "empty": ({"content": b"", "headers": PNG}, 422, "invalid_body", "empty"),
+    "too long": (
+        {"content": bytes(MAX_BODY_BYTES + 1), "headers": PNG},
+        413,
+        "body_too_large",
+        f"limit of {MAX_BODY_BYTES} bytes",
+    ),
+    "other field": (form(("file", IMAGE)), 422, "invalid_body", "'file'; only 'image' is expected"),
+    "two images": (form(("image", IMAGE), ("image", IMAGE)), 422, "invalid_body", "more than one 'image'"),
+    "option in form": (form(("image", IMAGE), ("top_k", b"3")), 422, "invalid_body", "options go into the query"),
+    "no fields": (form(), 422, "invalid_body", "no field 'image'"),
+    "empty file": (form(("image", b"")), 422, "invalid_body", "is empty"),
+    "text in form": (form(("image", b"photo.jpg")), 422, "invalid_image", "not an image"),
+    "cut form": (form(("image", IMAGE), end=b""), 422, "invalid_body", "truncated"),
+    "no form": (form(end=b"nonsense"), 422, "invalid_body", "not a well-formed"),
+    "no boundary": (
+        {"content": b"x", "headers": {"Content-Type": "multipart/form-data"}},
+        422,
+        "invalid_body",
+        "has no boundary",
+    ),
+    "long boundary": (
+        {"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=" + "b" * 2000}},
+        422,
+        "invalid_body",
+        "not a well-formed",
+    ),
+}
+
+
+def assert_error(response: httpx.Response, status: int, reason: str, says: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()
+    assert set(error) == {"error", "reason", "request_id"}
+    assert error["reason"] == reason
+    assert says in error["error"]
+    assert error["request_id"] == response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_predict_refuses_when_the_body_is_bad(frontend: RunningFrontend, name: str) -> None:
+    request, status, reason, says = BAD_BODIES[name]
+    response = await frontend.client.post("/predict", **request)
+    assert_error(response, status, reason, says)
+    assert frontend.predictor.request_ids == []
+    labels = {"model": "meancolour", "version": "weights v1 ü", "protocol": "predict"}
+    assert frontend.sample("multiworld_requests_total", **labels, code=str(status), reason=reason) == 1
+    await frontend.assert_serves()
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "says"),
+    [
+        ("top_k=0", {}, "query top_k: Input should be greater than or equal to 1"),
+        ("top_k=4", {}, "less than or equal to 3"),
+        ("top_k=many", {}, "got 'many'"),
+        ("", {"X-Request-Timeout-S": "0"}, "greater than 0"),
+        ("", {"X-Request-Timeout-S": "-1"}, "greater than 0"),
+        ("", {"X-Request-Timeout-S": "nan"}, "finite"),
+        ("", {"X-Request-Timeout-S": "inf"}, "finite"),
+        ("", {"X-Request-Timeout-S": "soon"}, "X-Request-Timeout-S"),
+    ],
+)
+async def test_predict_refuses_when_a_parameter_is_bad(
+    frontend: RunningFrontend, query: str, headers: dict[str, str], says: str
+) -> None:
+    response = await frontend.client.post(f"/predict?{query}", files={"image": IMAGE}, headers=headers)
+    assert_error(response, 422, "invalid_parameter", says)
+    await frontend.assert_serves()
+
+
+async def test_large_body_is_rejected_unread_when_it_has_a_content_length(frontend: RunningFrontend) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was asked for")
+        yield b""
+
+    headers = PNG | {"Content-Length": str(MAX_BODY_BYTES + 1)}
+    response = await frontend.client.post("/predict", content=never(), headers=headers)
+    assert_error(response, 413, "body_too_large", "larger than the limit")
+
+
+async def test_endless_body_is_rejected_at_the_limit(frontend: RunningFrontend) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield bytes(1000)
+
+    response = await frontend.client.post("/predict", content=endless(), headers=PNG)
+    assert_error(response, 413, "body_too_large", "larger than the limit")
+    assert sent <= MAX_BODY_BYTES + 2000
+    await frontend.assert_serves()
+
+
+async def test_body_gets_408_when_the_timeout_expires() -> None:
+    async def stalled() -> AsyncIterator[bytes]:
+        yield IMAGE[:50]
+        await asyncio.Event().wait()
+
+    async with running_frontend(timeout_s=0.05) as frontend:
+        response = await frontend.client.post("/predict", content=stalled(), headers=PNG)
+        assert_error(response, 408, "body_timeout", "only 50 bytes")
+        assert response.headers["Connection"] == "close"
+
+
+async def test_body_is_rejected_when_all_bodies_exceed_the_memory_limit() -> None:
+    proceed, begun = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield IMAGE[:100]
+        begun.set()
+        await proceed.wait()
+        yield IMAGE[100:]
+
+    async with running_frontend(max_body_bytes=len(IMAGE) + 50, max_held_bytes=len(IMAGE) + 50) as frontend:
+        first = asyncio.create_task(frontend.client.post("/predict", content=slow(), headers=PNG))
+        await begun.wait()
+        refused = await frontend.client.post("/predict", content=IMAGE, headers=PNG)
+        proceed.set()
+        assert (await first).status_code == 200
+        assert_error(refused, 429, "overloaded", "try again later")
+        assert refused.headers["Retry-After"] == "1"
+        answered = await frontend.client.post("/predict", content=IMAGE, headers=PNG)
+        assert answered.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "reason"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("POST", "/predict/", 404, "not_found"),
+        ("GET", "/predict", 405, "method_not_allowed"),
+        ("PUT", "/healthz", 405, "method_not_allowed"),
+        ("BREW", "/predict", 405, "method_not_allowed"),
+    ],
+)
+async def test_framework_errors_have_the_common_format(
+    frontend: RunningFrontend, method: str, path: str, status: int, reason: str
+) -> None:
+    response = await frontend.client.request(method, path)
+    assert_error(response, status, reason, path)
+    if status == 405:
+        assert response.headers["Allow"] in ("POST", "GET, HEAD")

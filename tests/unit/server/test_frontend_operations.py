@@ -1,0 +1,198 @@
+"""Probes, status, metrics and the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from multiworld_serving.server.api.admin import AdminRoutes
+from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.replicas.rolling_restart import RestartStep
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
+
+
+async def no_steps() -> AsyncGenerator[RestartStep, None]:
+    """A restart of nobody."""
+    steps: tuple[RestartStep, ...] = ()
+    for step in steps:
+        yield step
+
+
+ADMIN = AdminRoutes(no_steps)
+
+
+async def test_healthz_is_alive_when_no_stage_has_a_replica() -> None:
+    async with running_frontend(ColourPredictor(states=("absent", "broken"))) as frontend:
+        response = await frontend.client.get("/healthz")
+    assert (response.status_code, response.json()) == (200, {"alive": True})
+
+
+async def test_readyz_is_ready_when_every_stage_has_a_replica() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.get("/readyz")
+    assert response.status_code == 200
+    assert response.json() == {"ready": True, "model": MODEL.name, "version": MODEL.version}
+
+
+@pytest.mark.parametrize(
+    ("states", "draining", "reason", "missing", "says"),
+    [
+        (("ready", "checking"), False, "not_ready", [1], "stage 1 has no ready replica (checking)"),
+        (("absent", "absent"), False, "not_ready", [0, 1], "stage 0 has no ready replica (absent); stage 1"),
+        (("ready", "ready"), True, "draining", [], "stopping"),
+    ],
+)
+async def test_readyz_reports_missing_stages_when_not_ready(
+    states: tuple[ReplicaState, ...], draining: bool, reason: str, missing: list[int], says: str
+) -> None:
+    async with running_frontend(ColourPredictor(states=states, draining=draining)) as frontend:
+        response = await frontend.client.get("/readyz")
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+    answer = response.json()
+    assert (answer["ready"], answer["reason"], answer["missing_stages"]) == (False, reason, missing)
+    assert says in answer["error"]
+
+
+async def test_status_shows_the_snapshot() -> None:
+    async with running_frontend(ColourPredictor(states=("ready", "broken"))) as frontend:
+        status = (await frontend.client.get("/status")).json()
+    assert (status["model"], status["ready"], status["uptime_s"]) == (MODEL.name, False, 1.5)
+    assert [stage["replicas"][0]["state"] for stage in status["stages"]] == ["ready", "broken"]
+    assert status["stages"][1]["replicas"][0] == {
+        "slot": 0,
+        "state": "broken",
+        "world": "stage1-0",
+        "epoch": 1,
+        "worker": None,
+        "host": None,
+        "pid": None,
+        "device": None,
+        "in_flight": 0,
+        "batches_done": 0,
+        "last_failure": None,
+    }
+
+
+async def test_index_lists_existing_endpoints() -> None:
+    async with running_frontend() as frontend:
+        endpoints = (await frontend.client.get("/")).json()["endpoints"]
+        for endpoint in endpoints:
+            method, path = endpoint.split()
+            if method == "GET" and path != "/events":  # that one goes on until its reader goes
+                assert (await frontend.client.get(path)).status_code == 200, endpoint
+
+
+async def test_metrics_are_the_same_on_both_ports() -> None:
+    async with running_frontend() as frontend:
+        await frontend.assert_serves()
+        on_http_port = await frontend.client.get("/metrics")
+        transport = httpx.ASGITransport(create_admin_app(frontend.metrics, ADMIN))
+        async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+            on_metrics_port = await client.get("/metrics")
+            nowhere = await client.get("/predict")
+    assert on_http_port.headers["Content-Type"].startswith("text/plain; version=")
+    ours = [
+        [line for line in response.text.splitlines() if line.startswith("multiworld_")]
+        for response in (on_http_port, on_metrics_port)
+    ]
+    assert ours[0] == ours[1]
+    assert nowhere.status_code == 404
+    families = {family.name for family in text_string_to_metric_families(on_http_port.text)}
+    assert {"multiworld_requests", "process_open_fds", "python_gc_collections"} <= families
+
+
+async def test_only_inference_is_counted_as_requests() -> None:
+    async with running_frontend() as frontend:
+        for path in ("/", "/healthz", "/readyz", "/metrics", "/nothing"):
+            await frontend.client.get(path)
+        await frontend.client.get("/predict")
+        text = (await frontend.client.get("/metrics")).text
+    requests = [line for line in text.splitlines() if line.startswith("multiworld_requests_total{")]
+    counted = [line for line in requests if not line.endswith(" 0")]
+    assert len(counted) == 1
+    assert 'code="405"' in counted[0]
+
+
+async def test_metrics_are_openmetrics_when_requested() -> None:
+    metrics = Metrics()
+    transport = httpx.ASGITransport(create_admin_app(metrics, ADMIN))
+    async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+        response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_openapi_describes_bodies_answers_and_errors() -> None:
+    async with running_frontend() as frontend:
+        document = (await frontend.client.get("/openapi.json")).json()
+    predict = document["paths"]["/predict"]["post"]
+    assert set(predict["requestBody"]["content"]) == {
+        "multipart/form-data",
+        "image/jpeg",
+        "image/png",
+        "image/webp",
+    }
+    assert set(predict["responses"]) == {"200", "408", "413", "415", "422", "429", "500", "503", "504"}
+    for status, response in predict["responses"].items():
+        name = "PredictResponse" if status == "200" else "ErrorBody"
+        assert _schema(response) == f"#/components/schemas/{name}"
+    assert {parameter["name"] for parameter in predict["parameters"]} == {"top_k", "X-Request-Timeout-S"}
+    assert _schema(document["paths"]["/readyz"]["get"]["responses"]["503"]) == "#/components/schemas/NotReady"
+    assert "/metrics" in document["paths"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]) -> str:
+    return response["content"]["application/json"]["schema"]["$ref"]
+
+
+GETS = (
+    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/page.js"),
+    *("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats", f"/v2/models/{MODEL.name}"),
+    *(f"/v2/models/{MODEL.name}/config", f"/v2/models/{MODEL.name}/ready", "/nowhere", "/predict"),
+)
+
+
+@pytest.mark.parametrize("path", GETS)
+async def test_head_equals_get_without_body(path: str) -> None:
+    async with running_frontend() as frontend:
+        got, head = await frontend.client.get(path), await frontend.client.head(path)
+    assert head.status_code == got.status_code
+    assert head.content == b""
+    changing = {"x-request-id", "date", *({"content-length"} if path in {"/metrics", "/status"} else ())}
+    assert {k: v for k, v in head.headers.items() if k not in changing} == {
+        k: v for k, v in got.headers.items() if k not in changing
+    }
+
+
+async def test_head_of_events_ends_at_once() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.head("/events")
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+
+
+async def test_allow_lists_head_when_get_is_allowed() -> None:
+    async with running_frontend() as frontend:
+        assert (await frontend.client.put("/healthz")).headers["Allow"] == "GET, HEAD"
+        assert (await frontend.client.put("/predict")).headers["Allow"] == "POST"
+
+
+async def test_admin_port_supports_head_and_the_common_error_format() -> None:
+    metrics = Metrics()
+    transport = httpx.ASGITransport(create_admin_app(metrics, ADMIN), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://operations") as operators:
+        head = await operators.head("/metrics")
+        assert (head.status_code, head.content) == (200, b"")
+        strange = await operators.get("/metrics", headers={"Accept": "application/openmetrics-text; version=abc"})
+        assert strange.status_code == 200
+        metrics.exposition = None  # type: ignore[assignment, method-assign]
+        failed = await operators.get("/metrics", headers={"X-Request-Id": "mine"})
+    assert failed.status_code == 500
+    assert (failed.json()["reason"], failed.json()["request_id"]) == ("internal", "mine")

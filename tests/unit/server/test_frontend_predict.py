@@ -1,0 +1,115 @@
+"""POST /predict without errors, and its calls to the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+
+
+@pytest.mark.parametrize(
+    ("media_type", "file_format"), [("image/jpeg", "JPEG"), ("image/png", "PNG"), ("image/webp", "WEBP")]
+)
+async def test_predict_answers_when_an_image_is_the_body(media_type: str, file_format: str) -> None:
+    async with running_frontend() as frontend:
+        body = image_bytes("green", file_format=file_format)
+        response = await frontend.client.post("/predict", content=body, headers={"Content-Type": media_type})
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["predictions"][0]["label"] == "green"
+    assert answer["predictions"][0]["class_id"] == 1
+    assert answer["model"] == MODEL.name
+    assert answer["version"] == MODEL.version
+
+
+async def test_predict_answers_with_all_its_fields_when_an_image_is_in_a_form() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post("/predict", files={"image": ("a.png", image_bytes("red"), "image/png")})
+    assert response.status_code == 200
+    answer = response.json()
+    assert set(answer) == {"id", "model", "version", "predictions", "timings_ms"}
+    assert [prediction["label"] for prediction in answer["predictions"]] == ["red", "green", "blue"]
+    assert sum(prediction["probability"] for prediction in answer["predictions"]) == pytest.approx(1)
+    timings = answer["timings_ms"]
+    assert (timings["queue"], timings["compute"], timings["transfer"]) == (1, 2, 3)
+    assert timings["total"] >= timings["decode"] > 0
+
+
+async def test_predict_responds_when_the_body_is_chunked() -> None:
+    async with running_frontend() as frontend:
+        body = image_bytes("green")
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for start in range(0, len(body), 7):
+                yield body[start : start + 7]
+
+        response = await frontend.client.post("/predict", content=chunks(), headers={"Content-Type": "image/png"})
+    assert response.status_code == 200
+    assert response.json()["predictions"][0]["label"] == "green"
+
+
+async def test_predict_returns_version_path_attempts_and_id_in_headers() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(
+            "/predict", files={"image": image_bytes()}, headers={"X-Request-Id": "mine-1"}
+        )
+    assert response.headers["X-Request-Id"] == response.json()["id"] == frontend.predictor.request_ids[0] == "mine-1"
+    assert response.headers["X-Model-Version"] == "weights%20v1%20%C3%BC"
+    assert response.headers["X-Path"] == "stage0-0,stage1-1"
+    assert response.headers["X-Attempts"] == "2"
+
+
+@pytest.mark.parametrize("given", ["", "with space", "x" * 129, "tab\there"])
+async def test_predict_generates_an_id_when_the_given_one_is_invalid(given: str) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.get("/healthz", headers={"X-Request-Id": given})
+        other = await frontend.client.get("/healthz")
+    assert response.headers["X-Request-Id"] not in (given, other.headers["X-Request-Id"])
+    assert len(response.headers["X-Request-Id"]) == 32
+
+
+async def test_predict_answers_as_many_classes_as_top_k_says() -> None:
+    async with running_frontend(top_k=2) as frontend:
+        by_default = await frontend.client.post("/predict", files={"image": image_bytes()})
+        by_query = await frontend.client.post("/predict?top_k=1", files={"image": image_bytes()})
+    assert len(by_default.json()["predictions"]) == 2
+    assert len(by_query.json()["predictions"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "expected_s"), [({}, 20.0), ({"X-Request-Timeout-S": "5"}, 5.0), ({"X-Request-Timeout-S": "99"}, 20.0)]
+)
+async def test_timeout_header_can_only_shorten_the_deadline(header: dict[str, str], expected_s: float) -> None:
+    async with running_frontend(timeout_s=20.0) as frontend:
+        before_s = time.monotonic()
+        response = await frontend.client.post("/predict", files={"image": image_bytes()}, headers=header)
+        after_s = time.monotonic()
+    assert response.status_code == 200
+    assert before_s + expected_s <= frontend.predictor.deadlines_s[0] <= after_s + expected_s
+
+
+async def test_requests_are_handled_concurrently() -> None:
+    proceed = asyncio.Event()
+    predictor = ColourPredictor(proceed=proceed)
+    async with running_frontend(predictor) as frontend:
+        requests = [
+            asyncio.create_task(frontend.client.post("/predict", files={"image": image_bytes(colour)}))
+            for colour in ("red", "green", "blue") * 10
+        ]
+        await predictor.asked_times(len(requests))
+        assert frontend.sample("multiworld_requests_in_flight") == len(requests)
+        proceed.set()
+        responses = await asyncio.gather(*requests)
+    assert [response.json()["predictions"][0]["label"] for response in responses] == ["red", "green", "blue"] * 10
+    assert frontend.sample("multiworld_requests_in_flight") == 0
+
+
+async def test_create_app_raises_when_crop_size_exceeds_resize_size() -> None:
+    with pytest.raises(ValueError, match="crop_size must be 1 to resize_size"):
+        async with running_frontend(model=dataclasses.replace(MODEL, crop_size=19)):
+            pass

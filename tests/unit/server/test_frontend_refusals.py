@@ -1,0 +1,240 @@
+"""Responses when the pipeline rejects a request, and cancellation when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from torch import Tensor
+
+from multiworld_serving.server import errors
+from multiworld_serving.server.api.decode_pool import DecodePool
+from multiworld_serving.server.errors import OverloadedError, RequestRefused
+from multiworld_serving.server.http.errors import STATUS_OF_REASON
+from multiworld_serving.server.predictor import Prediction
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+
+LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "retry_after"),
+    [
+        (errors.OverloadedError("the queue is full", retry_after_s=2.1), 429, "3"),
+        (errors.OverloadedError("the queue is full", retry_after_s=0.01), 429, "1"),
+        (errors.OverloadedError("the queue is full"), 429, "1"),
+        (errors.NoReplicaError("stage 1 has no replica"), 503, "1"),
+        (errors.NotReadyError("not ready"), 503, "1"),
+        (errors.DrainingError("stopping", retry_after_s=10), 503, "10"),
+        (errors.DeadlineError("too late"), 504, None),
+        (errors.PoisonError("broke three worlds"), 500, None),
+        (errors.StageError("stage 0 raised"), 500, None),
+        (errors.WithdrawnError("withdrawn"), 499, None),
+    ],
+    ids=lambda value: value.reason if isinstance(value, RequestRefused) else None,
+)
+async def test_predict_returns_the_status_of_the_reason(
+    failure: RequestRefused, status: int, retry_after: str | None
+) -> None:
+    async with running_frontend(ColourPredictor(failure=failure)) as frontend:
+        response = await frontend.client.post("/predict", files={"image": image_bytes()})
+        assert response.status_code == status
+        assert response.json()["error"] == failure.detail
+        assert response.json()["reason"] == failure.reason
+        assert response.headers.get("Retry-After") == retry_after
+        assert frontend.sample("multiworld_requests_total", **LABELS, code=str(status), reason=failure.reason) == 1
+
+
+def _leaves(kind: type[RequestRefused]) -> list[type[RequestRefused]]:
+    return [kind, *(leaf for child in kind.__subclasses__() for leaf in _leaves(child))]
+
+
+@pytest.mark.parametrize("kind", _leaves(RequestRefused))
+def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestRefused]) -> None:
+    assert kind.reason in STATUS_OF_REASON
+    original = RequestRefused.for_reason(kind.reason, "why", retry_after_s=1.5)
+    assert type(original) is kind
+    copy = pickle.loads(pickle.dumps(original))
+    assert (type(copy), copy.detail, copy.retry_after_s, str(copy)) == (kind, "why", 1.5, "why")
+
+
+async def test_predict_answers_500_and_logs_once_when_the_predictor_has_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+    predictor = ColourPredictor(failure=ZeroDivisionError("our bug"))
+    async with running_frontend(predictor) as frontend:
+        with caplog.at_level(logging.INFO):
+            response = await frontend.client.post(
+                "/predict", files={"image": image_bytes()}, headers={"X-Request-Id": "r-7"}
+            )
+        assert response.status_code == 500
+        assert response.json()["reason"] == "internal"
+        assert response.json()["request_id"] == response.headers["X-Request-Id"] == "r-7"
+        assert "our bug" not in response.text
+        tracebacks = [record for record in caplog.records if record.exc_info]
+        assert len(tracebacks) == 1
+        assert "request_id=r-7" in tracebacks[0].getMessage()
+        assert frontend.sample("multiworld_requests_total", **LABELS, code="500", reason="internal") == 1
+        assert frontend.sample("multiworld_requests_in_flight") == 0
+        predictor.failure = None
+        await frontend.assert_serves()
+
+
+async def test_predict_returns_500_when_the_model_returns_nan() -> None:
+    class Broken(ColourPredictor):
+        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+            return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
+
+    async with running_frontend(Broken()) as frontend:
+        response = await frontend.client.post("/predict", files={"image": image_bytes()})
+    assert response.status_code == 500
+    assert response.json()["reason"] == "stage_error"
+
+
+async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("multiworld_serving.server.api.predict.DEADLINE_GRACE_S", 0.0)
+    async with running_frontend(ColourPredictor(proceed=asyncio.Event()), timeout_s=3.0) as frontend:
+        response = await frontend.client.post("/predict", files={"image": image_bytes()})
+        assert response.status_code == 504
+        assert response.json()["reason"] == "deadline"
+        assert frontend.predictor.cancelled == 1
+
+
+class Connection:
+    """One request spoken to the application directly, so that the test can hang up."""
+
+    def __init__(self, body: bytes, *, complete: bool = True) -> None:
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/predict",
+            "raw_path": b"/predict",
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"image/png")],
+            "client": ("127.0.0.1", 1),
+            "server": ("test", 80),
+        }
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.messages.put_nowait({"type": "http.request", "body": body, "more_body": not complete})
+        self.sent: list[dict[str, Any]] = []
+
+    async def run(self, app: FastAPI) -> None:
+        async def send(message: Any) -> None:
+            self.sent.append(message)
+
+        await app(self.scope, self.messages.get, send)
+
+    def hang_up(self) -> None:
+        self.messages.put_nowait({"type": "http.disconnect"})
+
+
+async def test_request_is_cancelled_when_the_client_disconnects_while_waiting() -> None:
+    async with running_frontend(ColourPredictor(proceed=asyncio.Event())) as frontend:
+        connection = Connection(image_bytes())
+        request = asyncio.create_task(connection.run(frontend.app))
+        await frontend.predictor.asked_times(1)
+        connection.hang_up()
+        await request
+        assert frontend.predictor.cancelled == 1
+        assert connection.sent[0]["status"] == 499
+        assert frontend.sample("multiworld_requests_total", **LABELS, code="499", reason="cancelled") == 1
+        assert frontend.sample("multiworld_requests_in_flight") == 0
+
+
+async def test_request_is_cancelled_when_the_client_disconnects_while_sending() -> None:
+    async with running_frontend() as frontend:
+        connection = Connection(image_bytes()[:20], complete=False)
+        connection.hang_up()
+        await connection.run(frontend.app)
+        assert connection.sent[0]["status"] == 499
+        assert frontend.predictor.request_ids == []
+
+
+async def test_the_request_is_counted_when_its_task_is_cancelled() -> None:
+    async with running_frontend(ColourPredictor(proceed=asyncio.Event())) as frontend:
+        request = asyncio.create_task(Connection(image_bytes()).run(frontend.app))
+        await frontend.predictor.asked_times(1)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert frontend.predictor.cancelled == 1
+        assert frontend.sample("multiworld_requests_total", **LABELS, code="499", reason="cancelled") == 1
+        assert frontend.sample("multiworld_requests_in_flight") == 0
+
+
+async def test_no_task_remains_when_requests_have_ended() -> None:
+    async with running_frontend() as frontend:
+        before = asyncio.all_tasks()
+        await asyncio.gather(*(frontend.assert_serves() for _ in range(20)))
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_decoding_is_rejected_when_too_many_wait_for_a_thread() -> None:
+    release = threading.Event()
+    try:
+        async with DecodePool(threads=1, max_waiting=1) as pool:
+            running = asyncio.create_task(pool.run(release.wait))
+            waiting = asyncio.create_task(pool.run(lambda: "done"))
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError) as refused:
+                await pool.run(lambda: "never")
+            assert refused.value.retry_after_s == 1
+            release.set()
+            assert await running
+            assert await waiting == "done"
+    finally:
+        release.set()
+
+
+async def test_waiting_decode_never_starts_when_cancelled() -> None:
+    release, begun = threading.Event(), threading.Event()
+    try:
+        async with DecodePool(threads=1, max_waiting=1) as pool:
+            running = asyncio.create_task(pool.run(release.wait))
+            waiting = asyncio.create_task(pool.run(begun.set))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            release.set()
+            await running
+            assert await pool.run(lambda: "next") == "next"
+            assert not begun.is_set()
+    finally:
+        release.set()
+
+
+async def test_thread_stays_busy_when_its_decode_is_cancelled() -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        release.wait()
+
+    try:
+        async with DecodePool(threads=1, max_waiting=1) as pool:
+            running = asyncio.create_task(pool.run(work))
+            await asyncio.to_thread(begun.wait)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            waiting = asyncio.create_task(pool.run(lambda: "next"))
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError):
+                await pool.run(lambda: "too early")
+            release.set()
+            assert await waiting == "next"
+    finally:
+        release.set()

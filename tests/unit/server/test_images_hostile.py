@@ -1,0 +1,96 @@
+"""Damaged and malicious files raise ImageError and nothing else."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multiworld_serving.server.api.form import extract_image
+from multiworld_serving.server.api.images import image_tensor
+from multiworld_serving.server.errors import ImageError, InvalidBodyError
+from tests.unit.server.frontend_app import image_bytes
+
+MEBIBYTE = 2**20
+FILES = [
+    image_bytes(size=(24, 20)),
+    image_bytes(size=(24, 20), mode="P", colour=3),
+    image_bytes(size=(24, 20), mode="I;16", colour=30_000),
+    image_bytes(size=(24, 20), file_format="JPEG"),
+    image_bytes(size=(24, 20), file_format="JPEG", progressive=True, exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00"),
+    image_bytes(size=(24, 20), file_format="WEBP"),
+    image_bytes(size=(24, 20), file_format="WEBP", lossless=True, mode="RGBA", colour=(1, 2, 3, 4)),
+]
+
+
+def decode_or_refuse(data: bytes) -> None:
+    with suppress(ImageError):
+        assert image_tensor(data, resize_size=16, crop_size=16, max_pixels=10_000).shape == (3, 16, 16)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x00\x01\x00\x00WEBPVP8 "]),
+    st.binary(max_size=300),
+)
+def test_random_bytes_give_nothing_but_an_image_error(magic: bytes, rest: bytes) -> None:
+    decode_or_refuse(magic + rest)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True))
+def test_truncated_files_give_nothing_but_an_image_error(data: bytes, keep: float) -> None:
+    decode_or_refuse(data[: int(len(data) * keep)])
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(FILES), st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=8))
+def test_flipped_bits_give_nothing_but_an_image_error(data: bytes, flips: list[tuple[int, int]]) -> None:
+    damaged = bytearray(data)
+    for position, bits in flips:
+        damaged[position % len(damaged)] ^= bits
+    decode_or_refuse(bytes(damaged))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200), st.binary(max_size=30))
+def test_random_forms_give_nothing_but_a_refusal(body: bytes, header: bytes) -> None:
+    head = b'--B\r\nContent-Disposition: form-data; name="image"\r\n' + header + b"\r\n\r\n"
+    for form in (body, head + body + b"\r\n--B--\r\n"):
+        with suppress(InvalidBodyError):
+            assert extract_image(form, "multipart/form-data; boundary=B")
+
+
+def _png_of_chunks(count: int) -> bytes:
+    def chunk(kind: bytes, data: bytes = b"") -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"teSt") * count
+
+
+def _jpeg_of_scans(count: int) -> bytes:
+    plain = image_bytes(size=(24, 20), file_format="JPEG")
+    return plain[:-2] + b"\xff\xda\x00\x08" * count + plain[-2:]
+
+
+BUSYWORK = {
+    "PNG of chunks": (_png_of_chunks(100_000), "more than 20000 chunks"),
+    "JPEG of scans": (_jpeg_of_scans(10_000), "more than 200 scans"),
+    "JPEG of junk": (b"\xff\xd8\xff\xe0\x00\x02" + b"A" * MEBIBYTE, "no image data"),
+    "JPEG of fill bytes": (b"\xff\xd8" + b"\xff" * MEBIBYTE, "no image data"),
+    "JPEG of segments": (b"\xff\xd8" + b"\xff\xe5\x00\x02" * (MEBIBYTE // 4), "no image data"),
+    "JPEG of restarts": (b"\xff\xd8\xff\xd0" * (MEBIBYTE // 4), "no image data"),
+    "JPEG that ends in a marker": (b"\xff\xd8\xff", "no image data"),
+}
+
+
+@pytest.mark.parametrize("name", BUSYWORK)
+def test_file_is_rejected_when_its_structure_would_block_the_decoder(name: str) -> None:
+    data, says = BUSYWORK[name]
+    with pytest.raises(ImageError, match=says):
+        image_tensor(data, resize_size=16, crop_size=16, max_pixels=10_000)

@@ -1,0 +1,206 @@
+"""Preprocessing of images: upright, RGB, scaled and cropped like torchvision."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+from torchvision.transforms._presets import ImageClassification
+
+from multiworld_serving.server.api.images import MIN_SIDE, _reduce, image_tensor
+from multiworld_serving.server.errors import ImageError, ImageTooLargeError
+from tests.unit.server.frontend_app import image_bytes
+
+
+def decode(
+    data: bytes, *, resize_size: int = 32, crop_size: int = 32, max_pixels: int = 4_000_000, exact: bool = True
+) -> Tensor:
+    return image_tensor(data, resize_size=resize_size, crop_size=crop_size, max_pixels=max_pixels, exact=exact)
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Smooth shapes with noise upon them."""
+    random = np.random.default_rng(width * height)
+    coarse = Image.fromarray(random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8))
+    noise = random.integers(-40, 41, (height, width, 3))
+    return Image.fromarray((np.asarray(coarse.resize((width, height))) + noise).clip(0, 255).astype(np.uint8))
+
+
+def file_of(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("resize_size", "crop_size"), [(256, 224), (232, 224), (32, 32), (8, 7)])
+@pytest.mark.parametrize(
+    "size", [(500, 375), (375, 500), (256, 256), (257, 255), (8, 8), (801, 200), (17, 300), (700, 9)], ids=str
+)
+def test_scaling_and_cropping_equal_torchvision(size: tuple[int, int], resize_size: int, crop_size: int) -> None:
+    image = picture(*size)
+    transform = ImageClassification(
+        crop_size=crop_size, resize_size=resize_size, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+    )
+    expected = (transform(image) * 255).round().int()
+    found = decode(file_of(image), resize_size=resize_size, crop_size=crop_size).int()
+    ordinary = max(size) <= 4 * min(size)
+    assert (found - expected).abs().max() <= (0 if ordinary else 1)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (511, 300), (256, 256), (257, 511), (40, 33), (801, 200)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}], ids=str)
+def test_fast_is_within_one_grey_level_of_exact_where_the_image_is_not_much_larger(
+    size: tuple[int, int], options: dict[str, object]
+) -> None:
+    data = file_of(picture(*size), "JPEG", **options)
+    exact, fast = (decode(data, resize_size=256, crop_size=224, exact=way).int() for way in (True, False))
+    assert (fast - exact).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("size", "mode"), [((1021, 1537), "RGB"), ((2049, 1050), "L"), ((1030, 3127), "RGB"), ((1100, 1050), "CMYK")]
+)
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7, 8])
+def test_fast_decodes_a_large_jpeg_at_a_fraction_of_its_size_and_shows_the_same(
+    size: tuple[int, int], mode: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = file_of(picture(*size).convert(mode), "JPEG", quality=90, exif=exif)
+    exact, fast = (
+        decode(data, resize_size=256, crop_size=224, max_pixels=10**8, exact=way).float() for way in (True, False)
+    )
+    off = (fast - exact).abs()
+    assert off.mean() <= 2.5  # of noise in every pixel, which no camera makes so strong
+    assert off.max() <= 25.0
+    assert (exact[:, 1:] - exact[:, :-1]).abs().mean() > 1.0  # a shift by one pixel would be seen
+
+
+def test_fast_reads_no_more_of_a_large_jpeg_than_it_needs() -> None:
+    data = file_of(picture(2600, 2600), "JPEG")
+    with JpegImageFile(io.BytesIO(data)) as image:
+        window = _reduce(image, 256)
+        assert image.size == (650, 650)
+        assert window == (0.0, 0.0, 650.0, 650.0)
+    with JpegImageFile(io.BytesIO(data)) as image:
+        _reduce(image, 1400)
+        assert image.size == (2600, 2600)
+
+
+def test_the_result_is_a_contiguous_writable_uint8_tensor() -> None:
+    tensor = decode(image_bytes((10, 20, 30)), resize_size=20, crop_size=16)
+    assert tensor.dtype == torch.uint8
+    assert tensor.shape == (3, 16, 16)
+    assert tensor.is_contiguous()
+    assert [set(tensor[channel].flatten().tolist()) for channel in range(3)] == [{10}, {20}, {30}]
+    tensor.zero_()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_image_is_upright_for_every_exif_orientation(orientation: int, file_format: str) -> None:
+    upright = Image.new("RGB", (40, 40), "black")
+    upright.paste("red", (0, 0, 20, 20))
+    upright.paste("blue", (20, 0, 40, 20))
+    lay_down: dict[int, Callable[[Image.Image], Image.Image]] = {
+        1: lambda image: image,
+        2: lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: lambda image: image.transpose(Image.Transpose.ROTATE_180),
+        4: lambda image: image.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: lambda image: image.transpose(Image.Transpose.TRANSPOSE),
+        6: lambda image: image.transpose(Image.Transpose.ROTATE_90),
+        7: lambda image: image.transpose(Image.Transpose.TRANSVERSE),
+        8: lambda image: image.transpose(Image.Transpose.ROTATE_270),
+    }
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    tensor = decode(file_of(lay_down[orientation](upright), file_format, exif=exif), resize_size=40, crop_size=40)
+    corners = tensor[:, [8, 8, 32, 32], [8, 32, 8, 32]].T > 128
+    assert corners.tolist() == [[True, False, False], [False, False, True], [False] * 3, [False] * 3]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*EXIF:UserWarning"
+)  # a program prints it once; only the tests turn it into an error
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_image_is_not_rotated_when_its_exif_is_damaged(file_format: str) -> None:
+    data = file_of(Image.new("RGB", (16, 16), "white"), file_format, exif=b"Exif\x00\x00MM\x00*\x00\x00\xff\xff")
+    assert decode(data).min() >= 250
+
+
+MODES = {
+    "grey": (image_bytes(100, mode="L"), (100, 100, 100)),
+    "bilevel": (image_bytes(1, mode="1"), (255, 255, 255)),
+    "grey with alpha": (image_bytes((100, 50), mode="LA"), (100, 100, 100)),
+    "RGBA drops alpha": (image_bytes((10, 20, 30, 0), mode="RGBA"), (10, 20, 30)),
+    "grey of 16 bits": (image_bytes(0x8040, mode="I;16"), (0x80, 0x80, 0x80)),
+    "RGB with a transparent colour": (image_bytes((10, 20, 30), transparency=(10, 20, 30)), (10, 20, 30)),
+    "grey with a transparent level": (image_bytes(100, mode="L", transparency=100), (100, 100, 100)),
+    "CMYK JPEG": (image_bytes((255, 0, 0, 0), mode="CMYK", file_format="JPEG", quality=95), (0, 255, 255)),
+    "grey JPEG": (image_bytes(100, mode="L", file_format="JPEG"), (100, 100, 100)),
+    "progressive JPEG": (image_bytes((80, 80, 80), file_format="JPEG", progressive=True), (80, 80, 80)),
+    "WebP with alpha": (
+        image_bytes((10, 20, 30, 255), mode="RGBA", file_format="WEBP", lossless=True),
+        (10, 20, 30),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_becomes_rgb(name: str) -> None:
+    data, colour = MODES[name]
+    tensor = decode(data, resize_size=20, crop_size=16).int()
+    assert (tensor - torch.tensor(colour).view(3, 1, 1)).abs().max() <= 2
+
+
+@pytest.mark.parametrize("transparency", [0, b"\x00\x80"])
+def test_a_palette_becomes_rgb_when_it_has_transparency(transparency: int | bytes) -> None:
+    image = Image.new("P", (16, 16), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    tensor = decode(file_of(image, transparency=transparency), resize_size=16, crop_size=16)
+    assert tensor[:, 8, 8].tolist() == [200, 100, 50]
+
+
+@pytest.mark.parametrize("file_format", ["WEBP", "PNG"])
+def test_an_animation_gives_its_first_frame(file_format: str) -> None:
+    first, second = Image.new("RGB", (16, 16), (0, 255, 0)), Image.new("RGB", (16, 16), (255, 0, 0))
+    data = file_of(first, file_format, save_all=True, append_images=[second], duration=100, lossless=True)
+    assert decode(data)[:, 8, 8].tolist() == [0, 255, 0]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (MIN_SIDE - 1, 100), (100, MIN_SIDE - 1)])
+def test_an_image_is_refused_when_a_side_is_too_short(size: tuple[int, int]) -> None:
+    with pytest.raises(ImageError, match="at least 8x8"):
+        decode(image_bytes(size=size))
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_an_image_is_refused_before_decoding_when_it_has_too_many_pixels(file_format: str) -> None:
+    data = image_bytes(size=(3000, 3000), file_format=file_format)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ImageTooLargeError, match="3000x3000 = 9000000 pixels, the limit is 4000000"):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_webp_is_refused_when_it_is_as_large_as_webp_can_be() -> None:
+    chunk = b"VP8X" + (10).to_bytes(4, "little") + bytes(4) + (16382).to_bytes(3, "little") * 2
+    still = image_bytes(file_format="WEBP")[12:]
+    data = b"RIFF" + (4 + len(chunk) + len(still)).to_bytes(4, "little") + b"WEBP" + chunk + still
+    with pytest.raises(ImageError):
+        decode(data)
+
+
+def test_long_thin_image_needs_no_more_memory_than_its_crop() -> None:
+    tensor = decode(image_bytes("green", size=(8, 60_000)), resize_size=256, crop_size=224)
+    assert tensor[1].min() == tensor[1].max() == 128

@@ -1,0 +1,45 @@
+"""Available memory, as reported by the machine and by the container."""
+
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.common.config import check_memory, limits
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 100 kB left, and no container around."""
+    (tmp_path / "meminfo").write_text("MemTotal: 200 kB\nMemAvailable:     100 kB\n")
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def contain(machine: Path, limit: str, used: int, cached: int) -> None:
+    (machine / "memory.max").write_text(f"{limit}\n")
+    (machine / "memory.current").write_text(f"{used}\n")
+    (machine / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
+
+
+def test_memory_of_the_machine_is_the_limit() -> None:
+    check_memory(100 * 1024)
+    with pytest.raises(MemoryError, match="are available"):
+        check_memory(100 * 1024 + 1)
+
+
+def test_memory_of_the_container_is_the_limit_when_it_is_less(machine: Path) -> None:
+    contain(machine, "50000", used=40000, cached=5000)
+    check_memory(15000)
+    with pytest.raises(MemoryError):
+        check_memory(15001)
+
+
+def test_machine_memory_is_the_limit_when_the_container_has_none(machine: Path) -> None:
+    contain(machine, "max", used=40000, cached=0)
+    check_memory(100 * 1024)
+
+
+def test_memory_check_passes_when_nothing_is_known(machine: Path) -> None:
+    (machine / "meminfo").write_text("nonsense")
+    check_memory(1 << 60)

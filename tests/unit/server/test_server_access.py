@@ -1,0 +1,142 @@
+"""Who is let in where, decided without a service."""
+
+import base64
+import hashlib
+
+import pytest
+from starlette.types import Scope
+
+from multiworld_serving.common.config.keys import Key, KeySet
+from multiworld_serving.server.auth.authorizer import (
+    ApiKeys,
+    Authorizer,
+    Permission,
+    admin_port_permission,
+    http_port_permission,
+)
+from multiworld_serving.server.errors import ForbiddenError, UnauthenticatedError
+
+ALICE, OPS, TOKEN = b"key of alice", b"key of ops", b"join token"
+
+
+def ring(name: str, key: bytes) -> KeySet:
+    return KeySet([Key(name, hashlib.sha256(key).digest())])
+
+
+GUARDED = Authorizer(ApiKeys(ring("alice", ALICE), ring("ops", OPS)), (TOKEN,))
+NO_ADMIN_KEYS = Authorizer(ApiKeys(ring("alice", ALICE), KeySet()), (TOKEN,))
+OPEN = Authorizer(ApiKeys(KeySet(), KeySet()))
+
+
+def scope(shown: bytes | None = None, method: str = "GET", client: str = "127.0.0.1", **headers: str) -> Scope:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    if shown is not None:
+        pairs.append((b"authorization", b"Bearer " + shown))
+    return {"type": "http", "method": method, "client": (client, 1), "headers": pairs}
+
+
+@pytest.mark.parametrize(
+    ("path", "need"),
+    [
+        ("/healthz", Permission.NOTHING),
+        ("/v2/health/ready", Permission.NOTHING),
+        ("/v2/models/m/versions/1/ready", Permission.NOTHING),
+        ("/healthz/", Permission.INFERENCE),
+        ("/HEALTHZ", Permission.INFERENCE),
+        ("//healthz", Permission.INFERENCE),
+        ("/healthz/../status", Permission.INFERENCE),
+        ("/v2/models/a/b/ready", Permission.INFERENCE),
+        ("/v2/models/m/ready\n", Permission.INFERENCE),
+        ("/status", Permission.ANY_KEY),
+        ("/v2/repository/index", Permission.ANY_KEY),
+        ("/v2/repository/models/m/unload", Permission.ADMIN),
+        ("/v2/repository/models/m/load", Permission.ADMIN),
+        ("/admin/anything", Permission.ADMIN),
+        ("/predict", Permission.INFERENCE),
+        ("", Permission.INFERENCE),
+    ],
+)
+def test_paths_need_what_they_need_and_unknown_ones_a_key(path: str, need: Permission) -> None:
+    assert http_port_permission(path) is need
+
+
+def test_operators_port_is_open_for_scrapes_alone() -> None:
+    assert admin_port_permission("/metrics") is Permission.NOTHING
+    assert {admin_port_permission(path) for path in ("/admin/x", "/", "/metrics/", "/status")} == {Permission.ADMIN}
+
+
+@pytest.mark.parametrize(
+    ("authorizer", "need", "shown", "outcome"),
+    [
+        (GUARDED, Permission.NOTHING, None, ""),
+        (GUARDED, Permission.INFERENCE, ALICE, "alice"),
+        (GUARDED, Permission.INFERENCE, OPS, ForbiddenError),
+        (GUARDED, Permission.INFERENCE, TOKEN, UnauthenticatedError),
+        (GUARDED, Permission.INFERENCE, None, UnauthenticatedError),
+        (GUARDED, Permission.ANY_KEY, OPS, "ops"),
+        (GUARDED, Permission.ANY_KEY, b"", UnauthenticatedError),
+        (GUARDED, Permission.ADMIN, OPS, "ops"),
+        (GUARDED, Permission.ADMIN, ALICE, ForbiddenError),
+        (GUARDED, Permission.ADMIN, TOKEN, UnauthenticatedError),
+        (GUARDED, Permission.ADMIN, None, UnauthenticatedError),
+        (NO_ADMIN_KEYS, Permission.ADMIN, TOKEN, "join token"),
+        (NO_ADMIN_KEYS, Permission.ADMIN, ALICE, ForbiddenError),
+        (NO_ADMIN_KEYS, Permission.ADMIN, b"", UnauthenticatedError),
+        (OPEN, Permission.INFERENCE, None, ""),
+        (OPEN, Permission.INFERENCE, b"whatever", ""),
+        (OPEN, Permission.ADMIN, None, "this machine"),
+    ],
+)
+def test_the_gate_lets_in_whom_it_should(
+    authorizer: Authorizer, need: Permission, shown: bytes | None, outcome: object
+) -> None:
+    if isinstance(outcome, str):
+        assert authorizer.check(need, scope(shown)) == outcome
+        return
+    assert isinstance(outcome, type)
+    with pytest.raises(outcome):
+        authorizer.check(need, scope(shown))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        scope(client="10.0.0.7"),
+        scope(client="not an address"),
+        scope(origin="http://127.0.0.1:8002"),
+        scope(sec_fetch_site="same-origin"),
+        scope(x_forwarded_for="10.0.0.7"),
+    ],
+    ids=["another machine", "no address", "a page", "a browser", "a proxy"],
+)
+def test_without_keys_and_token_admin_verbs_are_for_programs_of_this_machine(asked: Scope) -> None:
+    with pytest.raises(ForbiddenError):
+        OPEN.check(Permission.ADMIN, asked)
+
+
+def basic(password: bytes) -> str:
+    return "Basic " + base64.b64encode(b"anybody:" + password).decode()
+
+
+def test_a_password_is_a_key_but_never_for_admin_verbs_nor_for_other_sites() -> None:
+    assert GUARDED.check(Permission.ANY_KEY, scope(authorization=basic(ALICE))) == "alice"
+    same = scope(method="POST", authorization=basic(ALICE), sec_fetch_site="same-origin")
+    assert GUARDED.check(Permission.INFERENCE, same) == "alice"
+    for asked in (
+        scope(method="POST", authorization=basic(ALICE)),
+        scope(method="POST", authorization=basic(ALICE), sec_fetch_site="cross-site"),
+        scope(authorization="Basic !!!"),
+        scope(authorization="Basic"),
+    ):
+        with pytest.raises(UnauthenticatedError):
+            GUARDED.check(Permission.INFERENCE, asked)
+    with pytest.raises(UnauthenticatedError):
+        GUARDED.check(Permission.ADMIN, scope(authorization=basic(OPS)))
+
+
+def test_keys_can_be_exchanged() -> None:
+    authorizer = Authorizer(ApiKeys(ring("alice", ALICE), KeySet()))
+    authorizer.keys = ApiKeys(ring("bob", b"key of bob"), KeySet())
+    assert authorizer.check(Permission.INFERENCE, scope(b"key of bob")) == "bob"
+    with pytest.raises(UnauthenticatedError):
+        authorizer.check(Permission.INFERENCE, scope(ALICE))

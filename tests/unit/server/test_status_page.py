@@ -1,0 +1,89 @@
+"""The status page's files: where they are, what they may load, and that the parts fit together."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+from tests.unit.server.frontend_app import running_frontend
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+PAGE = files("multiworld_serving.server.api") / "status_page"
+
+
+class Page(HTMLParser):
+    """What the tests want to know of the HTML."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.refers_to: set[str] = set()
+        self.loads: list[str] = []
+        self.inline = False
+        self.feed((PAGE / "index.html").read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids |= {given["id"]} if "id" in given else set()
+        self.refers_to |= {given[name] for name in ("for", "aria-labelledby") if name in given}
+        self.inline |= (tag == "script" and "src" not in given) or tag == "style" or "style" in given
+        self.inline |= any(name.startswith("on") for name in given)
+        self.loads += [given[name] for name in ("src", "href") if name in given and tag != "a"]
+
+
+async def test_browsers_get_the_page_and_programs_the_list() -> None:
+    async with running_frontend() as frontend:
+        page = await frontend.client.get("/", headers={"Accept": BROWSER})
+        listing = await frontend.client.get("/", headers={"Accept": "*/*"})
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert listing.json()["service"] == "multiworld-serving"
+    assert page.headers["Vary"] == listing.headers["Vary"] == "Accept"
+
+
+async def test_page_may_load_its_own_files_alone_and_they_are_there() -> None:
+    async with running_frontend() as frontend:
+        page = await frontend.client.get("/", headers={"Accept": BROWSER})
+        policy = dict(part.strip().split(" ", 1) for part in page.headers["Content-Security-Policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        loads = [source for source in Page().loads if not source.startswith("data:")]
+        assert len(loads) == 2
+        for source in loads:
+            answer = await frontend.client.get(source)
+            assert answer.status_code == 200, source
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
+    page = Page()
+    assert not page.inline
+    assert page.refers_to <= page.ids
+    script = (PAGE / "page.js").read_text()
+    assert set(re.findall(r'\$\("([\w-]+)"\)', script)) <= page.ids
+    assert "innerHTML" not in script
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", script + (PAGE / "page.css").read_text())
+
+
+def test_colours_of_both_modes_have_contrast_enough() -> None:
+    """WCAG AA: 4.5 to 1 for text, 3 to 1 for lines."""
+    style = (PAGE / "page.css").read_text()
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media", 2)[:2])
+    for colours in (light, dark):
+        for name in ("text", "soft", "focus", "good", "bad", "wait"):
+            for back in ("back", "card"):
+                assert contrast(colours[name], colours[back]) >= 4.5, (name, back, colours[name])
+        for name in ("ok-line", "refused-line", "failed-line", "p99-line"):
+            assert contrast(colours[name], colours["card"]) >= 4.5, name
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours such as "#1b1f24", as WCAG reckons it."""
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,209 @@
+"""Whatever bytes come, reading an inference request gives a request or a refusal, and takes bounded memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from multiworld_serving.server.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
+from multiworld_serving.server.api.oip.infer_request import InferRequest, parse_infer_request
+from multiworld_serving.server.errors import InvalidRequestError
+from tests.unit.server.v2_requests import PACK, SIGNATURE
+
+UNPACKED_BYTES = 10_000
+fuzzing = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+
+
+def read(body: bytes, json_bytes: int | None) -> InferRequest | None:
+    """The request; None when it is refused. Any other exception is a bug."""
+    try:
+        request = parse_infer_request(body, json_bytes, SIGNATURE)
+    except InvalidRequestError as refusal:
+        assert_clear(refusal)
+        return None
+    assert_sound(request, len(body))
+    return request
+
+
+def assert_clear(refusal: InvalidRequestError) -> None:
+    """One sentence that can be sent, however long what the client sent was."""
+    assert 10 < len(refusal.detail.encode()) < 1000
+
+
+def assert_sound(request: InferRequest, body_bytes: int) -> None:
+    """What the pipeline is given is what it takes, and no more than the body can hold."""
+    assert 1 <= len(request.images) <= SIGNATURE.max_images
+    for image in request.images:
+        if isinstance(image, Tensor):
+            assert (image.dtype, tuple(image.shape)) == (torch.uint8, SIGNATURE.image_shape)
+            assert image.is_contiguous()
+    assert sum(len(image) for image in request.images if isinstance(image, bytes)) <= body_bytes
+    assert 0 <= request.output.classes <= SIGNATURE.num_classes
+    assert request.timeout_s is None or request.timeout_s > 0
+
+
+numbers = st.integers() | st.sampled_from([0, 1, 2, 3, 8, 9, 16, 768, 2**31, 2**63, 2**64, -1]) | st.floats()
+scalars = st.none() | st.booleans() | numbers | st.text(max_size=8)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3)
+)
+shapes = st.sampled_from([[1, 3, 16, 16], [2, 3, 16, 16], [8, 3, 16, 16], [1], [3], [2, 1]]) | st.lists(
+    numbers, max_size=5
+)
+datas = st.sampled_from([[0] * 768, [0.5] * 1536, [[[[7] * 16] * 16] * 3], ["AAAA"], [["QUJD"], [""]]]) | anything
+binary_sizes = st.fixed_dictionaries(
+    {}, optional={"binary_data_size": numbers | anything, "shared_memory_region": anything}
+)
+
+
+def maybe(usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Mostly what is usual, sometimes anything."""
+    return st.one_of(usual, usual, usual, anything)
+
+
+tensors = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": maybe(st.just("input")),
+        "datatype": maybe(st.sampled_from(["UINT8", "FP32", "BYTES", "INT64", "BOOL"])),
+        "shape": maybe(shapes),
+        "parameters": maybe(binary_sizes),
+        "data": maybe(datas),
+    },
+)
+outputs = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": maybe(st.just("probabilities")),
+        "parameters": maybe(
+            st.fixed_dictionaries({}, optional={"classification": maybe(numbers), "binary_data": maybe(st.booleans())})
+        ),
+    },
+)
+requests = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": maybe(st.text()),
+        "inputs": maybe(st.lists(maybe(tensors), max_size=2)),
+        "outputs": maybe(st.lists(maybe(outputs), max_size=2)),
+        "parameters": maybe(
+            st.dictionaries(st.sampled_from(["timeout", "binary_data_output", "sequence_id"]), scalars)
+        ),
+    },
+)
+
+
+@fuzzing
+@given(body=st.binary(max_size=2_000), json_bytes=st.none() | st.integers(0, 2_100))
+@example(body=bytes(SIGNATURE.image_values), json_bytes=0)
+def test_any_bytes_are_read_or_refused(body: bytes, json_bytes: int | None) -> None:
+    read(body, json_bytes)
+
+
+@fuzzing
+@given(request=requests, data=st.binary(max_size=3_100), with_length=st.booleans())
+def test_any_json_is_read_or_refused(request: dict[str, Any], data: bytes, with_length: bool) -> None:
+    text = json.dumps(request).encode()
+    read(text + data if with_length else text, len(text) if with_length else None)
+
+
+@fuzzing
+@given(
+    datatype=st.sampled_from(["UINT8", "FP32", "BYTES"]),
+    shape=shapes,
+    data=st.binary(max_size=64)
+    | st.lists(st.binary(max_size=20), max_size=9).map(
+        lambda contents: b"".join(struct.pack("<I", len(content)) + content for content in contents)
+    )
+    | st.sampled_from([1, 2, 8]).flatmap(lambda images: st.binary(min_size=768 * images, max_size=768 * images)),
+    off_by=st.sampled_from([0, 0, 0, 1, -1]),
+)
+def test_any_binary_data_is_read_or_refused(datatype: str, shape: list[Any], data: bytes, off_by: int) -> None:
+    tensor = {
+        "name": "input",
+        "datatype": datatype,
+        "shape": shape,
+        "parameters": {"binary_data_size": len(data) + off_by},
+    }
+    text = json.dumps({"inputs": [tensor]}).encode()
+    request = read(text + data, len(text))
+    if request is not None and datatype == "BYTES":
+        found = [image for image in request.images if isinstance(image, bytes)]
+        assert b"".join(struct.pack("<I", len(content)) + content for content in found) == data
+    elif request is not None and datatype == "UINT8":
+        assert b"".join(image.numpy().tobytes() for image in request.images if isinstance(image, Tensor)) == data
+
+
+@fuzzing
+@given(body=st.binary(max_size=300), encoding=st.sampled_from(["gzip", "deflate"]), cut=st.integers(0, 50))
+@example(body=bytes(UNPACKED_BYTES), encoding="gzip", cut=0)
+def test_any_compressed_body_is_unpacked_or_refused(body: bytes, encoding: str, cut: int) -> None:
+    assert unpack(pack(body, encoding), encoding, UNPACKED_BYTES) == body
+    for wrong in (body, pack(body, encoding)[:-cut]):
+        try:
+            assert len(unpack(wrong, encoding, UNPACKED_BYTES)) <= UNPACKED_BYTES
+        except InvalidRequestError as refusal:
+            assert_clear(refusal)
+
+
+@fuzzing
+@given(header=st.none() | st.text() | st.lists(st.sampled_from(["gzip", "q=0", "br", ";", ",", "=", " "])).map("".join))
+def test_any_header_names_an_encoding_or_none(header: str | None) -> None:
+    assert accepted_encoding(header) in (None, "gzip", "deflate")
+    try:
+        assert content_encoding(header) in (None, "gzip", "deflate")
+    except InvalidRequestError as refusal:
+        assert_clear(refusal)
+
+
+def claiming(shape: list[int], datatype: str = "UINT8", data: bytes = b"") -> tuple[bytes, int]:
+    tensor = {"name": "input", "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    return text + data, len(text)
+
+
+HOSTILE: dict[str, tuple[bytes, int | None]] = {
+    "enormous shape": claiming([8, 3, 2**31, 2**31]),
+    "enormous batch": claiming([2**40, 3, 16, 16]),
+    "enormous element": claiming([1], "BYTES", struct.pack("<I", 2**32 - 1)),
+    "enormous count": claiming([2**40], "BYTES", bytes(4)),
+    "nested lists": (b"[" + b"[]," * 1_000_000 + b"[]]", None),
+    "objects": (b"[" + b"{}," * 1_000_000 + b"{}]", None),
+    "values": (b"[" + b"1.5," * 1_100_000 + b"0]", None),
+    "deep": (b"[" * 3_000_000, None),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_body_claims_takes_no_memory(name: str) -> None:
+    body, json_bytes = HOSTILE[name]
+    assert peak_bytes(lambda: read(body, json_bytes)) < 100_000
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compression_bomb_takes_no_more_than_the_limit(encoding: str) -> None:
+    bomb = PACK[encoding](bytes(100_000_000))
+
+    def refuse() -> None:
+        with pytest.raises(InvalidRequestError, match="larger than the limit"):
+            unpack(bomb, encoding, 1_000_000)
+
+    assert peak_bytes(refuse) < 4_000_000
+
+
+def peak_bytes(work: Any) -> int:
+    """Most bytes that Python held at once for this work."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

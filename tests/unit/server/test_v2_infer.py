@@ -1,0 +1,291 @@
+"""POST /v2/models/{model}/infer when all goes well."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
+from multiworld_serving.server.predictor import ModelVersion, Prediction
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.v2_requests import (
+    INFER,
+    PACK,
+    SIDE,
+    binary_tensor,
+    elements,
+    parts,
+    pixels,
+    request,
+    strongest,
+    tensor,
+    wanting,
+)
+
+TWO = pixels("green", "blue")
+SHAPE = list(TWO.shape)
+FLOATS = TWO.float() / 255
+FILES = [image_bytes("green", file_format="JPEG"), image_bytes("blue", file_format="WEBP")]
+TEXTS = [base64.b64encode(file).decode() for file in FILES]
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "UINT8 flat": request(tensor("UINT8", SHAPE, data=TWO.flatten().tolist())),
+    "UINT8 nested": request(tensor("UINT8", SHAPE, data=TWO.tolist())),
+    "UINT8 binary": request(binary_tensor("UINT8", SHAPE, TWO.numpy().tobytes())),
+    "FP32 flat": request(tensor("FP32", SHAPE, data=FLOATS.flatten().tolist())),
+    "FP32 nested": request(tensor("FP32", SHAPE, data=FLOATS.tolist())),
+    "FP32 binary": request(binary_tensor("FP32", SHAPE, FLOATS.numpy().tobytes())),
+    "BYTES as base64": request(tensor("BYTES", [2], data=TEXTS)),
+    "BYTES nested": request(tensor("BYTES", [2, 1], data=[[text] for text in TEXTS])),
+    "BYTES binary": request(binary_tensor("BYTES", [2, 1], elements(*FILES))),
+    "an empty list of outputs": request(tensor("BYTES", [2], data=TEXTS), outputs=[]),
+    "unknown fields": request(
+        tensor("BYTES", [2], data=TEXTS), model_name="x", parameters={"priority": 3, "mine": "x"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_infer_answers_every_image_in_order_whichever_way_they_come(name: str) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(INFER, **REQUESTS[name])
+        assert strongest(response) == ["green", "blue"]
+        versioned = f"/v2/models/{MODEL.name}/versions/1/infer"
+        assert strongest(await frontend.client.post(versioned, **REQUESTS[name])) == ["green", "blue"]
+    head, _ = parts(response)
+    assert (head["model_name"], head["model_version"], "id" in head) == (MODEL.name, "1", False)
+    assert response.headers["Content-Type"] == "application/json"
+
+
+async def test_infer_needs_no_content_type_and_minds_none() -> None:
+    async with running_frontend() as frontend:
+        arguments = REQUESTS["UINT8 flat"]
+        assert "Content-Type" not in frontend.client.build_request("POST", INFER, **arguments).headers
+        for headers in ({}, {"Content-Type": "text/plain"}):
+            assert strongest(await frontend.client.post(INFER, **arguments, headers=headers)) == ["green", "blue"]
+
+
+async def test_infer_answers_one_image_in_binary_when_the_body_is_raw() -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(
+            INFER, content=pixels("red").numpy().tobytes(), headers={HEADER_LENGTH: "0"}
+        )
+        assert int(response.headers[HEADER_LENGTH]) < len(response.content)
+        assert strongest(response) == ["red"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "binary"),
+    [
+        ({}, False),
+        ({"parameters": {"binary_data_output": True}}, True),
+        ({"parameters": {"binary_data_output": False}}, False),
+        ({"outputs": wanting(binary_data=True)}, True),
+        ({"outputs": wanting(), "parameters": {"binary_data_output": True}}, True),
+        ({"outputs": wanting(binary_data=False), "parameters": {"binary_data_output": True}}, False),
+    ],
+)
+async def test_infer_answers_binary_data_when_it_is_asked_for(fields: dict[str, Any], binary: bool) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), **fields))
+    assert (HEADER_LENGTH in response.headers) is binary
+    assert response.headers["Content-Type"] == ("application/octet-stream" if binary else "application/json")
+    assert strongest(response) == ["green", "blue"]
+
+
+@pytest.mark.parametrize(("classes", "answered"), [(1, 1), (2, 2), (3, 3), (99, 3)])
+@pytest.mark.parametrize("binary", [False, True])
+async def test_infer_answers_the_best_classes_with_value_index_and_label(
+    classes: int, answered: int, binary: bool
+) -> None:
+    outputs = wanting(classification=classes, binary_data=binary)
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), outputs=outputs))
+        plain = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS)))
+    head, data = parts(response)
+    (output,) = head["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", [2, answered])
+    texts = output["data"] if not binary else [data.decode() for data in _elements(data)]
+    values, indices, labels = zip(*(text.split(":") for text in texts), strict=True)
+    assert (indices[0], labels[0], indices[answered], labels[answered]) == ("1", "green", "2", "blue")
+    probabilities = torch.tensor(plain.json()["outputs"][0]["data"]).view(2, 3)
+    expected = probabilities.topk(answered).values.flatten().tolist()
+    assert [float(value) for value in values] == pytest.approx(expected, rel=1e-8)
+
+
+def _elements(data: bytes) -> list[bytes]:
+    found = []
+    while data:
+        end = 4 + int.from_bytes(data[:4], "little")
+        found.append(data[4:end])
+        data = data[end:]
+    return found
+
+
+async def test_infer_gives_floats_the_nearest_grey_level() -> None:
+    levels = torch.arange(256).float().repeat(3)
+    image = (levels / 255).view(1, 3, SIDE, SIDE)
+    seen = []
+
+    class Looking(ColourPredictor):
+        async def predict(self, image: torch.Tensor, *, deadline_s: float, request_id: str) -> Any:
+            seen.append(image)
+            return await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+
+    async with running_frontend(Looking()) as frontend:
+        for noise in (-0.001, 0.0, 0.001):  # less than half a level, and beyond 0..1 at both ends
+            data = (image + noise).numpy().tobytes()
+            response = await frontend.client.post(INFER, **request(binary_tensor("FP32", list(image.shape), data)))
+            assert response.status_code == 200, response.text
+    for found in seen:
+        assert torch.equal(found.flatten().float(), levels)
+
+
+async def test_infer_decodes_files_as_predict_does() -> None:
+    file = image_bytes("green", (31, 57), "JPEG", quality=30)
+    async with running_frontend() as frontend:
+        data = request(binary_tensor("BYTES", [1], elements(file)))
+        inferred = (await frontend.client.post(INFER, **data)).json()["outputs"][0]["data"]
+        predicted = (await frontend.client.post("/predict", files={"image": file})).json()["predictions"]
+    assert [inferred[one["class_id"]] for one in predicted] == [one["probability"] for one in predicted]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
+async def test_infer_unpacks_the_body(encoding: str) -> None:
+    arguments = request(binary_tensor("UINT8", SHAPE, TWO.numpy().tobytes()))
+    pack = PACK.get(encoding.lower(), bytes)
+    arguments["content"] = pack(arguments["content"])
+    arguments["headers"]["Content-Encoding"] = encoding
+    async with running_frontend() as frontend:
+        assert strongest(await frontend.client.post(INFER, **arguments)) == ["green", "blue"]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        ("br, deflate;q=0.5, gzip", "deflate"),
+        ("gzip;q=0, deflate", "deflate"),
+        ("gzip;q=0.000", None),
+        ("identity", None),
+        ("*", None),
+        ("", None),
+    ],
+)
+async def test_infer_packs_the_answer_as_the_client_accepts_it(accepted: str, encoding: str | None) -> None:
+    arguments = request(tensor("BYTES", [2], data=TEXTS), parameters={"binary_data_output": True})
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(INFER, **arguments, headers={"Accept-Encoding": accepted})
+        assert response.headers.get("Content-Encoding") == encoding
+        assert response.headers["Vary"] == "Accept-Encoding"
+        assert strongest(response) == ["green", "blue"]
+
+
+async def test_infer_tells_version_path_attempts_and_id_in_headers() -> None:
+    image = tensor("BYTES", [2], data=TEXTS)
+    async with running_frontend() as frontend:
+        by_body = await frontend.client.post(INFER, **request(image, id="mine-1"))
+        by_both = await frontend.client.post(INFER, **request(image, id="mine-2"), headers={"X-Request-Id": "header"})
+        strange = await frontend.client.post(INFER, **request(image, id="with space ü"))
+    assert by_body.headers["X-Request-Id"] == by_body.json()["id"] == "mine-1"
+    assert (by_both.headers["X-Request-Id"], by_both.json()["id"]) == ("header", "mine-2")
+    assert strange.json()["id"] == "with space ü"
+    assert len(strange.headers["X-Request-Id"]) == 32
+    assert frontend.predictor.request_ids == ["mine-1"] * 2 + ["header"] * 2 + [strange.headers["X-Request-Id"]] * 2
+    assert by_body.headers["X-Model-Version"] == "weights%20v1%20%C3%BC"
+    assert by_body.headers["X-Path"] == "stage0-0,stage1-1"
+    assert by_body.headers["X-Attempts"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "header", "expected_s"),
+    [
+        (None, {}, 20.0),
+        (5_000_000, {}, 5.0),
+        (99_000_000, {}, 20.0),
+        (0, {}, 20.0),
+        (5_000_000, {"X-Request-Timeout-S": "3"}, 3.0),
+        (5_000_000, {"X-Request-Timeout-S": "9"}, 5.0),
+    ],
+)
+async def test_infer_takes_the_timeout_in_microseconds_as_its_deadline(
+    timeout_us: int | None, header: dict[str, str], expected_s: float
+) -> None:
+    parameters = {} if timeout_us is None else {"timeout": timeout_us}
+    async with running_frontend(timeout_s=20.0) as frontend:
+        before_s = time.monotonic()
+        arguments = request(tensor("BYTES", [2], data=TEXTS), parameters=parameters)
+        response = await frontend.client.post(INFER, **arguments, headers=header)
+        after_s = time.monotonic()
+    assert response.status_code == 200, response.text
+    assert all(before_s + expected_s <= at_s <= after_s + expected_s for at_s in frontend.predictor.deadlines_s)
+
+
+async def test_the_images_of_one_request_are_asked_side_by_side() -> None:
+    predictor = ColourPredictor(proceed=asyncio.Event())
+    assert predictor.proceed is not None
+    colours = ["red", "green", "blue", "red"]
+    async with running_frontend(predictor) as frontend:
+        data = pixels(*colours)
+        arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+        asked = asyncio.create_task(frontend.client.post(INFER, **arguments))
+        await predictor.asked_times(len(colours))
+        predictor.proceed.set()
+        assert strongest(await asked) == colours
+
+
+async def test_a_long_answer_is_whole() -> None:
+    count = 6_000
+    files = request(tensor("BYTES", [count], data=[base64.b64encode(image_bytes("red", (8, 8))).decode()] * count))
+    async with running_frontend(max_images=count, max_body_bytes=2**23) as frontend:
+        response = await frontend.client.post(INFER, **files)
+        assert strongest(response) == ["red"] * count
+
+
+@dataclass
+class MovingPredictor(ColourPredictor):
+    """Moves to another version after its first answer."""
+
+    number: int = 1
+
+    @property
+    def version(self) -> ModelVersion:
+        return ModelVersion(self.number, f"weights {self.number}")
+
+    async def predict(self, image: torch.Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        answer = await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+        version, self.number = self.version, 2
+        return dataclasses.replace(answer, version=version.name, version_number=version.number)
+
+
+async def test_images_of_a_request_are_answered_by_one_version_when_it_changes_meanwhile() -> None:
+    predictor = MovingPredictor()
+    data = pixels("red", "green", "blue")
+    tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
+    async with running_frontend(predictor) as frontend:
+        response = await frontend.client.post(INFER, **request(tensor))
+    assert response.status_code == 200
+    assert response.headers["X-Model-Version"] == "weights%202"
+    assert response.json()["model_version"] == "2"
+    assert len(predictor.deadlines_s) == 4  # the first image was asked twice
+
+
+async def test_version_that_was_asked_for_answers_or_nobody() -> None:
+    data = pixels("red")
+    tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
+    predictor = MovingPredictor()
+    async with running_frontend(predictor) as frontend:
+        answers = [
+            (await frontend.client.post(INFER.replace("/infer", f"/versions/{number}/infer"), **request(tensor)))
+            for number in (1, 1, 2)
+        ]
+    assert [answer.status_code for answer in answers] == [200, 404, 200]
+    assert "the only version is '2'" in answers[1].json()["error"]

@@ -1,0 +1,222 @@
+"""What the Open Inference Protocol tells of the server, of the model, and of what inference took."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+import torch
+
+from multiworld_serving.server.observability.inference_statistics import Inference, Statistics
+from multiworld_serving.server.predictor import Prediction, ReplicaState
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, SIDE, binary_tensor, elements, pixels, request
+
+HERE = f"/v2/models/{MODEL.name}"
+PATHS = ["", "/config", "/stats", "/ready"]
+
+
+async def test_the_server_tells_its_name_version_and_extensions() -> None:
+    async with running_frontend() as frontend:
+        answer = (await frontend.client.get("/v2")).json()
+    assert answer["name"] == "multiworld-serving"
+    assert {"binary_tensor_data", "classification", "statistics", "model_configuration"} == set(answer["extensions"])
+
+
+async def test_the_model_tells_its_tensors() -> None:
+    async with running_frontend() as frontend:
+        metadata = (await frontend.client.get(HERE)).json()
+        config = (await frontend.client.get(f"{HERE}/versions/1/config")).json()
+    assert (metadata["name"], metadata["versions"]) == (MODEL.name, ["1"])
+    assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
+    assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(MODEL.labels)]}]
+    assert metadata["parameters"]["weights"] == MODEL.version
+    assert config["max_batch_size"] == int(metadata["parameters"]["max_images"]) == 64
+    assert config["input"][0]["dims"] == [3, SIDE, SIDE]
+    assert config["parameters"]["weights"] == {"string_value": MODEL.version}
+
+
+async def test_no_more_images_fit_into_a_request_than_their_pixels_fit_into_a_body() -> None:
+    async with running_frontend(max_body_bytes=3 * SIDE * SIDE * 5 + 1) as frontend:
+        assert (await frontend.client.get(f"{HERE}/config")).json()["max_batch_size"] == 5
+        files = request(binary_tensor("BYTES", [6], elements(*[image_bytes("red", (8, 8))] * 6)))
+        refused = await frontend.client.post(INFER, **files)
+    assert refused.status_code == 400
+    assert "expected 1 to 5" in refused.json()["error"]
+
+
+@pytest.mark.parametrize("suffix", PATHS)
+async def test_model_and_version_answer_the_same(suffix: str) -> None:
+    async with running_frontend() as frontend:
+        unversioned = await frontend.client.get(HERE + suffix)
+        versioned = await frontend.client.get(f"{HERE}/versions/1{suffix}")
+    assert unversioned.status_code == versioned.status_code == 200
+    assert unversioned.json() == versioned.json()
+
+
+@pytest.mark.parametrize("suffix", [*PATHS, "/infer"])
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("other", "the only model is 'meancolour'"),
+        ("meancolour/versions/2", "the only version is '1', with the weights"),
+        ("meancolour/versions/01", "the only version is '1'"),
+        ("meancolour/versions/weights v1 ü", "the only version is '1'"),
+        ("%2e%2e", "the only model is 'meancolour'"),
+        ("meancolour%00", "the only model is 'meancolour'"),
+        ("MEANCOLOUR", "the only model is 'meancolour'"),
+        ("m" * 5000, "the only model is 'meancolour'"),
+    ],
+)
+async def test_unknown_models_and_versions_get_404_with_what_there_is(suffix: str, model: str, says: str) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.request("POST" if suffix == "/infer" else "GET", f"/v2/models/{model}{suffix}")
+        assert response.status_code == 404
+        assert response.json()["reason"] == "unknown_model"
+        assert says in response.json()["error"]
+        assert len(response.json()["error"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v2/", 404),
+        ("GET", "/v2/models", 404),
+        ("GET", "/v2/models//ready", 404),
+        ("GET", "/v2/models/meancolour%2F..%2F..%2Fetc/ready", 404),
+        ("GET", "/v2/models/meancolour/versions//ready", 404),
+        ("GET", "/v2/trace/setting", 404),
+        ("GET", "/v2/systemsharedmemory/status", 404),
+        ("GET", f"{HERE}/infer", 405),
+        ("POST", "/v2/health/live", 405),
+        ("GET", "/v2/repository/index", 405),
+    ],
+)
+async def test_errors_of_the_framework_have_the_field_error(method: str, path: str, status: int) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.request(method, path)
+    assert response.status_code == status
+    assert len(response.json()["error"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("states", "draining", "says"),
+    [(("ready", "loading"), False, "stage 1 has no ready replica"), (("ready", "ready"), True, "stopping")],
+)
+async def test_ready_is_503_and_says_why_when_requests_are_not_answered(
+    states: tuple[ReplicaState, ...], draining: bool, says: str
+) -> None:
+    async with running_frontend(ColourPredictor(states=states, draining=draining)) as frontend:
+        for path in ("/v2/health/ready", f"{HERE}/ready", f"{HERE}/versions/1/ready"):
+            response = await frontend.client.get(path)
+            assert response.status_code == 503
+            assert says in response.json()["error"]
+            assert response.headers["Retry-After"] == "1"
+        assert (await frontend.client.get("/v2/health/live")).status_code == 200
+        (model,) = (await frontend.client.post("/v2/repository/index")).json()
+        assert (model["name"], model["version"], model["state"]) == (MODEL.name, "1", "UNAVAILABLE")
+        assert says in model["reason"]
+
+
+async def test_ready_is_200_and_the_index_says_so_when_requests_are_answered() -> None:
+    async with running_frontend() as frontend:
+        assert (await frontend.client.get("/v2/health/ready")).json() == {"ready": True}
+        assert (await frontend.client.get(f"{HERE}/ready")).json() == {"name": MODEL.name, "ready": True}
+        index = (await frontend.client.post("/v2/repository/index")).json()
+    assert index == [{"name": MODEL.name, "version": "1", "state": "READY", "reason": ""}]
+
+
+async def test_statistics_count_the_inferences_of_both_protocols() -> None:
+    data = pixels("red", "green", "blue")
+    before_ms = time.time() * 1e3
+    async with running_frontend() as frontend:
+
+        async def statistics() -> dict[str, dict[str, int]]:
+            (model,) = (await frontend.client.get(f"{HERE}/stats")).json()["model_stats"]
+            assert (await frontend.client.get("/v2/models/stats")).json()["model_stats"] == [model]
+            assert (model["name"], model["version"]) == (MODEL.name, "1")
+            counts = {name: model[name] for name in ("last_inference", "inference_count", "execution_count")}
+            return {"counts": counts, **model["inference_stats"]}
+
+        idle = await statistics()
+        assert all(value == 0 for figures in idle.values() for value in figures.values())
+        good: httpx.Response = await frontend.client.post(
+            INFER, **request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+        )
+        assert good.status_code == 200
+        await frontend.assert_serves()
+        await frontend.client.post(INFER, content=b"{}")
+        await frontend.client.post("/v2/models/other/infer", content=b"{}")
+        found = await statistics()
+    assert found["counts"]["inference_count"] == found["counts"]["execution_count"] == 4
+    assert before_ms <= found["counts"]["last_inference"] <= time.time() * 1e3 + 1
+    assert {phase: found[phase]["count"] for phase in ("success", "queue", "compute_infer", "fail", "cache_hit")} == {
+        "success": 2,
+        "queue": 2,
+        "compute_infer": 2,
+        "fail": 1,  # what is not for this model does not count
+        "cache_hit": 0,
+    }
+    assert found["queue"]["ns"] == 2 * 1_000_000
+    assert found["compute_infer"]["ns"] == 2 * 2_000_000
+    assert found["compute_input"]["ns"] > 2 * 3_000_000  # the links, and decoding
+    assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
+    assert found["fail"]["ns"] > 0
+
+
+def test_statistics_count_a_batch_once_however_many_requests_share_it() -> None:
+    def answer(batch_size: int, compute_s: float) -> Prediction:
+        return Prediction(torch.zeros(3), "m", "v", 0.5, compute_s, 0.1, 1, (), batch_size)
+
+    statistics = Statistics()
+    for _ in range(3):
+        statistics.request_finished(Inference([answer(4, 2.0)], 0.0, 0.5).times, 1.0)
+    statistics.request_finished(Inference([answer(4, 2.0), answer(1, 7.0)], 0.25, 0.5).times, 1.0)
+    found = statistics.as_json("m", "1")
+    assert (found["inference_count"], found["execution_count"]) == (5, 2)
+    assert [(batch["batch_size"], batch["compute_infer"]) for batch in found["batch_stats"]] == [
+        (1, {"count": 1, "ns": 7_000_000_000}),
+        (4, {"count": 1, "ns": 2_000_000_000}),
+    ]
+    # Three answers of half a second each were written for the batch of four, and half of the one that two images share.
+    assert [batch["compute_output"] for batch in found["batch_stats"]] == [
+        {"count": 1, "ns": 250_000_000},
+        {"count": 1, "ns": 1_750_000_000},
+    ]
+    assert found["inference_stats"]["compute_infer"] == {"count": 4, "ns": 13_000_000_000}
+    assert found["inference_stats"]["compute_input"]["ns"] == pytest.approx(650_000_000)
+
+
+async def test_requests_are_measured_as_v2() -> None:
+    labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "v2"}
+    data = pixels("red")
+    async with running_frontend() as frontend:
+        for path in (INFER, f"{HERE}/versions/1/infer"):
+            await frontend.client.post(
+                path, **request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+            )
+        await frontend.client.post(INFER, content=b"{")
+        await frontend.client.get(f"{HERE}/ready")
+        assert frontend.sample("multiworld_requests_total", **labels, code="200", reason="ok") == 2
+        reason = "invalid_inference_request"
+        assert frontend.sample("multiworld_requests_total", **labels, code="400", reason=reason) == 1
+        assert frontend.sample("multiworld_requests_in_flight") == 0
+
+
+async def test_openapi_describes_the_protocol_with_an_example_that_is_answered() -> None:
+    async with running_frontend() as frontend:
+        paths = (await frontend.client.get("/openapi.json")).json()["paths"]
+        for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
+            infer = paths[path]["post"]
+            parameters = {parameter["name"]: parameter["schema"] for parameter in infer["parameters"]}
+            values = {name: parameters[name]["enum"][0] for name in parameters if "enum" in parameters[name]}
+            example = infer["requestBody"]["content"]["application/json"]["example"]
+            response = await frontend.client.post(path.format(**values), json=example)
+            assert response.status_code == 200, response.text
+            assert {"200", "400", "404", "408", "413", "415", "422", "429", "500", "503", "504"} == set(
+                infer["responses"]
+            )
+            seconds = parameters["X-Request-Timeout-S"]
+            assert (seconds["type"], seconds["exclusiveMinimum"]) == ("number", 0)
+            assert set(response.headers) >= {"x-request-id", "x-model-version", "x-path", "x-attempts"}

@@ -1,0 +1,396 @@
+"""What inference requests of the Open Inference Protocol get that cannot be answered: one clear sentence, and the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld_serving.server import errors
+from multiworld_serving.server.predictor import Prediction
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, PACK, SIDE, binary_tensor, elements, pixels, request, tensor, wanting
+
+MAX_BODY_BYTES = 200_000
+ONE = pixels("red")
+SHAPE = list(ONE.shape)
+VALUES = ONE.flatten().tolist()
+DATA = ONE.numpy().tobytes()
+GOOD = tensor("UINT8", SHAPE, data=VALUES)
+GOOD_BINARY = binary_tensor("UINT8", SHAPE, DATA)
+FILE = image_bytes("green", (8, 8))
+
+
+@pytest.fixture
+async def frontend() -> AsyncIterator[RunningFrontend]:
+    async with running_frontend(max_body_bytes=MAX_BODY_BYTES, max_image_pixels=1_000_000) as running:
+        yield running
+
+
+def floats(*values: float) -> dict[str, Any]:
+    """An image of floats that begins with these."""
+    data = torch.zeros(1, 3, SIDE, SIDE)
+    data.view(-1)[: len(values)] = torch.tensor(values)
+    return request(binary_tensor("FP32", SHAPE, data.numpy().tobytes()))
+
+
+def sent(body: bytes, **headers: str) -> dict[str, Any]:
+    return {"content": body, "headers": {name.replace("_", "-"): value for name, value in headers.items()}}
+
+
+def text(body: bytes) -> dict[str, Any]:
+    return {"content": body}
+
+
+def sized(size: object, data: bytes = DATA) -> dict[str, Any]:
+    """Binary data that says it is `size` long."""
+    return request((tensor("UINT8", SHAPE, parameters={"binary_data_size": size}), data))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": (text(b""), "not valid JSON"),
+    "not JSON": (text(b"hello"), "not valid JSON"),
+    "cut JSON": (text(b'{"inputs": [{"name":'), "not valid JSON"),
+    "two JSONs": (text(b"{}{}"), "not valid JSON"),
+    "wrong UTF-8": (text(b'{"id": "\xff"}'), "not valid JSON"),
+    "half a surrogate": (text(b'{"id": "\\ud800"}'), "not valid JSON"),
+    "NaN": (text(b'{"inputs": NaN}'), "not valid JSON"),
+    "infinity in data": (request(tensor("FP32", SHAPE, data=[float("inf")] + [0.0] * 767)), "not valid JSON"),
+    "deep": (text(b"[" * 15_000), "not valid JSON"),
+    "many lists": (text(b"[" + b"[],\n" * 19_000 + b"[]]"), "expected a JSON object"),
+    "a number": (text(b"7"), "the body is 7; expected a JSON object"),
+    "a list": (text(b"[]"), "expected a JSON object"),
+    "no inputs": (text(b"{}"), "no list `inputs`"),
+    "inputs empty": (text(b'{"inputs": []}'), "no list `inputs`"),
+    "inputs an object": (text(b'{"inputs": {}}'), "no list `inputs`"),
+    "input a text": (text(b'{"inputs": ["input"]}'), "expected a JSON object"),
+    "unknown input": (request(GOOD | {"name": "image"}), "no input 'image'; the model's only input is 'input'"),
+    "input without name": (text(b'{"inputs": [{}]}'), "no input None"),
+    "input twice": (text(json.dumps({"inputs": [GOOD, GOOD]}).encode()), "given 2 times"),
+    "input and unknown input": (text(json.dumps({"inputs": [GOOD, GOOD | {"name": "b"}]}).encode()), "no input 'b'"),
+    "no datatype": (request({"name": "input", "shape": SHAPE, "data": VALUES}), "datatype None; send UINT8"),
+    "wrong datatype": (request(tensor("FP16", SHAPE, data=VALUES)), "datatype 'FP16'; send UINT8"),
+    "datatype a list": (request(GOOD | {"datatype": ["UINT8"]}), "send UINT8"),
+    "no shape": (request({"name": "input", "datatype": "UINT8", "data": VALUES}), "shape None"),
+    "shape a text": (request(GOOD | {"shape": "1x3"}), "expected a list of integers"),
+    "shape of floats": (request(GOOD | {"shape": [1.0, 3, SIDE, SIDE]}), "expected a list of integers"),
+    "shape of true": (request(GOOD | {"shape": [True, 3, SIDE, SIDE]}), "expected a list of integers"),
+    "no batch dimension": (request(GOOD | {"shape": SHAPE[1:]}), "put the batch dimension in front"),
+    "channels last": (request(GOOD | {"shape": [1, SIDE, SIDE, 3]}), "put the channels before"),
+    "other size": (request(GOOD | {"shape": [1, 3, 17, 16]}), f"expected [N, 3, {SIDE}, {SIDE}]"),
+    "shape empty": (request(GOOD | {"shape": []}), "shape []"),
+    "shape endless": (request(GOOD | {"shape": [1] * 20_000}), "..."),
+    "negative shape": (request(GOOD | {"shape": [-1, 3, SIDE, SIDE]}), "has -1 images; expected 1 to 64"),
+    "no images": (request(GOOD | {"shape": [0, 3, SIDE, SIDE], "data": []}), "has 0 images"),
+    "enormous shape": (request(GOOD | {"shape": [2**62, 3, SIDE, SIDE]}), "images; expected 1 to 64"),
+    "beyond 64 bits": (request(GOOD | {"shape": [10**400, 3, SIDE, SIDE]}), "images; expected 1 to 64"),
+    "enormous files": (request(tensor("BYTES", [2**62], data=["x"])), "expected 1 to 64"),
+    "files in three dimensions": (request(tensor("BYTES", [1, 1, 1], data=["x"])), "expected [N] or [N, 1]"),
+    "files side by side": (request(tensor("BYTES", [1, 2], data=["x", "y"])), "expected [N] or [N, 1]"),
+    "too few values": (request(GOOD | {"data": VALUES[:-1]}), "it has 767 values, expected 768"),
+    "too many values": (request(GOOD | {"data": [*VALUES, 0]}), "it has 769 values, expected 768"),
+    "shape for two, data for one": (request(GOOD | {"shape": [2, 3, SIDE, SIDE]}), "it has 768 values, expected 1536"),
+    "nested otherwise": (request(GOOD | {"data": [VALUES]}), "not into lists of 3 everywhere at dimension 1"),
+    "nested unevenly": (
+        request(GOOD | {"data": [[[[0] * 15] * 16] * 3]}),
+        "not into lists of 16 everywhere at dimension 3",
+    ),
+    "nested half": (request(GOOD | {"data": [[[0] * 16, 1, 2]]}), "not into lists of 16 everywhere at dimension 2"),
+    "nested too much": (request(GOOD | {"data": [[[[[0]] * 16] * 16] * 3]}), "has list"),
+    "flat, then a list": (request(GOOD | {"data": [*VALUES[:-1], [1]]}), "has list"),
+    "data an object": (request(GOOD | {"data": {}}), "no list `data`"),
+    "no data": (request(tensor("UINT8", SHAPE)), "no list `data`"),
+    "data of texts": (request(GOOD | {"data": ["1"] * 768}), "must be numbers for UINT8, and has str"),
+    "data of nulls": (request(GOOD | {"data": [None] * 768}), "has NoneType"),
+    "data of truth": (request(GOOD | {"data": [True] * 768}), "has bool"),
+    "UINT8 of floats": (request(GOOD | {"data": [1.5] * 768}), "has float"),
+    "UINT8 of 256": (request(GOOD | {"data": [256] * 768}), "values outside 0 to 255"),
+    "UINT8 below 0": (request(GOOD | {"data": [-1] * 768}), "values outside 0 to 255"),
+    "UINT8 enormous": (request(GOOD | {"data": [10**300] + [0] * 767}), "values outside 0 to 255"),
+    "FP32 enormous": (request(tensor("FP32", SHAPE, data=[10**400] + [0] * 767)), "values outside 0 to 1"),
+    "FP32 beyond floats": (
+        text(
+            json.dumps({"inputs": [tensor("FP32", SHAPE, data=[9.5] + [0] * 767)]}).encode().replace(b"9.5", b"1e999")
+        ),
+        "to inf",
+    ),
+    "FP32 normalised": (floats(-2.1, 2.6), "from -2.1 to 2.6; expected 0 to 1, not normalized"),
+    "FP32 of grey levels": (floats(255.0), "send 0 to 255 as UINT8"),
+    "FP32 a little above": (floats(1.0021), "expected 0 to 1"),
+    "FP32 NaN": (floats(float("nan")), "from nan to nan"),
+    "FP32 infinite": (floats(float("inf")), "to inf"),
+    "FP32 minus infinite": (floats(float("-inf")), "from -inf"),
+    "BYTES no texts": (request(tensor("BYTES", [1], data=[7])), "is not base64"),
+    "BYTES no base64": (request(tensor("BYTES", [1], data=["photo.jpg!"])), "is not base64"),
+    "BYTES not ASCII": (request(tensor("BYTES", [1], data=["ÿØÿà"])), "is not base64"),
+    "length no number": (sent(b"{}", Inference_Header_Content_Length="many"), "expected a number of bytes"),
+    "length negative": (sent(b"{}", Inference_Header_Content_Length="-1"), "expected a number of bytes"),
+    "length endless": (sent(b"{}", Inference_Header_Content_Length="9" * 5000), "expected a number of bytes"),
+    "length beyond the body": (sent(b"{}", Inference_Header_Content_Length="3"), "the body has only 2 bytes"),
+    "length in the middle": (
+        sent(json.dumps({"inputs": [GOOD]}).encode(), Inference_Header_Content_Length="9"),
+        "not valid",
+    ),
+    "binary without length": (text(request(GOOD_BINARY)["content"]), "Inference-Header-Content-Length must be"),
+    "size without length": (
+        text(json.dumps({"inputs": [GOOD_BINARY[0]]}).encode()),
+        "after the JSON there are none, since Inference-Header-Content-Length is missing",
+    ),
+    "size too small": (sized(767), "`binary_data_size` 767, but after the JSON there are 768 bytes"),
+    "size too large": (sized(769), "`binary_data_size` 769"),
+    "size negative": (sized(-1), "`binary_data_size` -1"),
+    "size enormous": (sized(2**70), "`binary_data_size` 11805"),
+    "size a text": (sized("768"), "`binary_data_size` '768'"),
+    "size a float": (sized(768.0), "`binary_data_size` 768.0"),
+    "size true": (sized(True), "`binary_data_size` True"),
+    "data and size": (request((GOOD_BINARY[0] | {"data": VALUES}, DATA)), "has both `data` and `binary_data_size`"),
+    "data and bytes": (request((GOOD, DATA)), "768 bytes follow the JSON, but no input has"),
+    "size right, shape not": (request(binary_tensor("UINT8", SHAPE, DATA[:-1])), "requires 768 bytes of data, not 767"),
+    "FP32 of UINT8 size": (request(binary_tensor("FP32", SHAPE, DATA)), "requires 3072 bytes of data, not 768"),
+    "element cut": (
+        request(binary_tensor("BYTES", [1], elements(FILE)[:-1])),
+        "element 0 of input 'input' ends after",
+    ),
+    "element missing": (request(binary_tensor("BYTES", [2], elements(FILE))), "element 1 of input 'input' ends after"),
+    "element length cut": (request(binary_tensor("BYTES", [1], b"\x01\x00")), "element 0"),
+    "element enormous": (request(binary_tensor("BYTES", [1], struct.pack("<I", 2**32 - 1))), "element 0"),
+    "elements left": (request(binary_tensor("BYTES", [1], elements(FILE, b"x"))), "5 bytes of data left over"),
+    "raw too short": (sent(DATA[:-1], Inference_Header_Content_Length="0"), "768 bytes, not 767"),
+    "raw two images": (sent(DATA * 2, Inference_Header_Content_Length="0"), "768 bytes, not 1536"),
+    "raw empty": (sent(b"", Inference_Header_Content_Length="0"), "768 bytes, not 0"),
+    "raw file": (sent(FILE, Inference_Header_Content_Length="0"), "send image files to /predict"),
+    "shared memory in": (request(tensor("UINT8", SHAPE, parameters={"shared_memory_region": "r"})), "not supported"),
+    "shared memory out": (request(GOOD, outputs=wanting(shared_memory_region="r")), "shared memory is not supported"),
+    "input parameters a list": (request(tensor("UINT8", SHAPE, parameters=[1])), "expected a JSON object"),
+    "outputs an object": (request(GOOD, outputs={}), "`outputs` must be a list"),
+    "output a text": (request(GOOD, outputs=["probabilities"]), "expected a JSON object"),
+    "unknown output": (request(GOOD, outputs=[{"name": "logits"}]), "no output 'logits'; the model's only output is"),
+    "output twice": (request(GOOD, outputs=wanting() * 2), "requested 2 times"),
+    "classes negative": (request(GOOD, outputs=wanting(classification=-1)), "`classification` is -1"),
+    "classes a text": (request(GOOD, outputs=wanting(classification="5")), "`classification` is '5'"),
+    "classes true": (request(GOOD, outputs=wanting(classification=True)), "`classification` is True"),
+    "binary a number": (request(GOOD, outputs=wanting(binary_data=1)), "`binary_data` is 1; expected true or false"),
+    "all binary a text": (request(GOOD, parameters={"binary_data_output": "yes"}), "expected true or false"),
+    "parameters a list": (request(GOOD, parameters=[1]), "`parameters` of the request is [1]"),
+    "timeout negative": (request(GOOD, parameters={"timeout": -1}), "`timeout` is -1; expected an integer number"),
+    "timeout a float": (request(GOOD, parameters={"timeout": 1.5}), "`timeout` is 1.5"),
+    "timeout a text": (request(GOOD, parameters={"timeout": "1000"}), "`timeout` is '1000'"),
+    "timeout true": (request(GOOD, parameters={"timeout": True}), "`timeout` is True"),
+    "timeout enormous": (request(GOOD, parameters={"timeout": 10**400}), "expected an integer number of microseconds"),
+    "sequence": (request(GOOD, parameters={"sequence_id": 7}), "for stateful models"),
+    "id a number": (request(GOOD, id=7), "`id` is 7; expected a string"),
+    "not gzip": (sent(b"hello", Content_Encoding="gzip"), "the body is not gzip"),
+    "not deflate": (sent(b"hello", Content_Encoding="deflate"), "the body is not deflate"),
+    "deflate as gzip": (sent(zlib.compress(b"{}"), Content_Encoding="gzip"), "the body is not gzip"),
+    "gzip cut": (sent(gzip.compress(bytes(999))[:-9], Content_Encoding="gzip"), "is truncated"),
+    "gzip empty": (sent(b"", Content_Encoding="gzip"), "is truncated"),
+    "gzip twice": (sent(gzip.compress(b"{}") * 2, Content_Encoding="gzip"), "bytes follow the end"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_infer_answers_400_with_what_is_wrong(frontend: RunningFrontend, name: str) -> None:
+    arguments, says = REFUSED[name]
+    response = await frontend.client.post(INFER, **arguments)
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert error["reason"] == "invalid_inference_request"
+    assert says in error["error"]
+    assert len(error["error"]) < 400
+    assert frontend.predictor.request_ids == []
+    await frontend.assert_serves()
+
+
+def too_many_values() -> dict[str, Any]:
+    return text(b'{"data": [' + b"0," * 1_000_001 + b"0]}")
+
+
+def too_many_lists() -> dict[str, Any]:
+    return text(b"[" + b"[]" * 20_001 + b"]")
+
+
+def too_many_fields() -> dict[str, Any]:
+    return text(b"{" + b",".join(b'"%d":1' % number for number in range(20_001)) + b"}")
+
+
+@pytest.mark.parametrize("body", [too_many_values, too_many_lists, too_many_fields])
+async def test_infer_refuses_json_that_takes_long_before_it_is_parsed(body: Callable[[], dict[str, Any]]) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(INFER, **body())
+    assert response.status_code == 400
+    assert "send the numbers as binary data" in response.json()["error"]
+
+
+def bomb(encoding: str, size: int) -> dict[str, Any]:
+    """A compressed body that becomes so many spaces."""
+    return sent(PACK[encoding](b" " * size), Content_Encoding=encoding)
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "gzip bomb": (bomb("gzip", 50_000_000), 413, "body_too_large", "the decompressed body is larger"),
+    "deflate bomb": (bomb("deflate", MAX_BODY_BYTES + 1), 413, "body_too_large", "the decompressed body is larger"),
+    "too long": (text(bytes(MAX_BODY_BYTES + 1)), 413, "body_too_large", "larger than the limit"),
+    "unknown compression": (sent(b"{}", Content_Encoding="br"), 415, "unsupported_media_type", "send gzip, deflate"),
+    "packed twice": (sent(b"{}", Content_Encoding="gzip, gzip"), 415, "unsupported_media_type", "send gzip"),
+    "no image": (request(binary_tensor("BYTES", [2], elements(FILE, b"no"))), 422, "invalid_image", "not an image"),
+    "empty element": (request(binary_tensor("BYTES", [1], elements(b""))), 422, "invalid_image", "not an image"),
+    "too many pixels": (
+        request(binary_tensor("BYTES", [1], elements(image_bytes("red", (1001, 1000))))),
+        413,
+        "image_too_large",
+        "1001x1000",
+    ),
+    "bad header": (
+        request(GOOD) | {"headers": {"X-Request-Timeout-S": "nan"}},
+        422,
+        "invalid_parameter",
+        "X-Request-Timeout-S",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+async def test_infer_refuses_what_predict_refuses_with_the_same_status(frontend: RunningFrontend, name: str) -> None:
+    arguments, status, reason, says = OTHERWISE[name]
+    response = await frontend.client.post(INFER, **arguments)
+    assert (response.status_code, response.json()["reason"]) == (status, reason), response.text
+    assert says in response.json()["error"]
+    assert frontend.predictor.request_ids == []
+    await frontend.assert_serves()
+
+
+async def test_a_body_that_unpacks_to_the_limit_is_taken(frontend: RunningFrontend) -> None:
+    plain = request(GOOD)["content"]
+    packed = sent(gzip.compress(plain + b" " * (MAX_BODY_BYTES - len(plain))), Content_Encoding="gzip")
+    assert (await frontend.client.post(INFER, **packed)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (errors.OverloadedError("the queue is full", retry_after_s=2.1), 429),
+        (errors.NotReadyError("not ready"), 503),
+        (errors.DeadlineError("too late"), 504),
+        (errors.PoisonError("broke three worlds"), 500),
+        (ZeroDivisionError("our bug"), 500),
+    ],
+)
+async def test_infer_fails_as_one_with_the_status_of_the_reason(failure: Exception, status: int) -> None:
+    data = pixels("red", "green", "blue")
+    async with running_frontend(ColourPredictor(failure=failure)) as frontend:
+        arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+        response = await frontend.client.post(INFER, **arguments)
+    assert response.status_code == status
+    if isinstance(failure, errors.RequestRefused):
+        assert (response.json()["error"], response.json()["reason"]) == (failure.detail, failure.reason)
+    else:
+        assert "our bug" not in response.text
+
+
+async def test_the_other_images_are_withdrawn_when_one_fails() -> None:
+    class FailsOnGreen(ColourPredictor):
+        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+            if image[1].any():
+                await self.asked_times(2)
+                raise errors.StageError("green is not for me")
+            return await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+
+    predictor = FailsOnGreen(proceed=asyncio.Event())
+    data = pixels("red", "green", "blue")
+    async with running_frontend(predictor) as frontend:
+        arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+        response = await frontend.client.post(INFER, **arguments)
+    assert (response.status_code, response.json()["error"]) == (500, "green is not for me")
+    assert predictor.cancelled == 2
+
+
+async def test_infer_is_refused_before_anything_is_parsed_when_the_pipeline_would_refuse_it() -> None:
+    async with running_frontend(ColourPredictor(refusal=errors.NotReadyError("stage 1 is missing"))) as frontend:
+        response = await frontend.client.post(INFER, content=b"no JSON")
+    assert (response.status_code, response.json()["error"]) == (503, "stage 1 is missing")
+
+
+async def test_infer_asks_for_as_many_places_as_it_has_images() -> None:
+    class Counting(ColourPredictor):
+        async def check(self, *, deadline_s: float, ahead: int) -> None:
+            if ahead >= 2:
+                raise errors.OverloadedError("there are two places")
+
+    async with running_frontend(Counting()) as frontend:
+        for colours, status in ((("red", "red"), 200), (("red", "red", "red"), 429)):
+            data = pixels(*colours)
+            arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
+            assert (await frontend.client.post(INFER, **arguments)).status_code == status
+
+
+async def test_infer_answers_500_when_the_model_gives_nan() -> None:
+    class Broken(ColourPredictor):
+        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+            return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
+
+    async with running_frontend(Broken()) as frontend:
+        response = await frontend.client.post(INFER, **request(GOOD))
+    assert (response.status_code, response.json()["reason"]) == (500, "stage_error")
+
+
+async def test_a_body_that_comes_too_late_is_408_or_504_by_whose_limit_it_was() -> None:
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b'{"inputs": ['
+        await asyncio.Event().wait()
+
+    async with running_frontend(timeout_s=0.05) as frontend:
+        assert (await frontend.client.post(INFER, content=stalled())).status_code == 408
+    async with running_frontend() as frontend:
+        headers = {"X-Request-Timeout-S": "0.05"}
+        assert (await frontend.client.post(INFER, content=stalled(), headers=headers)).status_code == 504
+
+
+async def test_bodies_of_both_protocols_are_counted_together() -> None:
+    begun = asyncio.Event()
+    body = request(GOOD)["content"]
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with running_frontend(max_body_bytes=len(body), max_held_bytes=len(body)) as frontend:
+        first = asyncio.create_task(frontend.client.post(INFER, content=stalled()))
+        await begun.wait()
+        refused = await frontend.client.post("/predict", files={"image": image_bytes()})
+        assert refused.status_code == 429
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await frontend.assert_serves()
+
+
+async def test_what_a_body_becomes_is_counted_while_others_hold_something_too() -> None:
+    begun = asyncio.Event()
+    files = request(binary_tensor("BYTES", [8], elements(*[FILE] * 8)))
+    held = len(files["content"]) + 8 * (len(FILE) + 3 * SIDE * SIDE)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with running_frontend(max_body_bytes=held, max_held_bytes=held) as frontend:
+        assert (await frontend.client.post(INFER, **files)).status_code == 200
+        other = asyncio.create_task(frontend.client.post(INFER, content=stalled()))
+        await begun.wait()
+        refused = await frontend.client.post(INFER, **files)
+        assert (refused.status_code, refused.json()["reason"]) == (429, "overloaded")
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        assert (await frontend.client.post(INFER, **files)).status_code == 200
+    async with running_frontend(max_body_bytes=held // 2, max_held_bytes=held // 2) as frontend:
+        alone = request(binary_tensor("BYTES", [3], elements(*[FILE] * 3)))
+        assert (await frontend.client.post(INFER, **alone)).status_code == 200

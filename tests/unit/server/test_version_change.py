@@ -1,0 +1,178 @@
+"""A change of version that is given up: nothing of the new version stays, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from multiworld_serving.server.pipeline.rollout import VersionRollout
+from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation, OperationInProgressError
+from multiworld_serving.server.replicas.placement import Placement, Slot
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+
+
+@dataclass
+class Worker:
+    """A ready link as the change sees it. It loads when it is told to proceed."""
+
+    slot: Slot
+    state: str = "ready"
+    cause: str | None = None
+    loaded_versions: set[int] = field(default_factory=lambda: {1})
+    active_versions: set[int] = field(default_factory=lambda: {1})
+    dropped: list[int] = field(default_factory=list)
+    loading: asyncio.Event = field(default_factory=asyncio.Event)
+    proceed: asyncio.Event = field(default_factory=asyncio.Event)
+    worker: str = "w"
+    world_name: str = "s0.r0"
+    epoch: int = 1
+
+    async def load(self, plans: object) -> None:
+        self.loading.set()
+        await self.proceed.wait()
+        self.loaded_versions.add(2)
+
+    def unload(self, version: int) -> None:
+        self.loaded_versions.discard(version)
+        self.dropped.append(version)
+
+
+class Source:
+    """Makes version 2, when it is told to proceed."""
+
+    def __init__(self) -> None:
+        self.begun, self.proceed = threading.Event(), threading.Event()
+
+    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+        self.begun.set()
+        self.proceed.wait()
+        return plan(2)
+
+
+def plan(number: int) -> VersionPlan:
+    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, None),))
+
+
+class Service:
+    """A change among two workers, and what it moves."""
+
+    def __init__(self) -> None:
+        self.placement = Placement(1, 2)
+        self.workers = [Worker(slot) for slot in self.placement.all]
+        for slot, worker in zip(self.placement.all, self.workers, strict=True):
+            slot.link = cast(WorkerLink, worker)
+        self.versions = VersionTable(plan(1))
+        self.source = Source()
+        self.exclusive = ExclusiveOperation()
+        self.change = VersionRollout(self, self.placement, self.versions, self.source, 60.0, self.exclusive)
+
+    def switch_to(self, plan: VersionPlan) -> None:
+        self.versions.switch_to(plan)
+
+    @property
+    def busy(self) -> bool:
+        try:
+            with self.exclusive.acquire("this test"):
+                return False
+        except OperationInProgressError:
+            return True
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(30):
+            while self.busy:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.005)
+
+
+async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
+    task.cancel()
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_nothing_else_begins_until_the_file_is_read_when_a_load_is_cancelled_meanwhile() -> None:
+    service = Service()
+    task = asyncio.create_task(service.change.run("v2"))
+    await asyncio.to_thread(service.source.begun.wait, 60)
+    await cancelled(task)
+    assert service.busy
+    service.source.proceed.set()
+    await service.until_idle()
+    assert not any(worker.loading.is_set() for worker in service.workers)
+    assert service.versions.current.version.number == 1
+
+
+async def test_workers_forget_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
+    service = Service()
+    service.source.proceed.set()
+    task = asyncio.create_task(service.change.run("v2"))
+    first, second = service.workers
+    async with asyncio.timeout(30):
+        await first.loading.wait()
+    await cancelled(task)
+    assert service.busy
+    assert first.dropped == [], "its answer to the order is still to come"
+    first.proceed.set()
+    await service.until_idle()
+    assert not second.loading.is_set()
+    assert [worker.loaded_versions for worker in service.workers] == [{1}, {1}]
+    assert [worker.dropped for worker in service.workers] == [[2], [2]]
+    assert service.versions.current.version.number == 1
+    assert service.change.loading is None
+
+
+async def test_change_ends_by_itself_when_its_caller_goes_after_requests_have_moved() -> None:
+    service = Service()
+    service.source.proceed.set()
+    for worker in service.workers:
+        worker.proceed.set()
+    task = asyncio.create_task(service.change.run("v2"))
+    async with asyncio.timeout(30):
+        while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+    await cancelled(task)
+    assert service.busy
+    service.versions.retiring = None
+    for worker in service.workers:
+        worker.active_versions = {2}
+    service.change.check_retired()
+    await service.until_idle()
+    assert service.versions.current.version.number == 2
+    assert [worker.dropped for worker in service.workers] == [[], []]
+
+
+async def test_closing_ends_when_a_file_cannot_be_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.pipeline.rollout._CLOSE_S", 0.05, raising=False)
+    service = Service()
+    task = asyncio.create_task(service.change.run("v2"))
+    try:
+        await asyncio.to_thread(service.source.begun.wait, 60)
+        async with asyncio.timeout(30):
+            await service.change.close()
+        assert not service.busy
+        await asyncio.gather(task, return_exceptions=True)
+    finally:
+        service.source.proceed.set()
+
+
+def test_numbers_are_never_given_twice_and_known_ones_are_bounded() -> None:
+    versions = VersionTable(plan(1))
+    assert versions.number_of("lost") == 2
+    assert versions.number_of("other") == 3, "a worker may still say something of number 2"
+    forgotten: list[ModelVersion] = []
+    for name in [*(f"n{at}" for at in range(20)), "n18"]:
+        moved = VersionPlan(ModelVersion(versions.number_of(name), name), (cast(StagePlan, None),))
+        forgotten += versions.switch_to(moved)
+        versions.retiring = None
+        assert versions.number_served(name) == moved.version.number
+    assert len(versions._numbers) == 8
+    assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
+    assert versions.number_of("n19") == 23, "it was in service lately"
+    assert versions.number_of("n0") > 23

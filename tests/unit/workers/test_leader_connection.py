@@ -1,0 +1,129 @@
+"""What a worker makes of a leader that refuses it, and of a stage that is computed or made for too long."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from multiworld import AskError, WorldManager, texts
+from multiworld.texts import is_name
+from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.workers.session import Session
+from multiworld_serving.workers.settings import MAX_NAME_CHARS, WorkerSettings
+
+SECRET = "a-secret-of-this-test"
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[int]:
+    """The port of one who knows another token."""
+    async with WorldManager(secret="another-secret") as manager:
+        port = manager.listen()
+
+        async def nothing(question: str, host: str) -> bytes:
+            return b""
+
+        manager.answer("127.0.0.1", port, nothing)
+        yield port
+
+
+def connection(port: int, engine: Engine, *others: str) -> LeaderConnection:
+    settings = WorkerSettings(leader=",".join((f"127.0.0.1:{port}", *others)), token=SecretStr(SECRET))
+    return LeaderConnection(
+        Address("127.0.0.1", port), settings, engine, WorldManager(secret=SECRET), asyncio.Event(), WorkerMetrics()
+    )
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    made = Engine(torch.device("cpu"))
+    yield made
+    made.close()
+
+
+def test_default_name_is_one_that_leaders_take_when_the_host_has_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "h" * 64)
+    name = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(SECRET)).name
+    assert is_name(name)
+    assert name.endswith(f"-{os.getpid()}")
+    assert MAX_NAME_CHARS == texts.MAX_NAME_CHARS
+
+
+async def test_worker_ends_when_its_only_leader_does_not_take_its_token(leader: int, engine: Engine) -> None:
+    async with asyncio.timeout(60):
+        with pytest.raises(UserError, match="rejects this worker's token"):
+            await connection(leader, engine).run()
+
+
+async def test_worker_of_several_leaders_goes_on_when_one_does_not_take_its_token(
+    leader: int, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tie = connection(leader, engine, "127.0.0.1:1")
+    with pytest.raises(AskError, match="rejects this worker's token"):
+        await tie._ask()
+    serving = asyncio.create_task(tie.run())
+    async with asyncio.timeout(60):
+        while "rejects this worker's token" not in caplog.text:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+    assert not serving.done()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+def test_alarm_is_not_set_when_a_stuck_error_is_only_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[object] = []
+    monkeypatch.setattr(signal, "setitimer", lambda *given: alarms.append(given))
+    StuckError("nobody raises this")
+    monkeypatch.undo()
+    assert alarms == []
+
+
+async def test_alarm_is_set_when_the_process_has_no_memory_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms: list[float] = []
+    monkeypatch.setattr("multiworld_serving.workers.leader_connection.arm_exit_timer", alarms.append)
+    session = cast(Session, SimpleNamespace(out_of_memory=True, queue=engine.new_queue()))
+    with pytest.raises(StuckError, match="no memory"):
+        await connection(1, engine)._raise_if_stuck(session)
+    assert alarms == [GRACEFUL_EXIT_S]
+
+
+@pytest.mark.parametrize("is_batch", [True, False], ids=["computed", "made"])
+async def test_stage_that_is_made_has_more_time_than_one_that_computes_a_batch(
+    engine: Engine, is_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld_serving.workers.leader_connection._BATCH_STUCK_S", 0.1)
+    monkeypatch.setattr("multiworld_serving.workers.leader_connection.arm_exit_timer", lambda seconds: None)
+    begun, proceed = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert proceed.wait(60)
+
+    queue = engine.new_queue()
+    working = asyncio.create_task(engine.run(queue, work, is_batch=is_batch))
+    await asyncio.to_thread(begun.wait, 60)
+    tie, session = connection(1, engine), cast(Session, SimpleNamespace(out_of_memory=False, queue=queue))
+    looking = asyncio.create_task(tie._raise_if_stuck(session))
+    done, _ = await asyncio.wait({looking}, timeout=60 if is_batch else 0.5)
+    assert bool(done) == is_batch
+    proceed.set()
+    await working
+    if is_batch:
+        with pytest.raises(StuckError, match="computing"):
+            await looking
+    else:
+        await looking

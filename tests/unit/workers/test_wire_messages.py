@@ -1,0 +1,174 @@
+"""The header of a message: what is packed comes back, and nothing that contradicts itself is believed."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multiworld.texts import MAX_TEXT_CHARS
+from multiworld_serving.common.wire import (
+    HEADER_BYTES,
+    JoinOffer,
+    JoinRequest,
+    Message,
+    MessageKind,
+    StageAssignment,
+    WireError,
+)
+from multiworld_serving.common.wire.message import Header, bytes_tensor
+from tests.chaos.lies import raw_header
+
+dtypes = st.sampled_from([torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+shapes = st.lists(st.integers(0, 5), max_size=5)
+
+
+@given(st.sampled_from(MessageKind), st.integers(0, 2**64 - 1), dtypes, shapes, st.integers(0, 2**63))
+def test_header_comes_back_as_it_was_packed(
+    kind: MessageKind, batch: int, dtype: torch.dtype, shape: list[int], compute_ns: int
+) -> None:
+    payload = torch.zeros(shape, dtype=dtype)
+    header = Header.parse(Message(kind, batch, payload, compute_ns, 7, 3, 2**32 - 1).header())
+    assert (header.kind, header.batch, header.compute_ns, header.waited_ns) == (kind, batch, compute_ns, 7)
+    assert (header.stage, header.version) == (3, 2**32 - 1)
+    assert (header.dtype, header.shape) == (dtype, tuple(shape))
+
+
+def test_header_without_payload_is_not_that_of_an_empty_tensor() -> None:
+    assert Header.parse(Message(MessageKind.LEAVING).header()).shape is None
+    assert Header.parse(Message(MessageKind.RESULT, 1, torch.zeros(0, dtype=torch.uint8)).header()).shape == (0,)
+    assert Header.parse(Message(MessageKind.RESULT, 1, torch.tensor(7, dtype=torch.uint8)).header()).shape == ()
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_random_header_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        Header.parse(bytes_tensor(data))
+
+
+@given(st.integers(4, HEADER_BYTES - 1), st.integers(1, 255))
+def test_header_with_a_flipped_byte_is_refused_when_another_payload_than_expected_would_follow(
+    at: int, flip: int
+) -> None:
+    data = Message(MessageKind.BATCH, 1, torch.zeros(2, 3)).header()
+    data[at] ^= flip
+    try:
+        header = Header.parse(data)
+        header.require_batch(torch.float32, (3,), 2, 2)
+    except WireError:
+        return
+    assert (header.dtype, header.shape) == (torch.float32, (2, 3))
+
+
+SIZES_THAT_ARE_NO_SIZES = {
+    "none of a shape": (0, (8, 1000)),
+    "none of one element": (0, (1,)),
+    "too small": (4 * 8 * 1000 - 1, (8, 1000)),
+    "too large": (4 * 8 * 1000 + 4, (8, 1000)),
+    "some of an empty tensor": (4, (8, 0)),
+    "that overflows": (2**64 - 4, (2**32 - 1,) * 5),
+    "that wraps to none": (0, (2**31, 2**31, 2)),
+}
+
+
+@pytest.mark.parametrize("what", SIZES_THAT_ARE_NO_SIZES)
+def test_header_is_refused_when_its_size_is_not_that_of_its_shape(what: str) -> None:
+    size, shape = SIZES_THAT_ARE_NO_SIZES[what]
+    with pytest.raises(WireError, match=f"{size} bytes are not torch.float32"):
+        Header.parse(raw_header(MessageKind.RESULT, 1, torch.float32, shape, size))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        None,
+        torch.zeros(3, 10),
+        torch.zeros(5, 10),
+        torch.zeros(10, 4),
+        torch.zeros(40),
+        torch.zeros(4, 10, 1),
+        torch.zeros(4, 0),
+        torch.zeros(()),
+        torch.zeros(4, 10, dtype=torch.int32),
+        torch.zeros(4, 10, dtype=torch.float64),
+    ],
+    ids=lambda payload: "none" if payload is None else f"{payload.dtype} {tuple(payload.shape)}",
+)
+def test_header_is_refused_when_other_rows_are_expected(payload: torch.Tensor | None) -> None:
+    Header.parse(Message(MessageKind.RESULT, 1, torch.zeros(4, 10)).header()).require_batch(torch.float32, (10,), 4, 4)
+    with pytest.raises(WireError, match=r"RESULT: expected torch.float32, 4 rows of \(10,\), got"):
+        Header.parse(Message(MessageKind.RESULT, 1, payload).header()).require_batch(torch.float32, (10,), 4, 4)
+
+
+def test_text_is_refused_when_it_is_too_long() -> None:
+    Header.parse(Message.from_text(MessageKind.FAILED, "").header()).require_text()
+    with pytest.raises(WireError, match=r"expected torch.uint8, 0 to 65536 rows"):
+        Header.parse(Message.from_text(MessageKind.FAILED, "x" * 65537).header()).require_text()
+
+
+def test_payload_is_refused_where_none_is_expected() -> None:
+    Header.parse(Message(MessageKind.LEAVING).header()).require_no_payload()
+    with pytest.raises(WireError, match="expected no payload"):
+        Header.parse(Message(MessageKind.LEAVING, 0, torch.zeros(0)).header()).require_no_payload()
+
+
+def test_header_is_not_made_of_a_payload_that_cannot_travel() -> None:
+    with pytest.raises(ValueError, match=r"cannot send torch.bool"):
+        Message(MessageKind.RESULT, 1, torch.zeros(3, dtype=torch.bool)).header()
+
+
+def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
+    assert Message.from_text(MessageKind.FAILED, "grüße").text() == "grüße"
+    with pytest.raises(WireError, match="expected text"):
+        Message(MessageKind.FAILED, 0, torch.zeros(3)).text()
+    with pytest.raises(WireError, match="expected text, got no payload"):
+        Message(MessageKind.FAILED).text()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        JoinRequest("w", "cpu", "node-1", 12),
+        JoinOffer("s0.r1", 3),
+        JoinOffer("", 0, 1500),
+        StageAssignment("{}", 10, "3x224x224", 8, 2, 1),
+        StageAssignment("{}", 10, "3x224x224", 8, 2, 1, "bfloat16", "auto", 2000),
+    ],
+)
+def test_joining_words_come_back_from_json(value: JoinRequest | JoinOffer | StageAssignment) -> None:
+    assert type(value).from_json(value.to_json()) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"world": "a"}', '{"world": 1, "epoch": 2}', '{"world": "a", "epoch": true}']
+)
+def test_joining_words_are_refused_when_they_are_not_exactly_right(text: str) -> None:
+    with pytest.raises(WireError):
+        JoinOffer.from_json(text)
+
+
+def test_joining_words_are_refused_when_they_are_deeply_nested() -> None:
+    with pytest.raises(WireError, match="not JSON"):
+        JoinOffer.from_json("[" * 60_000)
+
+
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [({"world": "s0\n"}, "world is"), ({"world": "w" * 65}, "world is"), ({"wait_ms": -1}, "wait_ms is")],
+)
+def test_offer_is_refused_when_its_values_cannot_be(offer: dict[str, object], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        JoinOffer.from_json(json.dumps({"world": "", "epoch": 1, "wait_ms": 0, "address": ""} | offer))
+
+
+def test_reason_is_one_short_line_when_the_text_is_long() -> None:
+    said = Message.from_text(MessageKind.FAILED, "no\x1b[2J\nroom " + "x" * 60_000).reason()
+    assert said.startswith("no\\x1b[2J\\nroom xxx")
+    assert len(said) == MAX_TEXT_CHARS
+
+
+def test_order_gives_the_shape_of_a_row() -> None:
+    assert StageAssignment("{}", 10, "3x224x224", 8, 2, 1).sample_shape == (3, 224, 224)
+    with pytest.raises(WireError, match="not a shape"):
+        assert StageAssignment("{}", 10, "3xx", 8, 2, 1).sample_shape

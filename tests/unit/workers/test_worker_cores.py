@@ -1,0 +1,98 @@
+"""Workers of one machine share its cores: who computes alone has them all."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.workers.compute.cores import SharedCores
+
+_COMPUTES = """
+import sys
+from multiworld_serving.workers.compute.cores import SharedCores
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores() as threads:
+    print(threads, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "cores"
+    path.touch()
+    return str(path)
+
+
+@contextmanager
+def computing(file: str, seat: int) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """Another process, which computes; and how many threads it took."""
+    command = [sys.executable, "-c", _COMPUTES, file, str(seat)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def threads(cores: SharedCores) -> int:
+    with cores.acquire_cores() as count:
+        return count
+
+
+def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
+    assert threads(cores) == 4
+    with computing(file, 1) as (_, theirs):
+        assert theirs == 4
+    assert threads(cores) == 4
+
+
+@pytest.mark.parametrize(
+    ("seats", "total", "shares"), [(1, 2, (2,)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))]
+)
+def test_shares_are_all_that_one_may_be_given(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
+    assert SharedCores(file, 0, seats, total).thread_counts == shares
+
+
+def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
+    with computing(file, 1), computing(file, 3) as (_, of_the_second):
+        assert of_the_second == 2
+        assert threads(cores) == 1  # of three: 4 // 3
+        with cores.acquire_cores(), computing(file, 2) as (_, of_the_fourth):
+            assert of_the_fourth == 1
+
+
+def test_each_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
+    cores = SharedCores(file, 0, 4, 2, lambda: False)
+    with computing(file, 1), computing(file, 2), computing(file, 3):
+        assert threads(cores) == 1
+
+
+def test_cores_come_back_when_another_is_killed_while_it_computes(file: str) -> None:
+    cores = SharedCores(file, 0, 4, 4, lambda: False)
+    with computing(file, 1) as (process, _):
+        assert threads(cores) == 2
+        process.kill()
+        process.wait(60)
+        assert threads(cores) == 4
+
+
+def test_batch_is_computed_all_the_same_when_somebody_sits_in_the_seat(file: str) -> None:
+    cores = SharedCores(file, 1, 4, 4, lambda: False)
+    with computing(file, 1):
+        assert threads(cores) == 4
+
+
+def test_nobody_takes_more_than_an_equal_share_when_other_programs_crowd_the_machine(file: str) -> None:
+    assert threads(SharedCores(file, 0, 2, 4, lambda: True)) == 2
+    assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
+
+
+def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        SharedCores(str(tmp_path / "nowhere"), 0, 2, 2)

@@ -1,0 +1,119 @@
+"""The computing thread of a worker: whose job comes next."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import safetensors.torch
+import torch
+
+from multiworld_serving.models import Tuning, deviation, reference_stage, split_model, stage_input_shape, stage_weights
+from multiworld_serving.models.optimize.execution_modes import candidates
+from multiworld_serving.workers.compute.engine import Engine, EngineQueue
+from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
+
+
+@pytest.fixture
+def engine():  # type: ignore[no-untyped-def]
+    made = Engine(torch.device("cpu"))
+    yield made
+    made.close()
+
+
+class Gate:
+    """A job that holds the thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self._open.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def asked(engine: Engine, queue: EngineQueue, *calls: Callable[[], object]) -> list[asyncio.Task[object]]:
+    tasks = [asyncio.create_task(engine.run(queue, call)) for call in calls]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_places_take_turns_however_much_one_of_them_asks_for(engine: Engine) -> None:
+    greedy, modest, done, gate = engine.new_queue(), engine.new_queue(), [], Gate()
+    tasks = await asked(engine, greedy, gate, *(lambda n=n: done.append(f"greedy {n}") for n in range(4)))
+    await asyncio.to_thread(gate.begun.wait, 60)
+    tasks += await asked(engine, modest, *(lambda n=n: done.append(f"modest {n}") for n in range(2)))
+    gate.open()
+    await asyncio.gather(*tasks)
+    assert done == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
+
+
+async def test_busy_is_the_place_whose_job_runs_and_no_other(engine: Engine) -> None:
+    one, other, gate = engine.new_queue(), engine.new_queue(), Gate()
+    tasks = await asked(engine, one, gate)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    assert one.busy_s > 0
+    assert other.busy_s == 0
+    gate.open()
+    await asyncio.gather(*tasks)
+
+
+async def test_jobs_of_a_place_that_closed_are_not_begun(engine: Engine) -> None:
+    leaving, staying, done, gate = engine.new_queue(), engine.new_queue(), [], Gate()
+    first = await asked(engine, staying, gate)
+    await asyncio.to_thread(gate.begun.wait, 60)
+    dropped = await asked(engine, leaving, lambda: done.append("leaving"))
+    leaving.close()
+    kept = await asked(engine, staying, lambda: done.append("staying"))
+    gate.open()
+    await asyncio.gather(*first, *kept)
+    assert done == ["staying"]
+    for task in dropped:
+        task.cancel()
+
+
+async def test_engine_goes_on_when_a_job_raises(engine: Engine) -> None:
+    queue = engine.new_queue()
+    with pytest.raises(ZeroDivisionError):
+        await engine.run(queue, lambda: 1 / 0)
+    assert await engine.run(queue, lambda: 7) == 7
+
+
+async def test_stage_that_was_never_ordered_is_an_error_of_that_batch(engine: Engine) -> None:
+    with pytest.raises(KeyError):
+        await engine.new_queue().compute(1, 3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+
+
+async def test_stage_is_computed_the_way_that_was_ordered(engine: Engine) -> None:
+    model = loaded("resnet18")
+    spec, queue, batch = split_model(model, 1)[0], engine.new_queue(), images(3)
+    weights = safetensors.torch.save(stage_weights(model, spec))
+    with torch.inference_mode():
+        expected = reference_stage(model, spec)(batch)
+    outputs = {}
+    for ordered in ("none", "eager"):
+        _, made = await queue.load(1, spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
+        assert (made.mode,) == candidates(Tuning(optimize=ordered), torch.device("cpu"))
+        outputs[ordered], _, _ = await queue.compute(1, 0, batch)
+    assert torch.equal(outputs["none"], expected)
+    assert 0 < deviation(outputs["eager"], expected) < 1e-5
+
+
+async def test_version_that_is_dropped_while_it_is_loaded_is_not_kept_but_may_be_ordered_again(engine: Engine) -> None:
+    model, queue, gate = loaded("resnet18"), engine.new_queue(), Gate()
+    spec = split_model(model, 10)[3]
+    weights = safetensors.torch.save(stage_weights(model, spec))
+    order = (7, spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
+    held = await asked(engine, engine.new_queue(), gate)
+    loading = asyncio.create_task(queue.load(*order))
+    await asyncio.to_thread(gate.begun.wait, 60)
+    await asyncio.sleep(0)
+    queue.unload(7)
+    gate.open()
+    await asyncio.gather(*held, loading)
+    assert not queue.has_stage(7, spec.index)
+    await queue.load(*order)
+    assert queue.has_stage(7, spec.index)

@@ -1,0 +1,215 @@
+"""What a worker tells of itself, how it answers scrapes, and what becomes of a GPU that tells nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from multiworld import Cause
+from multiworld_serving.workers.observability import gpu
+from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
+from multiworld_serving.workers.observability.metrics import GPU_READINGS, WorkerMetrics
+from multiworld_serving.workers.observability.metrics_port import metrics_port
+
+NAMES = {
+    "multiworld_build_info": ("gauge", {"version"}),
+    "multiworld_worker_batches_total": ("counter", {"stage", "outcome"}),
+    "multiworld_worker_compute_seconds": ("histogram", {"stage"}),
+    "multiworld_worker_busy": ("gauge", set()),
+    "multiworld_worker_leaders_connected": ("gauge", set()),
+    "multiworld_worker_worlds_joined_total": ("counter", set()),
+    "multiworld_worker_worlds_ended_total": ("counter", {"cause"}),
+    "multiworld_gpu_utilization_ratio": ("gauge", {"device"}),
+    "multiworld_gpu_memory_used_bytes": ("gauge", {"device"}),
+    "multiworld_gpu_memory_total_bytes": ("gauge", {"device"}),
+    "multiworld_gpu_temperature_celsius": ("gauge", {"device"}),
+    "multiworld_gpu_power_watts": ("gauge", {"device"}),
+}
+
+
+def tell_everything(metrics: WorkerMetrics) -> None:
+    metrics.stage_loaded(0)
+    metrics.world_joined()
+    metrics.computed(0, 0.01)
+    metrics.batch_ended(0, "answered")
+    metrics.busy(True)
+    metrics.world_ended(Cause.HANG)
+    metrics.world_left()
+    metrics.gpu("cuda:0", dict.fromkeys(GPU_READINGS, 0.5))
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics({"version": "0.1.0"})
+
+
+def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: WorkerMetrics) -> None:
+    tell_everything(metrics)
+    found = {}
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+        if family.name.startswith("multiworld_"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            found[name] = (family.type, {label for sample in family.samples for label in sample.labels} - {"le"})
+    assert found == NAMES
+
+
+def test_outcomes_and_causes_are_zero_before_they_happen(metrics: WorkerMetrics) -> None:
+    metrics.stage_loaded(2)
+    value = metrics.registry.get_sample_value
+    for outcome in ("answered", "failed", "discarded"):
+        assert value("multiworld_worker_batches_total", {"stage": "2", "outcome": outcome}) == 0
+    for cause in Cause:
+        assert value("multiworld_worker_worlds_ended_total", {"cause": cause.value}) == 0
+
+
+def test_busy_is_a_number_that_prometheus_can_read(metrics: WorkerMetrics) -> None:
+    for computes, written in ((True, b"multiworld_worker_busy 1\n"), (False, b"multiworld_worker_busy 0\n")):
+        metrics.busy(computes)
+        assert written in metrics.exposition()[0]
+
+
+def test_a_leader_that_makes_up_stages_makes_one_series(metrics: WorkerMetrics) -> None:
+    metrics.stage_loaded(0)
+    before = metrics.exposition()[0].count(b"\nmultiworld_")
+    for stage in range(1, 1000):
+        metrics.batch_ended(stage, "failed")
+    assert metrics.exposition()[0].count(b"\nmultiworld_") == before + 1
+    labels = {"stage": "unknown", "outcome": "failed"}
+    assert metrics.registry.get_sample_value("multiworld_worker_batches_total", labels) == 999
+
+
+async def test_scrapes_are_answered_on_any_free_port_and_nothing_else_is(metrics: WorkerMetrics) -> None:
+    refreshed: list[int] = []
+
+    def refresh() -> None:
+        refreshed.append(len(refreshed))
+        metrics.busy(True)
+
+    async with metrics_port("127.0.0.1", 0, metrics, refresh) as port, httpx.AsyncClient() as client:
+        url = f"http://127.0.0.1:{port}"
+        answer = await client.get(f"{url}/metrics")
+        assert (answer.status_code, refreshed) == (200, [0])
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert "multiworld_worker_busy 1\n" in answer.text
+        openmetrics = await client.get(f"{url}/metrics", headers={"accept": "application/openmetrics-text"})
+        assert openmetrics.text.endswith("# EOF\n")
+        assert (await client.get(f"{url}/")).status_code == 404
+        assert (await client.post(f"{url}/metrics")).status_code == 405
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port or 0), timeout=5):
+        pass
+
+
+async def test_nothing_listens_without_a_port(metrics: WorkerMetrics) -> None:
+    async with metrics_port("127.0.0.1", None, metrics, lambda: None) as port:
+        assert port is None
+
+
+async def test_a_busy_port_is_an_error_in_the_log_and_no_more(
+    metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, lambda: None) as port:
+            assert port is None
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
+
+
+class NVMLError(Exception):
+    """As that of pynvml."""
+
+
+def library(**overrides: Callable[..., Any]) -> Any:
+    """What our reader asks of pynvml, with plausible answers."""
+    asked: dict[str, Any] = {
+        "NVMLError": NVMLError,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByPciBusId": lambda bus_id: bus_id,
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=42),
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=3 << 30, total=8 << 30),
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 55,
+        "nvmlDeviceGetPowerUsage": lambda handle: 123_000,
+    }
+    return SimpleNamespace(**{**asked, **overrides})
+
+
+@pytest.fixture
+def cuda_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(gpu, "pci_bus_id", lambda device: "00000000:3B:00.0")
+    return torch.device("cuda:0")
+
+
+def refuse(*_: Any) -> Any:
+    raise NVMLError("not supported")
+
+
+def test_gpu_is_told_in_base_units(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
+    readings = NvmlReader(library(), cuda_device).read()
+    assert readings == {
+        "gpu_utilization_ratio": 0.42,
+        "gpu_memory_used_bytes": 3 << 30,
+        "gpu_memory_total_bytes": 8 << 30,
+        "gpu_temperature_celsius": 55,
+        "gpu_power_watts": 123,
+    }
+    metrics.gpu("cuda:0", readings)
+    assert metrics.registry.get_sample_value("multiworld_gpu_power_watts", {"device": "cuda:0"}) == 123
+
+
+def test_what_a_gpu_does_not_tell_has_no_series(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
+    metrics.gpu("cuda:0", NvmlReader(library(), cuda_device).read())
+    metrics.gpu("cuda:0", NvmlReader(library(nvmlDeviceGetPowerUsage=refuse), cuda_device).read())
+    value = metrics.registry.get_sample_value
+    assert value("multiworld_gpu_power_watts", {"device": "cuda:0"}) is None
+    assert value("multiworld_gpu_utilization_ratio", {"device": "cuda:0"}) == 0.42
+
+
+def test_no_gpu_is_read_on_a_cpu_and_none_without_the_library() -> None:
+    assert nvml_reader(torch.device("cpu")) is None
+    if importlib.util.find_spec("pynvml") is None:
+        assert nvml_reader(torch.device("cuda:0")) is None
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_readings_of_a_driver_that_hangs_go_away_and_nobody_waits_for_it() -> None:
+    hung = threading.Event()
+    begun: list[float] = []
+
+    def read() -> Readings:
+        if begun:
+            begun.append(time.monotonic())
+            hung.wait(60)
+        begun.append(time.monotonic())
+        return {"gpu_power_watts": 1.0}
+
+    with GpuSampler(read, interval_s=0.01, stale_s=5.0) as watch:
+        until(lambda: len(begun) >= 2)
+        assert watch.latest() == {"gpu_power_watts": 1.0}, "fresh still"
+        until(lambda: not watch.latest())
+        left_s = time.monotonic()
+    assert time.monotonic() - left_s < 30, "it does not wait for the thread"
+    hung.set()
+
+
+def test_a_driver_that_raises_is_said_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
+    with GpuSampler(NvmlReader(library(nvmlInit=refuse), torch.device("cuda:0")).read) as watch:
+        until(lambda: bool(caplog.records))
+        assert watch.latest() == {}
+    assert [record.getMessage() for record in caplog.records] == ["cannot read GPU metrics: not supported"]

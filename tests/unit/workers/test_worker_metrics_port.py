@@ -1,0 +1,91 @@
+"""The port of a worker, byte by byte: as strict as that of the leader, and its errors look the same."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.workers.observability.metrics_port import metrics_port
+from tests.unit.server.http_port import Client
+
+OPENMETRICS = b"application/openmetrics-text; version=abc"
+
+
+def get(path: bytes, *lines: bytes, method: bytes = b"GET") -> bytes:
+    return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Host: x", *lines, b"", b""])
+
+
+@asynccontextmanager
+async def port(refresh: Callable[[], None] = lambda: None) -> AsyncIterator[Callable[[], Awaitable[Client]]]:
+    clients: list[Client] = []
+    async with metrics_port("127.0.0.1", 0, WorkerMetrics(), refresh) as number:
+        assert number is not None
+
+        async def opened() -> Client:
+            clients.append(Client(*await asyncio.open_connection("127.0.0.1", number)))
+            return clients[-1]
+
+        try:
+            yield opened
+        finally:
+            for client in clients:
+                await client.close()
+
+
+def failing() -> None:
+    raise RuntimeError("the GPU is gone")
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "reason"),
+    [
+        (b"hello\r\n\r\n", 400, "malformed"),
+        (b"GET /metrics HTTP/1.1\r\n\r\n", 400, "malformed"),
+        (get(b"/metrics", b"Host: x"), 400, "malformed"),
+        (get(b"/metrics", b"Transfer-Encoding: gzip, chunked"), 501, "not_implemented"),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 505, "http_version_not_supported"),
+        (get(b"/nowhere"), 404, "not_found"),
+        (get(b"/metrics", method=b"PUT"), 405, "method_not_allowed"),
+        (get(b"/readyz"), 503, "not_ready"),
+    ],
+)
+async def test_worker_port_answers_in_the_usual_shape_when_a_request_is_wrong(
+    data: bytes, status: int, reason: str
+) -> None:
+    async with port() as opened:
+        client = await opened()
+        await client.say(data)
+        found, answer = await client.answer()
+        assert (found, answer["reason"], set(answer)) == (status, reason, {"error", "reason", "request_id"})
+
+
+async def test_worker_port_answers_in_the_usual_shape_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async with port(failing) as opened:
+        client = await opened()
+        await client.say(get(b"/metrics"))
+        status, answer = await client.answer()
+        assert (status, answer["reason"]) == (500, "internal")
+    assert sum("the GPU is gone" in (record.exc_text or "") for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("line", [b"Accept: " + OPENMETRICS, b"Connection: Upgrade\r\nUpgrade: h2c"])
+async def test_worker_port_goes_on_when_a_request_is_strange(line: bytes) -> None:
+    async with port() as opened:
+        client = await opened()
+        await client.say(get(b"/metrics", line, method=b"HEAD") * 2 + b"bad\r\n\r\n")
+        assert re.findall(rb"HTTP/1\.1 (\d+) ", await client.rest()) == [b"200", b"200", b"400"]
+
+
+async def test_worker_port_refuses_when_too_many_connections_are_open() -> None:
+    async with port() as opened:
+        for _ in range(16):
+            await opened()
+        client = await opened()
+        await client.say(get(b"/metrics"))
+        status, answer = await client.answer()
+        assert (status, answer["reason"]) == (503, "full")

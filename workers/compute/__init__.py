@@ -1,0 +1,1 @@
+"""Computes batches: the engine's thread, device copies, core sharing and compilation. Start reading at `engine`."""

@@ -1,0 +1,84 @@
+"""Compiles stages in a child process while this worker serves. The compiled code is cached for later loads and other workers."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from multiworld_serving.models import CompiledStageCache, CompileError, CompileRequest, PaddedStage
+from multiworld_serving.models.optimize import UNAVAILABLE
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 1800.0
+
+
+class Compiler:
+    """Shared by all sessions of a worker that computes on a CPU. The cache is shared by all workers of the machine.
+
+    Args:
+        stages: the cache; in the user's cache folder by default.
+    """
+
+    def __init__(self, stages: CompiledStageCache | None = None) -> None:
+        self._stages = stages or CompiledStageCache()
+        self._unavailable = ""
+        self._warned = False
+
+    def load(self, request: CompileRequest) -> PaddedStage | None:
+        """The compiled stage from the cache; None if it is missing or cannot be loaded. Blocks for up to a second."""
+        try:
+            return self._stages.load(request)
+        except CompileError as error:
+            logger.warning("stage=%d runs without compiled code: %s", request.spec.index, error)
+            return None
+
+    async def compile(self, request: CompileRequest) -> bool:
+        """Compile into the cache, which takes minutes. Returns whether it succeeded; failures are logged.
+
+        That nothing can be compiled on this machine is logged once.
+        """
+        if not self._unavailable:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await self._run(request)
+                return True
+            except (CompileError, OSError, TimeoutError) as error:
+                if not self._unavailable:
+                    logger.warning("stage=%d cannot be compiled: %s", request.spec.index, str(error) or "timed out")
+                    return False
+        if not self._warned:
+            self._warned = True
+            logger.warning("stages cannot be compiled here and run as with --optimize eager: %s", self._unavailable)
+        return False
+
+    async def _run(self, request: CompileRequest) -> None:
+        with tempfile.TemporaryDirectory(prefix="multiworld-compile-") as folder:
+            await asyncio.to_thread(request.write, Path(folder))  # may be gigabytes
+            # -P: as for local workers. A session of its own, so that its children can be killed with it. It exits at end of file on stdin.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "multiworld_serving.models.optimize", str(self._stages.folder), folder),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+            try:
+                assert process.stderr is not None
+                stderr = await process.stderr.read()
+                status = await process.wait()
+            finally:
+                if process.returncode != 0:  # its children may still run
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if status == 0:
+            return
+        reason = (stderr.decode(errors="replace").strip().splitlines() or [f"exit status {status}"])[-1]
+        if status == UNAVAILABLE:
+            self._unavailable = reason
+        raise CompileError(reason)

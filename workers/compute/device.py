@@ -1,0 +1,28 @@
+"""Checks and assigns compute devices."""
+
+import torch
+
+from multiworld_serving.common.config import UserError
+
+
+def check_device(name: str) -> torch.device:
+    """The torch device of this name. Raises UserError if this machine does not have it."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+            raise UserError(
+                f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
+            )
+    return device
+
+
+def assign_devices(name: str, workers: int) -> list[str]:
+    """A device for each of `workers` workers of one machine: "cuda" without an index assigns its GPUs round-robin.
+
+    Raises UserError if the machine does not have the device.
+    """
+    if check_device(name).type == "cuda" and ":" not in name:
+        return [f"cuda:{worker % torch.cuda.device_count()}" for worker in range(workers)]
+    return [name] * workers

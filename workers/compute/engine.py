@@ -1,0 +1,294 @@
+"""Computes batches on one device, on a dedicated thread, so that the event loop never blocks on a model."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from multiworld_serving.models import (
+    NO_TUNING,
+    CompileRequest,
+    OptimizedStage,
+    StageSpec,
+    Tuning,
+    build_stage,
+    compiled_mode,
+    optimize,
+    torch_threads,
+)
+from multiworld_serving.workers.compute.compiler import Compiler
+from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.transfers import transfers_for
+from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], Any]
+    future: asyncio.Future[Any]
+    is_batch: bool = False
+
+
+class Engine:
+    """Runs jobs one at a time on one daemon thread, so that a model that never returns does not block the process's exit.
+
+    Callers submit jobs through an `EngineQueue`. Queues with jobs are served round-robin, one job each, so no leader starves another.
+
+    Args:
+        cores: cores shared with other workers of this machine; None computes on torch's number of threads.
+        compiler: loads and creates compiled stages; None uses none.
+    """
+
+    def __init__(
+        self, device: torch.device, cores: SharedCores | None = None, compiler: Compiler | None = None
+    ) -> None:
+        self.device = device
+        self.transfers = transfers_for(device)
+        self.compiler = compiler
+        self._cores = cores
+        self._ready_queues: deque[EngineQueue] = deque()
+        """Queues with jobs, in the order in which they are served."""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._current: EngineQueue | None = None
+        self._current_since_s = 0.0
+        self._current_is_batch = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    def new_queue(self) -> "EngineQueue":
+        """A new queue without jobs and stages."""
+        return EngineQueue(self)
+
+    def close(self) -> None:
+        """Let the thread end after all submitted jobs. Does not wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job of any queue is running."""
+        return self._current is not None
+
+    def busy_s(self, queue: "EngineQueue") -> float:
+        """Seconds that the current job of this queue has been running; 0 if none is."""
+        with self._changed:
+            return time.monotonic() - self._current_since_s if self._current is queue else 0.0
+
+    def is_loading(self, queue: "EngineQueue") -> bool:
+        """Whether a job of this queue is running that loads a stage rather than computes a batch."""
+        with self._changed:
+            return self._current is queue and not self._current_is_batch
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Numbers of threads that may compute a batch, ascending."""
+        return (torch.get_num_threads(),) if self._cores is None else self._cores.thread_counts
+
+    def warm_up_shapes(self, max_batch_size: int) -> list[tuple[int, int]]:
+        """(batch size, threads) to warm up: the largest batch with the fewest threads, and a single sample with each thread count."""
+        shapes = {(max_batch_size, self.threads[0]), *((1, threads) for threads in self.threads)}
+        return sorted(shapes, reverse=True)
+
+    @contextmanager
+    def acquire_cores(self) -> Iterator[None]:
+        """Use this worker's share of the cores while the block runs. Called on the engine's thread."""
+        if self._cores is None:
+            yield
+            return
+        with self._cores.acquire_cores() as threads:
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
+            yield
+
+    async def run(self, queue: "EngineQueue", call: Callable[[], Any], *, is_batch: bool = False) -> Any:
+        """Run `call` on the engine's thread and return its result. Raises what `call` raises."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if not queue.jobs:
+                self._ready_queues.append(queue)
+            queue.jobs.append(_Job(call, future, is_batch))
+            self._changed.notify()
+        return await future
+
+    def discard_pending(self, queue: "EngineQueue") -> None:
+        """Remove the jobs of this queue that have not started."""
+        with self._changed:
+            queue.jobs.clear()
+            if queue in self._ready_queues:
+                self._ready_queues.remove(queue)
+
+    def _next(self) -> _Job | None:
+        """Wait for the next job. None when closed and all jobs are done."""
+        with self._changed:
+            self._current = None
+            while not self._ready_queues:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            queue = self._ready_queues.popleft()
+            job = queue.jobs.popleft()
+            if queue.jobs:
+                self._ready_queues.append(queue)
+            self._current, self._current_since_s = queue, time.monotonic()
+            self._current_is_batch = job.is_batch
+            return job
+
+    def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
+        while (job := self._next()) is not None:
+            if job.future.cancelled():
+                continue
+            result, error = None, None
+            try:
+                result = job.call()
+            except Exception as failure:  # noqa: BLE001 - passed on to the caller
+                error = failure
+            try:
+                job.future.get_loop().call_soon_threadsafe(_resolve, job.future, result, error)
+            except RuntimeError:  # the loop is closed
+                return
+            except MemoryError:
+                arm_exit_timer(OUT_OF_MEMORY_EXIT_S)  # the caller would wait forever
+            del job, result, error  # free the tensors before waiting for the next job
+
+
+class EngineQueue:
+    """The stages and jobs of one session. Jobs of one queue run in the order of submission."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.jobs: deque[_Job] = deque()
+        """Guarded by the engine's lock."""
+        self._engine = engine
+        self._stages: dict[tuple[int, int], nn.Module] = {}
+        """By version and stage."""
+        self._unloaded: set[int] = set()
+        """Versions that were unloaded, possibly while they were loading."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the current job of this queue has been running; 0 if none is."""
+        return self._engine.busy_s(self)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the current job of this queue loads a stage rather than computes a batch."""
+        return self._engine.is_loading(self)
+
+    async def load(
+        self,
+        version: int,
+        spec: StageSpec,
+        weights: bytes,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning = NO_TUNING,
+    ) -> tuple[float, OptimizedStage]:
+        """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`.
+
+        Each step is a job of its own, so batches of other stages and versions are computed in between.
+
+        Returns:
+            Seconds taken, and the optimized stage.
+        Raises:
+            StageError, RuntimeError, safetensors.SafetensorError: the weights do not match the spec, or the device cannot run it.
+        """
+        started_s = time.monotonic()
+        self._unloaded.discard(version)  # numbers of versions that failed to load are reused
+        made: OptimizedStage = await self._engine.run(
+            self, lambda: self._build(spec, weights, sample_shape, max_batch_size, tuning)
+        )
+        dtype = torch.uint8 if spec.is_first else torch.float32
+        for batch_size, threads in self._engine.warm_up_shapes(max_batch_size):
+            batch = torch.zeros((batch_size, *sample_shape), dtype=dtype)
+            await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
+        if version not in self._unloaded:
+            self._stages[version, spec.index] = made.module
+        return time.monotonic() - started_s, made
+
+    def has_stage(self, version: int, stage: int) -> bool:
+        """Whether the stage is loaded."""
+        return (version, stage) in self._stages
+
+    def unload(self, version: int) -> None:
+        """Remove the stages of a version, including any that is loading now."""
+        self._unloaded.add(version)
+        self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
+
+    async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+        """Compute a batch. Returns the output on the CPU, nanoseconds computed, and nanoseconds waited.
+
+        Raises what the stage raises, and KeyError if the stage is not loaded in this version.
+        """
+        asked_ns = time.perf_counter_ns()
+        arrived = self._engine.transfers.to_device(batch)
+
+        def compute() -> tuple[Tensor, int, int]:
+            started_ns = time.perf_counter_ns()
+            with self._engine.acquire_cores():
+                output = self._forward(self._stages[version, stage], arrived)
+            return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
+
+        result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
+        return result
+
+    def close(self) -> None:
+        """Discard pending jobs and all stages."""
+        self._engine.discard_pending(self)
+        self._stages = {}
+
+    def _build(
+        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> OptimizedStage:
+        engine, compiled = self._engine, None
+        stage = build_stage(spec)
+        stage.load_state_dict(safetensors.torch.load(weights), strict=True)
+        if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
+            compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
+        return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
+
+    async def compile(
+        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> bool:
+        """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
+        compiler = self._engine.compiler
+        if compiler is None:
+            return False
+        return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
+
+    def _request(
+        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+    ) -> CompileRequest:
+        precision = compiled_mode(tuning, self._engine.device).precision
+        return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)
+
+    def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
+        with torch_threads(threads):
+            self._forward(stage, self._engine.transfers.to_device(batch))
+
+    def _forward(self, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
+        with torch.inference_mode():
+            return self._engine.transfers.to_host(stage(arrived()))
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

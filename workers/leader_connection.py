@@ -1,0 +1,237 @@
+"""A worker's connection to one leader: request a world, serve in it, and rejoin after every failure."""
+
+import _thread
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import random
+import time
+from typing import NoReturn
+
+from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
+from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.metrics import guarded
+from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S, arm_exit_timer
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.workers.observability.traces import ComputeTraces
+from multiworld_serving.workers.session import Session
+from multiworld_serving.workers.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+_BATCH_STUCK_S = 2.0
+"""A batch that still runs this long after its world ended counts as stuck. Only a new process helps."""
+DRAIN_S = 30.0
+"""On shutdown, how long to wait for the leader to reroute this worker's batches."""
+_WORLD_INIT_TIMEOUT_S = 15.0
+"""Limit for forming a world. The leader's own limit is shorter."""
+_THREAD_START_TIMEOUT_S = 10.0
+"""A thread that has not started by then never will."""
+_PROBE_BYTES = 64 << 20
+"""More than joining maps: a few thread stacks and receive buffers."""
+
+
+class StuckError(Exception):
+    """The stage hangs, or this process is out of memory. The process exits, because only a new one can recover."""
+
+
+def _end_stuck(reason: str) -> NoReturn:
+    """Arm the exit timer, in case the orderly exit hangs as well, and raise StuckError."""
+    arm_exit_timer(GRACEFUL_EXIT_S)
+    raise StuckError(reason)
+
+
+class LeaderConnection:
+    """Joins one leader, serves it, and rejoins. Connections of a worker share only the engine.
+
+    Args:
+        manager: used by this connection only, because two leaders may use the same world name.
+        stop: set when the process must end. A restart request from a leader sets it too.
+    """
+
+    def __init__(
+        self,
+        leader: Address,
+        settings: WorkerSettings,
+        engine: Engine,
+        manager: WorldManager,
+        stop: asyncio.Event,
+        metrics: WorkerMetrics,
+        traces: ComputeTraces | None = None,
+    ) -> None:
+        self._leader = leader
+        self._settings = settings
+        self._engine = engine
+        self._manager = manager
+        self._stop = stop
+        self._metrics = guarded(metrics)
+        self._traces = guarded(traces) if traces is not None else None
+        self._session: Session | None = None
+        self._wait_s = 0.0
+        """Minimum pause before the next join, as the leader's last offer said."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether this worker has a stage loaded and warmed up for this leader."""
+        return self._session is not None and self._session.serving
+
+    async def run(self) -> None:
+        """Serve this leader until `stop` is set.
+
+        Raises:
+            UserError: the leader rejects the token, and it is the only leader.
+            StuckError: the stage hangs, or the process is out of memory.
+        """
+        failures = 0
+        while not self._stop.is_set():
+            served = False
+            stay = asyncio.create_task(self.serve_once())
+            try:
+                await self._end_or_stop(stay)
+                served = stay.result()
+            except asyncio.CancelledError:
+                if not stay.cancelled():  # this task was cancelled
+                    stay.cancel()
+                    raise
+                break  # `_end_or_stop` cancelled it
+            except (AskError, WorldError, WireError, OSError) as error:
+                if failures in (0, 10, 100) or failures % 1000 == 0:
+                    logger.warning("leader=%s cannot be joined: %s", self._leader, error)
+            failures = 0 if served else failures + 1
+            await self._pause(failures)
+
+    async def serve_once(self) -> bool:
+        """Join one world and serve in it until it ends. Returns whether a stage was served."""
+        await _check_thread_start()
+        offer = await self._ask()
+        self._wait_s = offer.wait_ms / 1000
+        if not offer.world:
+            return False
+        world = await self._join(offer)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces)
+        self._metrics.world_joined()
+        try:
+            ending = await session.run()
+            logger.info(
+                "leader=%s world=%s epoch=%d ended cause=%s", self._leader, world.name, world.epoch, ending.cause
+            )
+            self._metrics.world_ended(ending.cause)
+            await self._raise_if_stuck(session)
+            return session.serving
+        finally:
+            self._session = None
+            self._metrics.world_left()
+            await self._manager.close_world(world.name)
+
+    async def _join(self, offer: JoinOffer) -> World:
+        """Join the offered world. Raises WorldError, WireError."""
+        address = self._leader
+        if offer.address:
+            try:
+                address = parse_address(offer.address)
+            except ValueError as error:
+                raise WireError(f"JoinOffer: address is {offer.address!r:.60}; expected HOST:PORT") from error
+        try:
+            return await self._manager.initialize_world(
+                *(offer.world, 1, 2, WORLD_BACKEND),
+                addr=address.host,
+                port=address.port,
+                epoch=offer.epoch,
+                timeout=min(_WORLD_INIT_TIMEOUT_S, self._settings.join_timeout_s),
+            )
+        except JoinError as error:
+            if address == self._leader:
+                raise
+            raise JoinError(
+                offer.world,
+                f"{error.message}; the leader announced {address}: its --advertise-host must be an address that this machine "
+                f"can reach",
+            ) from error
+
+    async def _ask(self) -> JoinOffer:
+        request = JoinRequest(self._settings.name, self._settings.device, self._settings.advertise_host, os.getpid())
+        try:
+            answer = await ask(
+                self._leader.host,
+                self._leader.port,
+                request.to_json(),
+                secret=self._settings.secret,
+                timeout_s=self._settings.join_timeout_s,
+                bind_host=self._settings.bind_host or "",
+            )
+        except PermissionError as error:
+            message = f"the leader at {self._leader} rejects this worker's token: {error}"
+            if len(self._settings.leaders) > 1:  # keep serving the other leaders
+                raise AskError(message) from error
+            raise UserError(message) from error
+        return JoinOffer.from_json(answer)
+
+    async def _end_or_stop(self, stay: asyncio.Task[bool]) -> None:
+        """Wait until `stay` ends. When `stop` is set, tell the leader, wait until it has rerouted its batches, and cancel `stay`."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({stay, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        session = self._session
+        if not stay.done() and session is not None and session.serving:
+            logger.info("leader=%s leaving: waiting until it has rerouted its batches", self._leader)
+            with contextlib.suppress(WorldError, TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await session.leave()
+                    await asyncio.wait({stay})
+        stay.cancel()
+        await asyncio.wait({stay})
+
+    async def _raise_if_stuck(self, session: Session) -> None:
+        """Raise StuckError if the process is out of memory, or if the engine is still busy with a job of the ended world.
+
+        A hung batch may be the reason that the world ended. Loading a stage may take up to `join_timeout_s`.
+        """
+        if session.out_of_memory:
+            _end_stuck("this process has no memory left")
+        queue, began_s = session.queue, time.monotonic()
+        while queue.busy_s:
+            longest_s = self._settings.join_timeout_s if queue.is_loading else _BATCH_STUCK_S
+            if time.monotonic() - began_s > longest_s:
+                what = "loading" if queue.is_loading else "computing"
+                _end_stuck(f"the stage has been {what} for {queue.busy_s:.1f} s and does not return")
+            await asyncio.sleep(0.05)
+
+    async def _pause(self, failures: int) -> None:
+        """Wait before the next join: exponential backoff with jitter and a cap, at least as long as the leader said; 0 after serving."""
+        longest_s = 0.0
+        if failures:
+            settings = self._settings
+            longest_s = min(settings.rejoin_backoff_max_s, settings.rejoin_backoff_s * 2 ** min(failures - 1, 20))
+        pause_s, self._wait_s = max(longest_s * random.uniform(0.5, 1.0), self._wait_s), 0.0
+        if pause_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stop.wait()
+
+
+async def _check_thread_start() -> None:
+    """Check that this process can start threads and has memory for joining. Raises StuckError.
+
+    `threading.Thread.start` waits forever for a thread that fails to start for lack of memory, which would block the event loop. One
+    thread that starts does not prove that more can, because it may reuse the stack of one that ended; so memory is probed as well.
+    """
+    loop, ran = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ran.set)
+
+    try:
+        mmap.mmap(-1, _PROBE_BYTES).close()
+        _thread.start_new_thread(run, ())
+        async with asyncio.timeout(_THREAD_START_TIMEOUT_S):
+            await ran.wait()
+    except (OSError, RuntimeError, MemoryError):  # a TimeoutError is an OSError
+        _end_stuck("this process has no memory to start a thread, which joining needs")

@@ -1,0 +1,156 @@
+"""The worker process: one device, one engine, and one connection per leader."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import uvloop
+
+from multiworld import WorldManager
+from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.metrics import build_labels
+from multiworld_serving.common.tracing import Tracing, start_tracing
+from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.workers import exit_timer
+from multiworld_serving.workers.compute.compiler import Compiler
+from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.device import check_device
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
+from multiworld_serving.workers.observability.gpu import GpuSampler, nvml_reader
+from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.workers.observability.metrics_port import metrics_port
+from multiworld_serving.workers.observability.traces import ComputeTraces
+from multiworld_serving.workers.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+EXIT_STUCK = 70
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
+    70 (EXIT_STUCK) when the model hangs or the host is out of memory.
+
+    Raises:
+        UserError: the device or the address to bind does not exist, or the leader rejects the token.
+    """
+    raise_descriptor_limit()
+    device = check_device(settings.device)
+    _check_bind_host(settings.bind_host)
+    torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    with contextlib.suppress(RuntimeError):  # torch allows it once per process
+        torch.set_num_interop_threads(1)
+    tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
+    with close_on_exit(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, device, tracing))
+
+
+async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracing | None) -> int:
+    compiler = Compiler() if device.type == "cpu" else None
+    stop, engine = asyncio.Event(), Engine(device, _shared_cores(settings), compiler)
+    traces = ComputeTraces(tracing, settings.name, settings.device) if tracing else None
+    metrics = WorkerMetrics(build_labels(torch.__version__))
+    loop = asyncio.get_running_loop()
+    exit_timer.handle_loop_errors(loop)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    if settings.exit_with_parent:
+        _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
+    stuck, refusals = False, list[UserError]()
+    try:
+        async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+            connections = list[LeaderConnection]()
+            await _start_metrics_port(stack, settings, metrics, engine, connections)
+            for leader in settings.leaders:
+                manager = await stack.enter_async_context(
+                    WorldManager(
+                        secret=settings.secret,
+                        checked=False,  # must equal the leader's
+                        bind_host=settings.bind_host or "",
+                        heartbeat_interval_s=settings.heartbeat_interval_s,
+                        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                        loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+                    )
+                )
+                connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces))
+                tasks.create_task(connections[-1].run())
+    except* StuckError as errors:
+        logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
+        stuck = True
+    except* UserError as errors:
+        refusals += [error for error in errors.exceptions if isinstance(error, UserError)]
+    engine.close()
+    if refusals:  # raised here, because `except*` would wrap it into a group again
+        raise refusals[0]
+    logger.info("stopped")
+    return EXIT_STUCK if stuck else 0
+
+
+def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
+    if settings.cores_file is None:
+        return None
+    try:
+        total = len(os.sched_getaffinity(0))
+        return SharedCores(settings.cores_file, settings.cores_index, settings.cores_workers, total)
+    except OSError as error:
+        logger.warning("cannot share cores (%s): computing with %d threads", error, torch.get_num_threads())
+        return None
+
+
+def _check_bind_host(host: str | None) -> None:
+    """Raise UserError when this machine does not have that address."""
+    if host is None:
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        try:
+            sock.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"--bind-host {host} cannot be used: {error.strerror}; it must be an address of this machine, which `ip address` lists"
+            ) from error
+
+
+async def _start_metrics_port(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    metrics: WorkerMetrics,
+    engine: Engine,
+    connections: Sequence[LeaderConnection],
+) -> None:
+    """Serve metrics and health probes until the stack closes, if `metrics_port` is set. `connections` may grow later."""
+    if settings.metrics_port is None:
+        return
+    device, watch = engine.device, None
+    if (read := nvml_reader(device)) is not None:
+        watch = stack.enter_context(GpuSampler(read))
+
+    def refresh() -> None:
+        metrics.busy(engine.busy)
+        if watch is not None:
+            metrics.gpu(str(device), watch.latest())
+
+    def ready() -> bool:
+        return any(connection.serving for connection in connections)
+
+    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics, refresh, ready))
+
+
+def _watch_parent(on_end: Callable[[], object]) -> None:
+    """Call `on_end`, on another thread, at end of file on standard input: the parent process holds the other end."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):  # not sys.stdin, whose lock would block the interpreter's exit
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            on_end()
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
