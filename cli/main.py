@@ -19,6 +19,7 @@ from multiworld_serving.cli.verbs import (
     config,
     frontend,
     key,
+    leader,
     plan,
     predict,
     rolling_restart,
@@ -60,6 +61,8 @@ def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
 
 
 _add(serve.serve, serve.EPILOG)
+_add(frontend.frontend, frontend.EPILOG)
+_add(leader.leader, leader.EPILOG)
 _add(worker.worker, worker.EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(plan.plan, plan.EPILOG)
@@ -74,7 +77,6 @@ _add(config.config, config.EPILOG)
 _add(key.key, key.EPILOG)
 _add(token.token, token.EPILOG)
 _add(version.version)
-app.command(hidden=True)(frontend.frontend)  # started by `multiworld serve` only
 
 
 @app.callback(invoke_without_command=True)

@@ -14,12 +14,12 @@ from rich.markup import escape
 from multiworld_serving.common.config import Settings, configure_logging, describe, load
 from multiworld_serving.common.config.settings import ENV_PREFIX, bounds, declaration, fields_of, value_type
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, WorkerSettings)
+PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, LeaderSettings, FrontendSettings, WorkerSettings)
 METAVARS = {"s": "SECONDS", "labels": "FILE", "host": "ADDRESS", "leader": "HOST:PORT"}
 """Placeholder of the value in `--help`, by the last word of the setting's name; the default is that word in capitals."""
 

@@ -75,19 +75,22 @@ class ListenerRegistry:
         """Return an open listener. Raises KeyError."""
         return self._doors[listening_host(addr), port]
 
-    def open(self, host: str, port: int, watchdog: Callable[[], WatchDog]) -> Listener:
+    def open(
+        self, host: str, port: int, watchdog: Callable[[], WatchDog], sock: socket.socket | None = None
+    ) -> Listener:
         """Return the listener on `host`:`port`; open it if necessary.
 
         Args:
             host: a result of `listening_host`.
             port: 0 lets the kernel choose.
+            sock: a socket that listens there already; None opens one.
             watchdog: returns the control loop for a new listener. Called after the port is bound.
         Raises:
             OSError: this process cannot listen there.
         """
         door = self._doors.get((host, port))
         if door is None:
-            sock = bind(host, port)
+            sock = sock or bind(host, port)
             try:
                 serving = watchdog()
             except BaseException:

@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -255,14 +256,16 @@ class WorldManager:
         with self._lock:
             self._doors.let_in(secrets)
 
-    def listen(self, addr: str = "127.0.0.1", port: int = 0) -> int:
+    def listen(self, addr: str = "127.0.0.1", port: int = 0, sock: socket.socket | None = None) -> int:
         """Open a port for worlds and queries, and keep it open until the cleanup. Port 0 lets the kernel choose.
 
+        Args:
+            sock: a TCP socket that listens on `addr`:`port` already; closed at the cleanup.
         Returns the port. Raises OSError.
         """
         host = listening_host(addr)
         with self._lock:
-            door = self._doors.open(host, port, self._running_watchdog)
+            door = self._doors.open(host, port, self._running_watchdog, sock)
             door.pinned = True
             return door.reception.port
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import TracebackType
 
 from torch import Tensor
@@ -38,7 +38,7 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RestartStep, RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,14 @@ class Leader:
 
     Attributes:
         inflight: requests that have begun; `drain` waits for them.
+        weights: with which the current version was loaded; None: those of the settings.
     """
 
     def __init__(
         self,
         model: str,
         plan: VersionPlan,
-        settings: ServeSettings,
+        settings: LeaderSettings,
         metrics: Metrics,
         *,
         source: VersionSource | None = None,
@@ -98,6 +99,7 @@ class Leader:
             self, self._registry.placement, self._versions, source, settings.join_timeout_s, self._exclusive
         )
         self.inflight = InflightTracker()
+        self.weights: str | None = None
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -109,6 +111,7 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
+        self.answer(self._registry.offer)
         self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
@@ -186,6 +189,19 @@ class Leader:
         """Restart every worker in turn while the others serve; yields each step. Raises OperationInProgressError, RestartFailedError."""
         return self._rolling_restart.run()
 
+    @property
+    def manager(self) -> WorldManager:
+        """Hosts the worlds of this leader's workers and frontends."""
+        return self._manager
+
+    def answer(self, answerer: Callable[[str, str], Awaitable[bytes]]) -> None:
+        """Answer join requests with `answerer` from now on; until then only workers are answered."""
+        self._manager.answer(self._settings.join_host, self.join_port, answerer)
+
+    async def offer_worker(self, question: str, host: str) -> bytes:
+        """Answer the join request of a worker."""
+        return await self._registry.offer(question, host)
+
     def set_accepted_secrets(self, *secrets: bytes) -> None:
         """Accept only these secrets from joining workers. Connected workers stay connected."""
         self._manager.let_in(*secrets)
@@ -200,6 +216,7 @@ class Leader:
         Cancelling is safe, see `VersionRollout.run`.
         """
         version = await self._rollout.run(weights)
+        self.weights = weights
         if self._unloaded:  # the current version was loaded again, so there was no switch
             self._into_service()
             self._states_changed()

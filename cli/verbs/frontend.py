@@ -1,20 +1,18 @@
-"""`multiworld frontend` (internal): a frontend process, started by `multiworld serve`."""
+"""`multiworld frontend`: one frontend process."""
 
-from typing import Annotated, Literal
+from multiworld_serving.cli.options import settings_command
+from multiworld_serving.server.settings import FrontendSettings
 
-import typer
+EPILOG = """
+[bold]Example[/bold]
 
-from multiworld_serving.common.config import configure_logging
+multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token
+"""
 
 
-def frontend(
-    name: Annotated[str, typer.Option(help="Name of this frontend.")],
-    leader: Annotated[str, typer.Option(help="Path of the Unix socket of the leader.")],
-    log_level: Annotated[str, typer.Option(help="Minimum severity of log lines.")] = "info",
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of log lines.")] = "text",
-) -> int:
-    """Serve HTTP on the socket that the leader passes, and forward requests to the leader."""
-    configure_logging(log_level, log_format, process=name)
-    from multiworld_serving.server.frontends.process import run
+@settings_command(FrontendSettings, process=lambda settings: settings.name)
+def frontend(settings: FrontendSettings) -> int:
+    """Serve HTTP: read requests, decode images, and send them to a leader. A request whose leader is lost goes to another one."""
+    from multiworld_serving.server.frontends.main import run
 
-    return run(leader, name)
+    return run(settings)

@@ -65,6 +65,27 @@ class JoinRequest(_Json):
 
 
 @dataclass(frozen=True, slots=True)
+class FrontendJoinRequest(_Json):
+    """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
+
+    Attributes:
+        release: must be the leader's, because the frames between them have no versions.
+    Raises:
+        WireError: a field is invalid. The fields appear in logs, metrics and the status.
+    """
+
+    frontend: str
+    host: str
+    pid: int
+    release: str
+
+    def __post_init__(self) -> None:
+        for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
+            if not is_name(getattr(self, field), limit):
+                raise WireError(f"FrontendJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
+
+
+@dataclass(frozen=True, slots=True)
 class JoinOffer(_Json):
     """The world to join, as rank 1 of 2.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -19,6 +20,26 @@ from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, PipelineSnapshot, ServedModel
 from multiworld_serving.server.readiness import readiness_error
+
+
+class Scrape(Protocol):
+    """Source of the metrics to serve."""
+
+    async def exposition(self) -> tuple[str, str]:
+        """Body and content type."""
+        ...
+
+
+class OwnMetrics:
+    """The metrics of this process alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def exposition(self) -> tuple[str, str]:
+        """See `Scrape`. Runs on a thread: many series take milliseconds."""
+        text, content_type = await asyncio.to_thread(self._metrics.exposition)
+        return text.decode(), content_type
 
 
 class Alive(BaseModel):
@@ -48,7 +69,7 @@ class OperationsRoutes:
 
     predictor: Pipeline
     model: ServedModel
-    metrics: Metrics
+    metrics: Scrape
     feed: EventFeed
 
     def router(self) -> APIRouter:
@@ -111,18 +132,18 @@ class OperationsRoutes:
         """The current state of the pipeline: stages and replicas."""
         return self.predictor.snapshot()
 
-    def scrape(self, request: Request) -> Response:
-        """All metrics in the Prometheus or OpenMetrics text format."""
-        return metrics_response(self.metrics, request)  # not async, to run on a thread: many workers take milliseconds
+    async def scrape(self) -> Response:
+        """The metrics of all processes in the Prometheus text format."""
+        return await metrics_response(self.metrics)
 
 
 async def _file(name: str) -> Response:
     return file_response(name)
 
 
-def metrics_response(metrics: Metrics, request: Request) -> Response:
+async def metrics_response(metrics: Scrape) -> Response:
     """The response to a scrape."""
-    text, content_type = metrics.exposition(request.headers.get("accept", ""))
+    text, content_type = await metrics.exposition()
     return Response(text, headers={"Content-Type": content_type})
 
 

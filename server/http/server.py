@@ -16,14 +16,13 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from multiworld_serving.common.config import UserError
 from multiworld_serving.server.http.connection_table import Connection, ConnectionLimits, ConnectionTable
+from multiworld_serving.server.http.listener import BACKLOG
 from multiworld_serving.server.http.protocol import BoundedHttpProtocol
 from multiworld_serving.server.http.tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _CLOSE_S = 3
 """Enough if all requests already have their responses."""
 
@@ -76,7 +75,7 @@ class HttpServer(uvicorn.Server):
     async def _listen(self) -> asyncio.Server:
         sock = self._sock.dup()  # asyncio closes the socket of a server that ends; this one stays open
         if self._context is None:
-            return await asyncio.get_running_loop().create_server(self._protocol, sock=sock, backlog=_BACKLOG)
+            return await asyncio.get_running_loop().create_server(self._protocol, sock=sock, backlog=BACKLOG)
         return cast("asyncio.Server", TlsListener(sock, self.connections, self._current_context, self._protocol))
 
     def _current_context(self) -> ssl.SSLContext:
@@ -122,7 +121,7 @@ def _config(app: ASGIApp, limits: ConnectionLimits, *, access_log: bool) -> uvic
         log_level=logging.WARNING if not access_log else None,
         access_log=access_log,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         timeout_graceful_shutdown=_CLOSE_S,
     )
@@ -137,21 +136,3 @@ def within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
         "max_connections=%d reduced to %d, half of the file descriptor limit", limits.max_connections, most // 2
     )
     return ConnectionLimits(**{**vars(limits), "max_connections": most // 2})
-
-
-def bind(host: str, port: int, option: str) -> socket.socket:
-    """A listening socket. Raises UserError, which names the option of the port, if the port is not available."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or choose another "
-            f"{option} (0 selects a free port) or --host"
-        ) from error
-    sock.setblocking(False)
-    return sock

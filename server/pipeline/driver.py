@@ -42,7 +42,7 @@ from multiworld_serving.server.scheduling.events import (
     Tick,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class DriverContext:
 class SchedulerDriver:
     """Owns the scheduler, the pending requests and the tensors."""
 
-    def __init__(self, settings: ServeSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
+    def __init__(self, settings: LeaderSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
         self._metrics = metrics
         self._context = context
         self._traces = context.traces
@@ -379,7 +379,7 @@ class SchedulerDriver:
         return self._arrived
 
 
-def _config(settings: ServeSettings, num_stages: int) -> SchedulerConfig:
+def _config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
     return SchedulerConfig(
         num_stages=num_stages,
         max_batch_size=settings.max_batch_size,

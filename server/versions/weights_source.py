@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiworld_serving.common.config import check_memory
 from multiworld_serving.models import LoadedModel, WeightsError, load_model, respecify
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
@@ -31,14 +31,14 @@ class WeightsSource:
         crop_size, resize_size: preprocessing of the first version in pixels. It is kept, because clients and the frontend rely on it.
     """
 
-    settings: ServeSettings
+    settings: LeaderSettings
     model: str
     num_classes: int
     crop_size: int
     resize_size: int
 
     @classmethod
-    def beside(cls, first: LoadedModel, settings: ServeSettings) -> WeightsSource:
+    def beside(cls, first: LoadedModel, settings: LeaderSettings) -> WeightsSource:
         """The source of versions that can replace `first`."""
         sizes = first.preprocessing
         return cls(settings, first.name, first.num_classes, sizes.crop_size, sizes.resize_size)

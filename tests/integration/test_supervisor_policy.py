@@ -5,11 +5,11 @@ import os
 import sys
 
 import pytest
+from multiworld_serving.deploy.processes.local_workers import local_workers
 from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes.child_process import status_text
 from multiworld_serving.deploy.processes.environment import fair_threads, worker_environment
-from multiworld_serving.deploy.processes.local_workers import local_workers
 from multiworld_serving.deploy.processes.supervisor import Backoff
 from multiworld_serving.server.settings import ServeSettings
 

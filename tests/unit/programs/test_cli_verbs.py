@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from multiworld_serving.deploy.processes.local_workers import local_workers
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.status_table import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import declaration
-from multiworld_serving.deploy.processes.local_workers import local_workers
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 

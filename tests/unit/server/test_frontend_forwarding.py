@@ -2,8 +2,8 @@
 
 import httpx
 import pytest
-
 from multiworld_serving.server.frontends.asgi_proxy import AsgiProxy
+
 from multiworld_serving.server.frontends.frames import Frame, FrameConnection, FrameKind
 
 

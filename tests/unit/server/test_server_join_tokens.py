@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multiworld_serving.server.auth.join_tokens import JoinTokens
 
 from multiworld_serving.common.config import SettingsError, load
-from multiworld_serving.server.auth.join_tokens import JoinTokens
 from multiworld_serving.server.settings import ServeSettings
 
 
