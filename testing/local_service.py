@@ -170,13 +170,16 @@ class LocalService:
                 total += float(match[2])
         return total
 
+    def pids(self, kind: str) -> dict[int, int]:
+        """Return the latest process id of each "leader", "frontend" or "worker", by slot."""
+        started = (
+            line for line in self.lines if line.message.startswith(f"{kind} slot=") and line.message.endswith("started")
+        )
+        return {int(line["slot"]): int(line["pid"]) for line in started}
+
     def worker_pids(self) -> dict[str, int]:
         """Return the latest process id of each local worker by name."""
-        pids: dict[str, int] = {}
-        for line in self.lines:
-            if line["slot"] is not None and line.message.startswith("worker slot=") and "started" in line.message:
-                pids[f"local-{line['slot']}"] = int(line["pid"])
-        return pids
+        return {f"local-{slot}": pid for slot, pid in self.pids("worker").items()}
 
     def worker_at(self, stage: int, slot: int) -> str | None:
         """Return the name of the ready worker in this slot; None if it is not ready."""

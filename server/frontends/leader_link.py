@@ -66,12 +66,14 @@ class LeaderLink:
     Attributes:
         state: as the leader said last; None while there is no link.
         name: of the leader, as known from its last state.
+        was_ready: whether the leader has been ready since this link was formed.
     """
 
     def __init__(self, address: Address, settings: FrontendSettings, manager: WorldManager, events: LinkEvents) -> None:
         self.address = address
         self.state: LeaderState | None = None
         self.name: str | None = None
+        self.was_ready = False
         self._settings = settings
         self._manager = manager
         self._events = events
@@ -248,6 +250,7 @@ class LeaderLink:
             case FrameKind.STATE if self._welcome:
                 self.state = LeaderState.parse(frame.fields)
                 self.name = self.state.leader
+                self.was_ready |= self.state.ready
                 self._events.on_state(self)
                 if frame.number:
                     self._send(FrameKind.DONE, frame.number)
@@ -285,7 +288,7 @@ class LeaderLink:
             future.set_result(frame)
 
     def _on_lost(self, detail: str, *, failed: bool) -> None:
-        self._link, self.state = None, None
+        self._link, self.state, self.was_ready = None, None, False
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(LeaderLostError(detail, failed=failed))

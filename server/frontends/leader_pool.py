@@ -46,6 +46,7 @@ _MAX_LEADER_FAILURES = 2
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _RETRY_AFTER_S = 1.0
+_UPDATE_DELAY_S = 2.0
 _UPDATE_PAUSE_S = 5.0
 """Pause after a leader could not load the latest version."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
@@ -86,6 +87,10 @@ class LeaderPool:
         self._version = ModelVersion(0, "")
         self._weights: str | None = None
         """With which the latest version was loaded; None = the configured weights."""
+        self._revision = 0
+        """Of the latest version; each operation that loads a version has a higher one."""
+        self._operating = False
+        self._was_ready = False
         self._updates: dict[LeaderLink, asyncio.Task[None]] = {}
         self._started_s = time.monotonic()
 
@@ -178,29 +183,36 @@ class LeaderPool:
         Raises:
             ModelError, OperationInProgressError, VersionFailedError: all leaders serve the version before, as far as they live.
         """
-        done: list[tuple[LeaderLink, str]] = []
-        version = self._version
-        for link in self._connected():
-            assert link.state is not None
-            before = link.state.version.name
-            try:
-                async for result in link.operate("load_version", weights=weights):
-                    version = ModelVersion(*result["version"])
-            except BaseException as error:
-                for changed, former in done:
-                    await self._revert(changed, former)
-                if isinstance(error, LeaderLostError):
-                    raise self._lost_during("load-version", link, error) from error
-                raise
-            done.append((link, before))
+        done: list[tuple[LeaderLink, str | None]] = []
+        version, self._operating = self._version, True
+        try:
+            for link in self._connected():
+                assert link.state is not None
+                before = link.state.weights
+                try:
+                    version = await self._load(link, weights, self._revision + 1)
+                except BaseException as error:
+                    for changed, former in done:
+                        await self._revert(changed, former)
+                    if isinstance(error, LeaderLostError):
+                        raise self._lost_during("load-version", link, error) from error
+                    raise
+                done.append((link, before))
+        finally:
+            self._operating = False
         return version
 
-    async def _revert(self, link: LeaderLink, version: str) -> None:
+    async def _load(self, link: LeaderLink, weights: str | None, revision: int) -> ModelVersion:
+        version = self._version
+        async for result in link.operate("load_version", weights=weights, revision=revision):
+            version = ModelVersion(*result["version"])
+        return version
+
+    async def _revert(self, link: LeaderLink, weights: str | None) -> None:
         try:
-            async for _ in link.operate("load_version", weights=version):
-                pass
+            await self._load(link, weights, self._revision + 2)
         except Exception:
-            logger.exception("leader %s keeps the new version: it cannot load %s again", link.name, version)
+            logger.exception("leader %s keeps the new version: it cannot load the former one again", link.name)
 
     async def unload(self) -> None:
         """Unload the model on every leader."""
@@ -248,9 +260,9 @@ class LeaderPool:
 
     def on_state(self, leader: LeaderLink) -> None:
         """See `LinkEvents`."""
+        self._was_ready |= leader.was_ready
         self._update_version()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._notify_changed()
         self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
         if any(link.state is not None for link in self.links):
             self._on_change(self.snapshot())
@@ -258,33 +270,44 @@ class LeaderPool:
     def _update_version(self) -> None:
         """Learn the latest version, and have leaders that started later load it: a new leader starts with the configured version."""
         states = [link.state for link in self.links if link.state is not None]
-        latest = max(states, key=lambda state: state.version, default=None)
-        if latest is not None and latest.version.number > self._version.number:
-            self._version, self._weights = latest.version, latest.weights
+        latest = max(states, key=lambda state: state.revision, default=None)
+        if latest is not None and latest.revision >= self._revision:
+            self._revision, self._version, self._weights = latest.revision, latest.version, latest.weights
         for link in self.links:
-            outdated = link.usable and link.state is not None and link.state.version.name != self._version.name
-            if (
-                outdated
-                and link.state is not None
-                and link.state.snapshot.version_loading is None
-                and link not in self._updates
-            ):
+            if self._is_outdated(link) and link not in self._updates:
                 self._updates[link] = asyncio.create_task(self._update_leader(link))
 
+    def _is_outdated(self, link: LeaderLink) -> bool:
+        """Whether a leader serves an earlier version than the latest one."""
+        state = link.state
+        return state is not None and state.version.name != self._version.name and state.revision < self._revision
+
     async def _update_leader(self, link: LeaderLink) -> None:
-        """Load the latest version on a leader that serves another one. On failure, it is used only if no leader has the latest."""
-        version = self._version
+        """Load the latest version on a leader that serves an earlier one."""
         try:
-            logger.info("leader %s is told to load version %s", link.name, version.name)
-            async for _ in link.operate("load_version", weights=self._weights):
-                pass
+            if any(each.state is not None and not self._is_outdated(each) for each in self.links):
+                await asyncio.sleep(_UPDATE_DELAY_S)  # an operation that loads it everywhere may be on the way
+            state = link.state
+            if (
+                state is not None
+                and self._is_outdated(link)
+                and not self._operating
+                and state.snapshot.version_loading is None
+            ):
+                logger.info("leader %s is told to load version %s", link.name, self._version.name)
+                await self._load(link, self._weights, self._revision)
         except Exception as error:
-            logger.warning("leader %s does not serve version %s: %s", link.name, version.name, error)
+            logger.warning("leader %s does not serve version %s: %s", link.name, self._version.name, error)
             await asyncio.sleep(_UPDATE_PAUSE_S)
         finally:
             del self._updates[link]
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._notify_changed()
+            if self._is_outdated(link):
+                self._updates[link] = asyncio.create_task(self._update_leader(link))
+
+    def _notify_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def scrape(self) -> bytes:
         """See `LinkEvents`."""
@@ -351,11 +374,9 @@ class LeaderPool:
     def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
         """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
         candidates = [link for link in self.links if link.usable and link not in rejected]
-        current = [
-            link for link in candidates if link.state is not None and link.state.version.name == self._version.name
-        ]
-        if current or self._updates:
-            candidates = current
+        candidates = [link for link in candidates if not self._is_outdated(link)]
+        if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
+            candidates = [link for link in candidates if link.was_ready]
         if not candidates and kind is FrameKind.PREDICT and not rejected:
             candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
 

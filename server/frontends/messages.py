@@ -74,6 +74,7 @@ class LeaderState:
 
     Attributes:
         weights: with which the version was loaded; None = the configured weights.
+        revision: of the operation that loaded the version; 0 = the configured version.
         rejection: why it rejects all requests (draining, or unloaded); None if it does not.
         snapshot: its pipeline and its frontends.
     """
@@ -83,6 +84,7 @@ class LeaderState:
     pid: int
     version: ModelVersion
     weights: str | None
+    revision: int
     ready: bool
     rejection: Mapping[str, Any] | None
     snapshot: PipelineSnapshot

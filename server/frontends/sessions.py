@@ -61,8 +61,11 @@ class FrontendSessions:
 
     Args:
         manager: hosts the worlds; the leader's.
-        host, port: where it listens.
+        address: where it listens.
         advertised: HOST:PORT at which frontends join; empty = the address that they connected to.
+
+    Attributes:
+        revision: see `LeaderState.revision`.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class FrontendSessions:
         self.model = model
         self.leader = leader
         self.metrics = metrics
+        self.revision = 0
         self._manager = manager
         self._host, self._port = address
         self._advertised = advertised
@@ -136,6 +140,7 @@ class FrontendSessions:
             pid=os.getpid(),
             version=leader.version,
             weights=leader.weights,
+            revision=self.revision,
             ready=leader.ready,
             rejection=None if closed is None else rejection_fields(closed),
             snapshot=snapshot,
@@ -319,6 +324,8 @@ class FrontendSession:
                 case "load_version":
                     weights = fields["weights"]
                     version = await leader.load_version(weights if weights is None else str(weights))
+                    self._sessions.revision = max(self._sessions.revision, int(fields["revision"]))
+                    self._sessions.state_changed()
                     result = {"version": list(version)}
                 case "unload":
                     await leader.unload()
