@@ -207,8 +207,7 @@ class LeaderSettings(_ServiceSettings):
     def accepted_secrets(self) -> tuple[bytes, ...]:
         """Tokens that may join: those configured, and the one of this machine's own processes. Raises SettingsError."""
         local = () if self.local_token is None else (self.local_token.get_secret_value().encode(),)
-        configured = () if self.token is None and self.token_file is None else self.secrets
-        return (*configured, *local)
+        return (*self.secrets, *local)
 
     def advertised(self, join_port: int) -> str:
         """HOST:PORT at which workers join; empty = the address that they connected to."""
@@ -361,7 +360,7 @@ class HttpSettings(_ServiceSettings):
     @property
     def admin_tokens(self) -> tuple[bytes, ...]:
         """Join tokens that permit admin requests if there are no admin keys; none if only the supervisor knows the token."""
-        return () if self.token is None and self.token_file is None else self.secrets
+        return self.secrets
 
     @property
     def needs_keys(self) -> bool:

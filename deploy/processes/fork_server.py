@@ -96,9 +96,10 @@ class ForkServer:
             self._process.kill()  # a pending fork() call notices the end of the process
 
     async def fork(self, command: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess | None:
-        """Fork a process with this command line and these descriptors, under the same numbers. Returns None if the server cannot: start the worker as a new program instead.
+        """Fork a process with this command line and these descriptors, under the same numbers.
 
-        Waits until the server has finished its imports. Cancelling is safe: a worker that was not returned exits by itself.
+        Returns None if the server cannot: start the process as a new program instead. Waits until the server has finished its imports.
+        Cancelling is safe: a process that was not returned exits by itself.
         """
         expected = self._process
         async with self._lock:

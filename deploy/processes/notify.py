@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -21,7 +21,7 @@ _SO_PASSCRED = 16
 
 
 class NotifyListener:
-    """Receives the messages of child processes while its `async with` block runs.
+    """Receives the messages of child processes. Closes its socket at the end of its `with` block.
 
     Attributes:
         environment: variables that a child needs.
@@ -39,15 +39,23 @@ class NotifyListener:
         }
         self._heard_s: dict[int, float] = {}
 
-    async def __aenter__(self) -> Self:
-        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Receive messages on the running event loop while the block runs."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, self._receive)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._socket)
 
     def silent_s(self, pid: int) -> float:
         """Seconds since the last message of a child; 0 if it never sent one."""

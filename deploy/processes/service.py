@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from multiworld_serving.common.config import Settings, SettingsError, UserError, raise_descriptor_limit
+from multiworld_serving.common.config import Settings, UserError, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.systemd import notify_systemd
 from multiworld_serving.common.config.tokens import new_token
@@ -74,7 +74,7 @@ class _Service:
     def __init__(self, settings: ServeSettings, stack: contextlib.ExitStack) -> None:
         self._settings = settings
         self._stack = stack
-        self._notify = NotifyListener()
+        self._notify = stack.enter_context(NotifyListener())
         self._http = self._socket(settings.host, settings.http_port, "http_port")
         self._admin = self._socket(settings.admin_host, settings.metrics_port, "metrics_port")
         self._joins = [
@@ -93,7 +93,7 @@ class _Service:
             loop.add_signal_handler(signum, self._on_signal, signum)
         began_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._notify)
+            stack.enter_context(self._notify.receiving())
             fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
             # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
             groups = [*self._workers(fork_server), self._leaders(fork_server), self._frontends(fork_server)]
@@ -132,7 +132,8 @@ class _Service:
         files = [
             self._settings_file(
                 LeaderSettings,
-                leader_name=f"leader-{index}", exit_with_parent=True,
+                leader_name=f"leader-{index}",
+                exit_with_parent=True,
                 join_fd=sock.fileno(),
                 metrics_port=None,
                 metrics_host=None,
@@ -238,6 +239,8 @@ class _Service:
     def _settings_file(self, cls: type[Settings], **changes: object) -> str:
         """Path of a TOML file in memory with all settings of a program. Only processes of this user can read it."""
         values = {name: getattr(self._settings, name) for name in cls.model_fields if hasattr(self._settings, name)}
+        if values["token_file"] is not None:
+            values["token"] = None  # read from the file
         return _memory_file(self._stack, cls.section, _toml(cls.section, {**values, **changes}))
 
     def _log_addresses(self) -> None:
@@ -282,7 +285,7 @@ class _RestartCounts:
 
 def _memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
     """Path of a file in memory with this text; it disappears with this process."""
-    file = stack.enter_context(open(os.memfd_create(name), "w", encoding="utf-8"))
+    file = stack.enter_context(os.fdopen(os.memfd_create(name), "w", encoding="utf-8"))
     file.write(text)
     file.flush()
     return f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -294,22 +297,27 @@ def _toml(section: str, values: Mapping[str, object]) -> str:
         plain = value.get_secret_value() if isinstance(value, SecretStr) else value
         if plain is not None:
             text = str(plain) if isinstance(plain, Path) else plain
-            lines.append(f"{name} = {json.dumps(text, ensure_ascii=False)}")
+            literal = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to TOML
+            lines.append(f"{name} = {literal}")
     return "\n".join(lines) + "\n"
 
 
 def _devices(settings: ServeSettings) -> list[str]:
-    """A device for each local worker: "cuda" without an index assigns the GPUs of this machine round-robin."""
-    if settings.device != "cuda":
-        return [settings.device] * settings.num_workers
+    """A device for each local worker: "cuda" without an index assigns the GPUs of this machine round-robin. Raises UserError."""
+    if settings.device == "cpu":
+        return ["cpu"] * settings.num_workers
     try:
         command = [sys.executable, "-c", _COUNT_CUDA_DEVICES]
         count = int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)  # noqa: S603
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise SettingsError(f"--device cuda: cannot count the GPUs of this machine: {error}") from error
-    if not count:
-        raise UserError("device 'cuda' does not exist: this machine has no CUDA device; use --device cpu")
-    return [f"cuda:{slot % count}" for slot in range(settings.num_workers)]
+        raise UserError(f"--device {settings.device}: cannot count the GPUs of this machine: {error}") from error
+    _, _, index = settings.device.partition(":")
+    if int(index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        raise UserError(
+            f"device {settings.device!r} does not exist: this machine has {there}; use --device cpu or another index"
+        )
+    return [settings.device if index else f"cuda:{slot % count}" for slot in range(settings.num_workers)]
 
 
 def _shared_cores(settings: ServeSettings) -> Callable[[int], list[str]]:

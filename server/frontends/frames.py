@@ -91,7 +91,7 @@ def encode(kind: FrameKind, number: int, fields: Mapping[str, Any] | None, paylo
 
 
 def decode(data: memoryview) -> Iterator[Frame]:
-    """The frames of one message. Raises ValueError or RecursionError if it is invalid."""
+    """The frames of one message. Raises ValueError, TypeError or RecursionError if it is invalid."""
     at = 0
     while at < len(data):
         if len(data) - at < _HEAD_BYTES:
@@ -102,7 +102,7 @@ def decode(data: memoryview) -> Iterator[Frame]:
             raise ValueError(f"a frame of {text_bytes} + {payload_bytes} bytes is longer than its message")
         fields = json.loads(bytes(data[at + _HEAD_BYTES : body])) if text_bytes else {}
         if not isinstance(fields, dict):
-            raise ValueError("the fields of a frame are not an object")
+            raise TypeError("the fields of a frame are not an object")
         yield Frame(FrameKind(kind), number, fields, data[body:end])
         at = end + -end % _ALIGNED_BYTES
 

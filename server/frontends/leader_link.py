@@ -129,7 +129,8 @@ class LeaderLink:
         if link is None:
             raise LeaderLostError("not connected", failed=False)
         number = next(self._numbers)
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
         try:
             async with asyncio.timeout(timeout_s):
                 await link.wait_writable()

@@ -296,7 +296,7 @@ class LeaderPool:
             ):
                 logger.info("leader %s is told to load version %s", link.name, self._version.name)
                 await self._load(link, self._weights, self._revision)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve
             logger.warning("leader %s does not serve version %s: %s", link.name, self._version.name, error)
             await asyncio.sleep(_UPDATE_PAUSE_S)
         finally:

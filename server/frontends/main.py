@@ -9,12 +9,14 @@ import logging
 import os
 import signal
 import socket
+import time
 
 import torch
 import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.systemd import notify_systemd
 from multiworld_serving.common.metrics import build_labels
@@ -41,6 +43,7 @@ from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.predictor import PipelineSnapshot
 from multiworld_serving.server.settings import FrontendSettings
 
 logger = logging.getLogger(__name__)
@@ -116,7 +119,9 @@ class _Frontend:
         self._stop = asyncio.Event()
         self._metrics = Metrics(build_labels(torch.__version__))
         self._feed = EventFeed(self._metrics)
-        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._feed.observe)
+        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change)
+        self._announced = not settings.announce
+        self._started_s = time.monotonic()
         self._connections = 0
         self._traces = RequestTraces(tracing) if tracing else None
         self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
@@ -133,7 +138,8 @@ class _Frontend:
                 running = [tasks.create_task(link.run()) for link in links]
                 stopping = asyncio.create_task(self._stop.wait())
                 try:
-                    await asyncio.wait({stopping, self._pool.model}, return_when=asyncio.FIRST_COMPLETED)
+                    ends: list[asyncio.Future[object]] = [stopping, self._pool.model]  # type: ignore[list-item]  # only waited for
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     if not self._stop.is_set():
                         running.append(tasks.create_task(self._report_load()))
                         await self._serve_http()
@@ -146,7 +152,7 @@ class _Frontend:
         logger.info("stopped")
         return 0
 
-    async def _link(self, stack: contextlib.AsyncExitStack, address: object) -> LeaderLink:
+    async def _link(self, stack: contextlib.AsyncExitStack, address: Address) -> LeaderLink:
         settings = self._settings
         manager = await stack.enter_async_context(
             WorldManager(
@@ -157,7 +163,7 @@ class _Frontend:
                 loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             )
         )
-        return LeaderLink(address, settings, manager, self._pool)  # type: ignore[arg-type]
+        return LeaderLink(address, settings, manager, self._pool)
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics
@@ -202,6 +208,17 @@ class _Frontend:
                 settings.drain_timeout_s
             )  # requests in flight are answered; new connections are not accepted
             pool.stopping = not settings.http_shares > 1
+
+    def _on_change(self, snapshot: PipelineSnapshot) -> None:
+        self._feed.observe(snapshot)
+        if snapshot.ready and not self._announced:
+            self._announced = True
+            scheme, (host, port) = "http" if self._settings.tls_cert_file is None else "https", self._http.getsockname()[:2]
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
+            url = f"{scheme}://{Address(host, port)}"
+            logger.info("ready after %.1f s, status page at %s; try:", time.monotonic() - self._started_s, url)
+            key = " -H 'Authorization: Bearer KEY'" if self._settings.needs_keys else ""
+            print(f"\n    curl -s{key} -F image=@photo.jpg {url}/predict\n", flush=True)  # noqa: T201
 
     def _on_connections(self, count: int) -> None:
         self._connections = count

@@ -244,7 +244,8 @@ class FrontendSession:
     async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:
         """Send a request and wait for its reply; None if the link ends before."""
         number = next(self._numbers)
-        pending = self._pending[number] = asyncio.get_running_loop().create_future()
+        pending: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
+        self._pending[number] = pending
         self.link.send(kind, number, fields)
         try:
             return await pending

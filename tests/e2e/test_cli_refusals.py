@@ -30,56 +30,56 @@ def _logging_restored() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that these arguments get."""
     assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
     assert len(lines) == 1
     return lines[0]
 
 
-def test_serve_is_refused_when_the_weights_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.pth" in refusal(capsys, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
+def test_serve_is_refused_when_the_weights_file_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.pth" in refusal(capfd, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
 
 
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = load_model("resnet18", "random:0")
     safetensors.torch.save_file(dict(model.module.state_dict()), tmp_path / "w.safetensors")
-    line = refusal(capsys, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
+    line = refusal(capfd, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
     assert "resnet18" in line
     assert "resnet50" in line
 
 
-def test_serve_is_refused_when_there_are_more_stages_than_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
+def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
     assert "10" in line
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])
-def test_serve_is_refused_when_a_port_is_busy(capsys: pytest.CaptureFixture[str], option: str) -> None:
+def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str], option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         arguments = [*FREE_PORTS]
         arguments[arguments.index(option) + 1] = port
-        line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
+        line = refusal(capfd, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
     assert port in line
     assert option in line
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
 def test_device_that_is_not_there_is_refused(
-    capsys: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
     arguments = {
         "serve": ["--model", "resnet18", "--weights", "random:0", *FREE_PORTS],
         "worker": ["--leader", "127.0.0.1:1"],
     }[verb]
-    assert "cuda:99" in refusal(capsys, verb, "--device", "cuda:99", *arguments)
+    assert "cuda:99" in refusal(capfd, verb, "--device", "cuda:99", *arguments)
 
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:

@@ -141,7 +141,7 @@ def finished(spans: list[Any], request: str = "POST /predict", computed: int = 2
 
 
 def test_trace_of_a_client_has_a_span_a_stage_and_what_it_was_made_of(
-    service: LocalService, frontends: int, collector: Collector
+    service: LocalService, collector: Collector
 ) -> None:
     trace_id, client_span, traceparent = new_trace()
     before_ns = time.time_ns()
@@ -170,8 +170,9 @@ def test_trace_of_a_client_has_a_span_a_stage_and_what_it_was_made_of(
             assert parent.name.startswith(expected[span.name.split()[0]])
             assert parent.start_time_unix_nano <= span.start_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
-        entry = "multiworld-frontend" if frontends > 1 else "multiworld-leader"
-        where = {"compute": "multiworld-worker", "POST /predict": entry}.get(span.name, "multiworld-leader")
+        where = {"compute": "multiworld-worker", "POST /predict": "multiworld-frontend"}.get(
+            span.name, "multiworld-leader"
+        )
         assert collector.services[span.span_id] == where
     for transfer in (span for span in spans if span.name == "transfer"):
         (compute,) = (span for span in spans if span.parent_span_id == transfer.span_id)
