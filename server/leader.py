@@ -163,7 +163,7 @@ class Leader:
 
     def refusal(self, deadline_s: float, ahead: int) -> RequestRefused | None:
         """The exception that `check` would raise; None if the request would be accepted."""
-        found = self._driver.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
+        found = self._driver.scheduler.rejection(deadline_s, time.monotonic(), ahead=ahead)
         if found is None:
             return None
         return RequestRefused.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)

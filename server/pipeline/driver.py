@@ -27,7 +27,7 @@ from multiworld_serving.server.scheduling.actions import (
     FailReplica,
     FreeBatch,
     KeepOutput,
-    Refuse,
+    Reject,
     ReleaseReplica,
     SendBatch,
 )
@@ -245,7 +245,7 @@ class SchedulerDriver:
                 case Answer():
                     for request, _ in action.rows:
                         self._fail(request, error)
-                case Refuse():
+                case Reject():
                     self._fail(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
@@ -284,8 +284,8 @@ class SchedulerDriver:
                 self._stage_ended(action.batch)
             case Answer():
                 self._answer(action)
-            case Refuse():
-                self._refuse(action)
+            case Reject():
+                self._reject(action)
             case FreeBatch():
                 self._tensors.free(action.batch)
                 self._stage_ended(action.batch)
@@ -353,10 +353,10 @@ class SchedulerDriver:
             )
             self._close(request)
 
-    def _refuse(self, action: Refuse) -> None:
+    def _reject(self, action: Reject) -> None:
         pending = self._pending.get(action.request)
         if pending is not None and not pending.future.done():
-            logger.debug("request_id=%s refused reason=%s %s", pending.request_id, action.reason, action.detail)
+            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             pending.future.set_exception(
                 RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
             )

@@ -13,7 +13,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     Drain,
     Event,
     FailReplica,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestArrived,
     RequestCancelled,
@@ -166,7 +166,7 @@ class Simulator:
             case Answer():
                 for request, _ in action.rows:
                     self._close(request, "answered")
-            case Refuse():
+            case Reject():
                 self._close(action.request, action.reason)
             case FailReplica():
                 self.workers_by_link[action.replica].broken(action.replica)

@@ -11,7 +11,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
     Event,
-    Refuse,
+    Reject,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -128,4 +128,4 @@ def answered(actions: Iterable[Action]) -> list[int]:
 
 def refused(actions: Iterable[Action]) -> dict[int, str]:
     """Requests refused, and why."""
-    return {refusal.request: refusal.reason for refusal in of(actions, Refuse)}
+    return {refusal.request: refusal.reason for refusal in of(actions, Reject)}

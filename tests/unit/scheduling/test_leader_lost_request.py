@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from multiworld_serving.server.errors import RequestRefused
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
-from multiworld_serving.server.scheduling.actions import Action, Refuse
+from multiworld_serving.server.scheduling.actions import Action, Reject
 from multiworld_serving.server.settings import ServeSettings
 
 
@@ -18,7 +18,7 @@ class ForgetfulDriver(SchedulerDriver):
     """Has a bug: it tells nobody that a request was refused."""
 
     def _perform(self, action: Action) -> None:
-        if not isinstance(action, Refuse):
+        if not isinstance(action, Reject):
             super()._perform(action)
 
 

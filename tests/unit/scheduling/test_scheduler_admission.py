@@ -6,7 +6,7 @@ import pytest
 
 from multiworld_serving.server.scheduling.scheduler import (
     Drain,
-    Refuse,
+    Reject,
     ReplicaReady,
     RequestArrived,
     RequestCancelled,
@@ -40,7 +40,7 @@ def test_retry_after_is_the_time_to_drain_when_overloaded() -> None:
     for _ in range(100):  # 4 rows in 0.1 s, always
         send = only(driver.done(send, after_s=0.1), SendBatch)
         driver.arrive(4)
-    refusal = only(driver.arrive(), Refuse)
+    refusal = only(driver.arrive(), Reject)
     assert refusal.retry_after_s == pytest.approx(20 / 40, rel=0.1)
 
 
@@ -49,13 +49,13 @@ def test_retry_after_counts_busy_time_only_when_there_was_little_to_do_before() 
     for _ in range(20):
         driver.now_s += 10.0
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
-    refusal = only(driver.arrive(12), Refuse)
+    refusal = only(driver.arrive(12), Reject)
     assert refusal.retry_after_s == pytest.approx(10 * 0.1, rel=0.1)
 
 
 def test_retry_after_is_a_guess_when_nothing_was_answered_yet() -> None:
     driver = SchedulerHarness(replicas=1, window=1, queue_limit=1)
-    assert only(driver.arrive(3), Refuse).retry_after_s == 1.0
+    assert only(driver.arrive(3), Reject).retry_after_s == 1.0
 
 
 def test_request_is_refused_when_it_arrives_after_its_deadline() -> None:
@@ -89,7 +89,7 @@ def test_counters_tell_what_became_of_requests() -> None:
     driver.answer_all([send])
     counters = driver.scheduler.counters
     assert (counters.accepted, counters.answered, counters.cancelled) == (3, 2, 1)
-    assert counters.refused == {"overloaded": 1}
+    assert counters.rejected == {"overloaded": 1}
     assert counters.batches == counters.rows_sent == 2
 
 
@@ -142,7 +142,7 @@ def test_request_is_refused_at_once_when_its_deadline_is_sooner_than_the_queue_i
     before_it = driver.scheduler.open_requests
     needed_s = before_it / 40
     assert refused(driver.arrive(timeout_s=needed_s * 2.0)) == {}
-    refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Refuse)
+    refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Reject)
     assert refusal.reason == "overloaded"
     assert refusal.retry_after_s == pytest.approx(needed_s, rel=0.3)
 
@@ -165,7 +165,7 @@ def test_no_request_is_refused_for_a_rate_that_was_seen_long_ago() -> None:
 def test_what_would_be_refused_can_be_asked_beforehand() -> None:
     driver = SchedulerHarness(replicas=1, window=1, queue_limit=3)
     driver.arrive(2)
-    assert driver.scheduler.refusal(100.0, 0.0, ahead=1) is None
-    refusal = driver.scheduler.refusal(100.0, 0.0, ahead=2)
+    assert driver.scheduler.rejection(100.0, 0.0, ahead=1) is None
+    refusal = driver.scheduler.rejection(100.0, 0.0, ahead=2)
     assert refusal is not None
     assert refusal.reason == "overloaded"

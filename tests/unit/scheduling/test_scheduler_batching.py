@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Request
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
@@ -16,7 +17,6 @@ from multiworld_serving.server.scheduling.scheduler import (
     RequestCancelled,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.state import Attempt, Batch, Request
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
 
 

@@ -7,7 +7,7 @@ import pytest
 from multiworld_serving.server.scheduling.scheduler import (
     FailReplica,
     FreeBatch,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestCancelled,
     SendBatch,
@@ -163,7 +163,7 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     follower = only(driver.done(alone), SendBatch)
     actions = driver.not_sent(follower)
     assert refused(actions) == {2: "stage_error"}
-    assert "could not be sent to stage 0: MemoryError" in only(actions, Refuse).detail
+    assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
 
 
 def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
@@ -172,7 +172,7 @@ def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
         send = only(driver.arrive(), SendBatch)
         alone = only(driver.not_sent(send), SendBatch)
         assert of(driver.done(alone), FailReplica) == []
-    assert len(driver.scheduler._table.replicas) == 2
+    assert len(driver.scheduler._state.table.replicas) == 2
 
 
 def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_goes_away() -> None:
@@ -202,7 +202,7 @@ def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> No
         outcome += actions
         pending += sends(actions)
     assert sorted(answered(outcome)) == [1, 3]
-    refusal = only(outcome, Refuse)
+    refusal = only(outcome, Reject)
     assert (refusal.request, refusal.reason) == (2, "stage_error")
     assert "boom" in refusal.detail
     assert driver.scheduler.open_requests == 0
