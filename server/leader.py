@@ -21,7 +21,7 @@ from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
-from multiworld_serving.server.pipeline.rollout import VersionRollout, VersionSource
+from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -39,6 +39,7 @@ from multiworld_serving.server.replicas.rolling_restart import RestartStep, Roll
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Leader:
     Args:
         model: the name of the model.
         plan: the first version.
-        source: loads further versions; None: the version cannot be changed.
+        loader: loads further versions; None: the version cannot be changed.
         traces: records spans of traced requests; None: tracing is off.
         on_change: called after every state change of a replica and every change of the version. Exceptions are logged and ignored.
 
@@ -65,7 +66,7 @@ class Leader:
         settings: ServeSettings,
         metrics: Metrics,
         *,
-        source: VersionSource | None = None,
+        loader: VersionLoader | None = None,
         traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
@@ -95,7 +96,7 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, source, settings.join_timeout_s, self._exclusive
+            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
         )
         self.inflight = InflightTracker()
         self._draining = False

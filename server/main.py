@@ -50,8 +50,8 @@ from multiworld_serving.server.processes import LocalWorkers, Processes
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan
-from multiworld_serving.server.versions.weights_source import WeightsSource
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,9 @@ async def _serve(
     warn_if_unprotected(settings, credentials)
     feed = EventFeed(metrics)
     listeners = _SnapshotListeners(reporter.tell_supervisor, feed.observe, reporter.show)
-    source = WeightsSource.beside(model, settings)
+    loader = VersionLoader.compatible_with(model, settings)
     traces = BatchTraces(tracing) if tracing else None
-    leader = Leader(model.name, plan, settings, metrics, source=source, traces=traces, on_change=listeners.tell)
+    leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=listeners.tell)
     tokens = JoinTokens(settings, leader.set_accepted_secrets)
     authorizer = Authorizer(credentials.keys, tokens.admin_tokens())
     admin = AdminRoutes(leader.restart_workers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from multiworld_serving.server.scheduling.actions import Answer, FreeBatch, Reason, Reject, ReleaseReplica, SendKind
 from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request
-from multiworld_serving.server.scheduling.events import RequestId
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 
@@ -54,7 +53,6 @@ class BatchLifecycle:
         for _, request in open_requests:
             self._state.backlog.close(request)
             request.batch = None  # break the reference cycle, so that no garbage collection is needed
-        self._state.counters.answered += len(rows)
         self._state.throughput.answered(len(rows), full=len(self._state.backlog.waiting) >= len(batch.rows))
         self._free(batch)
 
@@ -65,15 +63,8 @@ class BatchLifecycle:
 
     def reject(self, request: Request, reason: Reason, detail: str) -> None:
         """Reject an open request."""
-        self.emit_rejection(request.id, reason, detail)
+        self._state.actions.append(Reject(request.id, reason, None, detail))
         self.close(request)
-
-    def emit_rejection(
-        self, request: RequestId, reason: Reason, detail: str, retry_after_s: float | None = None
-    ) -> None:
-        """Emit the action and count it. Does not change the backlog."""
-        self._state.counters.rejected[reason] += 1
-        self._state.actions.append(Reject(request, reason, retry_after_s, detail))
 
     def close(self, request: Request) -> None:
         """Close a request. Closing the last open request of a batch ends the batch."""

@@ -126,7 +126,6 @@ class Dispatcher:
         for request in requests:
             request.batch = batch
         pipeline.num_batches += 1
-        self._state.counters.batches += 1
         return batch
 
     def _hedge(self, late: Attempt) -> bool:

@@ -219,14 +219,14 @@ class Scheduler:
         if rejection is None:
             now_s = self._state.now_s
             self._state.backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, runnable_since_s=now_s))
-            self.counters.accepted += 1
         else:
-            self._lifecycle.emit_rejection(event.request, *rejection)
+            self._state.actions.append(
+                Reject(event.request, rejection.reason, rejection.retry_after_s, rejection.detail)
+            )
 
     def _cancelled(self, event: RequestCancelled) -> None:
         request = self._state.backlog.requests.get(event.request)
         if request is not None:
-            self.counters.cancelled += 1
             self._lifecycle.close(request)
 
     def _replica_ready(self, event: ReplicaReady) -> None:
@@ -327,7 +327,6 @@ class Scheduler:
 
     def _fail_hung_replicas(self) -> None:
         while (replica := self._state.table.hang_deadlines.pop_until(self._state.now_s)) is not None:
-            self.counters.hangs += 1
             self._state.actions.append(FailReplica(replica.id, "hang"))
             self._failures.fail_replica(replica, "hang")
 

@@ -44,15 +44,8 @@ class SchedulerState:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. Written by the scheduler only."""
+    """Totals since the start. `hedges` is exported as a metric; the others show in tests what the scheduler did."""
 
-    accepted: int = 0
-    answered: int = 0
-    cancelled: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    """By reason. Includes requests that were rejected on arrival."""
-    batches: int = 0
-    """Batches formed."""
     rows_sent: int = 0
     """Rows sent to all stages, without hedges."""
     hedge_rows_sent: int = 0
@@ -67,8 +60,6 @@ class Counters:
     """Requests taken out of their batch to be sent alone."""
     requeued: int = 0
     """Requests that start again at the first stage because their version lost a stage and another version is complete."""
-    hangs: int = 0
-    """Replicas failed because they did not answer within `hang_timeout_s`."""
 
 
 class Backlog:
@@ -156,7 +147,7 @@ class ReplicaTable:
         where = "a stage" if stage is None else f"stage {stage}"
         return f"{where} has had no replica for more than {self._config.recovery_grace_s:g} s"
 
-    def add(self, replica_id: ReplicaId, stage: int, version: str, now_s: float) -> Replica:
+    def add(self, replica_id: ReplicaId, stage: int, version: str, now_s: float) -> None:
         """A replica is ready."""
         pool = self._pipeline(version, now_s).pools[stage]
         replica = Replica(replica_id, pool)
@@ -167,7 +158,6 @@ class ReplicaTable:
         pool.expired = False
         self.grace_deadlines.discard(pool)
         self._choose_version()
-        return replica
 
     def stop_accepting(self, replica: Replica, now_s: float) -> None:
         """Send no new batches to this replica. Batches in flight there continue."""

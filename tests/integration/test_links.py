@@ -249,8 +249,8 @@ async def test_session_ends_when_there_are_more_weights_than_were_announced(
     pair: Pair, plan: tuple[StagePlan, ...]
 ) -> None:
     class Lying(StagePlan):
-        def order(self, max_batch_size: int, window: int) -> StageAssignment:
-            return dataclasses.replace(super().order(max_batch_size, window), weights_bytes=4)
+        def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
+            return dataclasses.replace(super().assignment(max_batch_size, window), weights_bytes=4)
 
     await pair.session(pair.link(Lying(**vars(plan[0]))))
     ending = await pair.tasks[-1]

@@ -82,17 +82,6 @@ def test_what_had_begun_before_is_accepted_and_does_not_wait_when_draining_begin
     assert refused(driver.arrive()) == {3: "draining"}
 
 
-def test_counters_tell_what_became_of_requests() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, queue_limit=2)
-    send = only(driver.arrive(4), SendBatch)
-    driver.handle(RequestCancelled(2))
-    driver.answer_all([send])
-    counters = driver.scheduler.counters
-    assert (counters.accepted, counters.answered, counters.cancelled) == (3, 2, 1)
-    assert counters.rejected == {"overloaded": 1}
-    assert counters.batches == counters.rows_sent == 2
-
-
 def test_event_is_rejected_when_it_makes_no_sense() -> None:
     driver = SchedulerHarness()
     driver.arrive()
