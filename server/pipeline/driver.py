@@ -69,7 +69,6 @@ class _SentBatch:
     """A batch in flight on one link."""
 
     sent_s: float
-    rows: int
     stage: int
     replica: ReplicaId
 
@@ -302,9 +301,7 @@ class SchedulerDriver:
     def _send(self, action: SendBatch) -> None:
         payload = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
-        self._in_flight[action.batch, id_of_link] = _SentBatch(
-            time.monotonic(), len(payload), action.stage, action.replica
-        )
+        self._in_flight[action.batch, id_of_link] = _SentBatch(time.monotonic(), action.stage, action.replica)
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
         if (link := self._context.find_link(id_of_link)) and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None

@@ -77,7 +77,7 @@ class VersionRollout:
         """Switch to the version with these weights, and wait until the previous version is not used any more.
 
         Cancelling before the switch cancels the rollout: it ends when the current load (of the file, or of one worker) has finished, and
-        nothing has changed. Until then other operations are refused. Cancelling after the switch does not undo it.
+        nothing has changed. Until then other operations are rejected. Cancelling after the switch does not undo it.
 
         Raises:
             OperationInProgressError: another operation is in progress.
@@ -191,7 +191,7 @@ class VersionRollout:
             raise VersionFailedError(f"version {plan.version.name} failed: {error}") from error
         except TimeoutError as error:
             detail = f"it has not loaded {plan.version.name} within {self._timeout_s:g} s"
-            link.fail(Cause.HANG, detail)
+            link.fail(Cause.TIMEOUT, detail)
             raise VersionFailedError(f"version {plan.version.name} failed: worker {link.worker}: {detail}") from error
         logger.info(
             "world=%s epoch=%d worker=%s loaded version %s after_s=%.3f",

@@ -148,7 +148,10 @@ class FailureHandler:
         """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
         batch = attempt.batch
         self._state.hedging.unwatch(attempt)
-        worlds_broken = self._worlds_broken(batch, one_more=blame)
+        requests = [request for _, request in batch.open_requests()]
+        for request in requests if blame else ():
+            request.worlds_broken += 1
+        worlds_broken = max((request.worlds_broken for request in requests), default=0)
         suspect = worlds_broken >= self._state.config.max_attempts - 1
         self.attempt_failed(attempt, suspect=suspect)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
@@ -163,14 +166,6 @@ class FailureHandler:
             batch.failed_on = None
             self._lifecycle.enqueue(batch, "reroute", at_head=True)
         return False
-
-    def _worlds_broken(self, batch: Batch, *, one_more: bool) -> int:
-        """Add `one_more` to the broken worlds of every open request. Returns the highest count."""
-        highest = 0
-        for _, request in batch.open_requests():
-            request.worlds_broken += one_more
-            highest = max(highest, request.worlds_broken)
-        return highest
 
     def _requeue_stranded(self, pool: Pool) -> None:
         """Move batches that wait in vain: another version is complete, or a retry has no other replica."""

@@ -182,13 +182,12 @@ class Scheduler:
     # -- events --------------------------------------------------------------------------------------------------------------
 
     def _pass_time(self, now_s: float) -> None:
-        now_s = max(now_s, self._state.now_s)
-        busy, full = bool(self._state.backlog.requests), len(self._state.backlog.waiting) >= self.config.max_batch_size
-        full = (
-            full and self._state.table.current is not None
-        )  # with a stage missing, the rate does not reflect the capacity
-        self._state.throughput.elapse(now_s - self._state.now_s, busy=busy, full=full)
-        self._state.now_s = now_s
+        state = self._state
+        now_s = max(now_s, state.now_s)
+        # With a stage missing, the rate does not reflect the capacity.
+        full = state.table.current is not None and len(state.backlog.waiting) >= self.config.max_batch_size
+        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=full)
+        state.now_s = now_s
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -220,9 +219,8 @@ class Scheduler:
             now_s = self._state.now_s
             self._state.backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, runnable_since_s=now_s))
         else:
-            self._state.actions.append(
-                Reject(event.request, rejection.reason, rejection.retry_after_s, rejection.detail)
-            )
+            reason, detail, retry_after_s = rejection
+            self._state.actions.append(Reject(event.request, reason, retry_after_s, detail))
 
     def _cancelled(self, event: RequestCancelled) -> None:
         request = self._state.backlog.requests.get(event.request)
@@ -275,10 +273,8 @@ class Scheduler:
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
         elif batch.isolated:
-            what = (
-                f"stage {batch.stage} raised" if event.sent else f"the batch could not be sent to stage {batch.stage}"
-            )
-            self._lifecycle.reject_all(batch, "stage_error", f"{what}: {event.error}")
+            what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
+            self._lifecycle.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
         elif not event.sent or batch.retried or not batch.pool.has_other(attempt.replica):
             self._lifecycle.isolate(batch)
         else:
@@ -304,10 +300,8 @@ class Scheduler:
     def _count_failure_of(self, replica: Replica) -> None:
         """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""
         replica.unmatched_failures += 1
-        if (
-            replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES
-            and self._state.table.replicas.get(replica.id) is replica
-        ):
+        known = self._state.table.replicas.get(replica.id) is replica
+        if known and replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES:
             self._state.actions.append(FailReplica(replica.id, "error"))
             self._failures.fail_replica(replica, "error")
 
@@ -321,9 +315,8 @@ class Scheduler:
 
     def _expire_deadlines(self) -> None:
         while (request := self._state.backlog.deadlines.pop_until(self._state.now_s)) is not None:
-            self._lifecycle.reject(
-                request, "deadline", f"no answer after {self._state.now_s - request.arrived_s:.3f} s"
-            )
+            waited_s = self._state.now_s - request.arrived_s
+            self._lifecycle.reject(request, "deadline", f"no answer after {waited_s:.3f} s")
 
     def _fail_hung_replicas(self) -> None:
         while (replica := self._state.table.hang_deadlines.pop_until(self._state.now_s)) is not None:
