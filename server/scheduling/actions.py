@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
 
 SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
-"""first: new at this stage. For the others see the table in `server/scheduling/__init__.py`."""
+"""first: new at this stage; reroute: the replica was lost; retry: the stage raised; hedge: a second attempt of a late batch."""
 
 Reason: TypeAlias = Literal["overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error"]
 
