@@ -37,7 +37,10 @@ def main() -> None:
         with run_load(service.url, requests, clients=options.clients) as load:
             time.sleep(5.0)
         print(f"no fault: {_summary(load)}")
-        for name, signum, count in (("SIGKILL", signal.SIGKILL, options.kills), ("SIGSTOP", signal.SIGSTOP, options.freezes)):
+        for name, signum, count in (
+            ("SIGKILL", signal.SIGKILL, options.kills),
+            ("SIGSTOP", signal.SIGSTOP, options.freezes),
+        ):
             with run_load(service.url, requests, clients=options.clients) as load:
                 for _ in range(count):
                     leader = generator.choice(_ready_leaders(service, options.leaders))
@@ -70,8 +73,10 @@ def _summary(load: Load) -> str:
     longest_s = max(sample.took_s for sample in load.samples)
     found = f"{len(load.samples)} requests, {len(load.failed)} failed, {len(wrong)} wrong, longest {longest_s:.3f} s"
     kinds = {f"{sample.status} {sample.error[:160]}" for sample in load.failed}
-    return found + f", p50 {1e3 * load.quantile_s(0.5):.0f} ms, p99 {1e3 * load.quantile_s(0.99):.0f} ms" + "".join(
-        f"\n    {kind}" for kind in sorted(kinds)[:5]
+    return (
+        found
+        + f", p50 {1e3 * load.quantile_s(0.5):.0f} ms, p99 {1e3 * load.quantile_s(0.99):.0f} ms"
+        + "".join(f"\n    {kind}" for kind in sorted(kinds)[:5])
     )
 
 

@@ -51,7 +51,7 @@ def _verb(name: str, command: Any) -> Iterator[str]:
     yield ""
 
 
-_ANCHORS = {"serve": "the-leader", "worker": "a-worker"}
+_ANCHORS = {"serve": "the-service", "leader": "a-leader", "frontend": "a-frontend", "worker": "a-worker"}
 
 
 def _row(parameter: Any) -> str:

@@ -126,8 +126,8 @@ class OperationExecutor:
             self._pending.add(operation)
             try:
                 self._set_off(operation)
-            except Exception as refusal:  # noqa: BLE001 - the operation may have started: the world breaks
-                self.fail([operation], operation.peer, refusal.with_traceback(None))
+            except Exception as rejection:  # noqa: BLE001 - the operation may have started: the world breaks
+                self.fail([operation], operation.peer, rejection.with_traceback(None))
             except BaseException:
                 self._pending.discard(operation)
                 raise
@@ -296,8 +296,8 @@ class OperationExecutor:
             return
         try:
             self._waiters.run(partial(self._complete, operation))
-        except RuntimeError as refusal:
-            self.fail([operation], operation.peer, refusal.with_traceback(None))
+        except RuntimeError as rejection:
+            self.fail([operation], operation.peer, rejection.with_traceback(None))
 
     def _complete(self, operation: Operation) -> None:
         """Wait for a posted operation, deliver its results and complete it."""

@@ -38,8 +38,8 @@ class Listener:
             found: bytes | str = NO_ANSWER
             try:
                 found = await answerer(question, host)
-            except AskError as refusal:
-                found = shown(str(refusal))
+            except AskError as rejection:
+                found = shown(str(rejection))
                 logger.warning("a question from %s is refused: %s", host, found)
             except Exception:
                 logger.exception("a question from %s found no answer", host)

@@ -94,14 +94,14 @@ class Call:
         """
         if response.is_success:
             return None
-        refusal = _refused_error(response)
+        rejection = _refused_error(response)
         if response.status_code == 504:
-            raise DeadlineError(f"{self._url}: {refusal.detail}") from refusal
+            raise DeadlineError(f"{self._url}: {rejection.detail}") from rejection
         if response.status_code not in _RETRYABLE:
-            raise refusal
-        self._last_error = refusal
+            raise rejection
+        self._last_error = rejection
         return self._pause_or_raise(
-            refusal.retry_after_s if refusal.retry_after_s is not None else self._retries.pause_s(self.tries)
+            rejection.retry_after_s if rejection.retry_after_s is not None else self._retries.pause_s(self.tries)
         )
 
     def _pause_or_raise(self, pause_s: float) -> float:

@@ -16,12 +16,12 @@ from torch import Tensor
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
-from multiworld_serving.server.pipeline.rollout import VersionRollout, VersionSource
+from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -39,6 +39,7 @@ from multiworld_serving.server.replicas.rolling_restart import RestartStep, Roll
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
 from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Leader:
     Args:
         model: the name of the model.
         plan: the first version.
-        source: loads further versions; None: the version cannot be changed.
+        loader: loads further versions; None: the version cannot be changed.
         traces: records spans of traced requests; None: tracing is off.
         on_change: called after every state change of a replica and every change of the version. Exceptions are logged and ignored.
 
@@ -66,7 +67,7 @@ class Leader:
         settings: LeaderSettings,
         metrics: Metrics,
         *,
-        source: VersionSource | None = None,
+        loader: VersionLoader | None = None,
         traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
@@ -96,7 +97,7 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, source, settings.join_timeout_s, self._exclusive
+            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
         )
         self.inflight = InflightTracker()
         self.weights: str | None = None
@@ -161,25 +162,25 @@ class Leader:
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`."""
-        if (refusal := self.refusal(deadline_s, ahead)) is not None:
-            raise refusal
+        if (rejection := self.rejection(deadline_s, ahead)) is not None:
+            raise rejection
 
-    def refusal(self, deadline_s: float, ahead: int) -> RequestRefused | None:
+    def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
         """The exception that `check` would raise; None if the request would be accepted."""
-        found = self._driver.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
+        found = self._driver.scheduler.rejection(deadline_s, time.monotonic(), ahead=ahead)
         if found is None:
             return None
-        return RequestRefused.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
+        return RequestRejected.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """See `Predictor.request`."""
-        if (closed := self.closed()) is not None:
+        if (closed := self.closed_error()) is not None:
             raise closed
         with self.inflight.track():
             yield
 
-    def closed(self) -> RequestRefused | None:
+    def closed_error(self) -> RequestRejected | None:
         """Why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not."""
         return readiness_error(self.snapshot()) if self._unloaded or self._draining else None
 
@@ -210,7 +211,7 @@ class Leader:
         """Switch to another version without failing a request. Puts an unloaded model back into service.
 
         Args:
-            weights: as accepted by the version source; None: the weights of the settings.
+            weights: as accepted by the version loader; None: the weights of the settings.
         Raises:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.

@@ -31,8 +31,8 @@ from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan
-from multiworld_serving.server.versions.weights_source import WeightsSource
 from multiworld_serving.workers.observability.metrics_port import metrics_port
 
 logger = logging.getLogger(__name__)
@@ -85,9 +85,9 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
     metrics = Metrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
-    source = WeightsSource.beside(model, settings)
+    loader = VersionLoader.compatible_with(model, settings)
     traces = BatchTraces(tracing) if tracing else None
-    leader = Leader(model.name, plan, settings, metrics, source=source, traces=traces, on_change=listeners.tell)
+    leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=listeners.tell)
     leader.set_accepted_secrets(*settings.accepted_secrets)
     try:
         await leader.__aenter__()

@@ -190,7 +190,7 @@ class Predictor(Protocol):
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
         Raises:
-            RequestRefused: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
+            RequestRejected: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         ...
@@ -199,7 +199,7 @@ class Predictor(Protocol):
         """Context of one request, from its first byte to its response. A stopping service waits for open requests.
 
         Raises:
-            RequestRefused: on entry, if the service is stopping or the model is unloaded.
+            RequestRejected: on entry, if the service is stopping or the model is unloaded.
         """
         ...
 
@@ -209,7 +209,7 @@ class Predictor(Protocol):
         Args:
             ahead: number of other requests that are still being prepared.
         Raises:
-            RequestRefused: as `predict` would.
+            RequestRejected: as `predict` would.
         """
         ...
 

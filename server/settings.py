@@ -264,7 +264,7 @@ class HttpSettings(_ServiceSettings):
         "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
     )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
-    metrics_port: int = setting(
+    metrics_port: int | None = setting(
         8002,
         "Network",
         "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one.",

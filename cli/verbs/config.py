@@ -28,7 +28,10 @@ _BY_SECTION = {cls.section: cls for cls in PROGRAMS}
 Program = Enum("Program", {section: section for section in _BY_SECTION})  # type: ignore[misc]
 
 Of = Annotated[
-    Program, typer.Argument(metavar="[serve|worker]", help="Program whose settings are shown.", show_default="serve")
+    Program,
+    typer.Argument(
+        metavar="[serve|leader|frontend|worker]", help="Program whose settings are shown.", show_default="serve"
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,

@@ -70,7 +70,7 @@ def rolling_restart(
 def _show(step: dict[str, Any]) -> None:
     match step["state"]:
         case "restarting":
-            print(f"{step['number']}/{step['total']} {step['worker']} ({step['place']}) ... ", end="", flush=True)
+            print(f"{step['number']}/{step['total']} {step['worker']} ({step['slot']}) ... ", end="", flush=True)
         case "restarted":
             print(f"stopped after {step['left_s']:.1f} s, serving after {step['back_s']:.1f} s")
         case "failed":

@@ -85,8 +85,8 @@ class CollectiveScheduler:
             following = self._conferring.popleft()
             try:
                 self._begin(following)
-            except Exception as refusal:  # noqa: BLE001 - see `OperationExecutor.fail`
-                self._host.fail([following], following.peer, refusal.with_traceback(None))
+            except Exception as rejection:  # noqa: BLE001 - see `OperationExecutor.fail`
+                self._host.fail([following], following.peer, rejection.with_traceback(None))
 
     def _begin(self, operation: Operation) -> None:
         if operation.plan.script is None:

@@ -125,7 +125,7 @@ class ElasticRendezvous:
     # -- members that join ---------------------------------------------------------------------------------------------------
 
     async def _answer(self, question: str, host: str) -> bytes:
-        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the refusal."""
+        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the rejection."""
         try:
             fields = json.loads(question)
             name, member, resume = str(fields["elastic"]), seating(fields["member"]), fields["resume"] is True
@@ -244,7 +244,7 @@ class ElasticRendezvous:
 
 
 def _name_obstacle(name: str) -> dict[str, str] | None:
-    """Return the refusal of an invalid world name; None if the name is valid."""
+    """Return the rejection of an invalid world name; None if the name is valid."""
     if is_name(name):
         return None
     return {

@@ -40,7 +40,7 @@ _ACCEPT_PAUSE_S = 0.5
 NO_ANSWER = "no answer to this question here"
 QuestionHandler = Callable[[str, str, Callable[[bytes | str], None]], None]
 """(question, address of the client, answer): calls `answer`, at once or later and from any thread, with the answer as bytes, or with the
-reason of a refusal as str."""
+reason of a rejection as str."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -61,13 +61,13 @@ def bind(host: str, port: int) -> socket.socket:
 class LineHost(Protocol):
     """A member of a forming world that accepts data connections from the other members (multiworld/membership/mesh.py).
 
-    `refusal` returns the reason to refuse a connection, or None. `admit` takes over the socket of an accepted one.
+    `rejection` returns the reason to refuse a connection, or None. `admit` takes over the socket of an accepted one.
     """
 
     world: str
     epoch: int
 
-    def refusal(self, hello: Hello) -> str | None: ...
+    def rejection(self, hello: Hello) -> str | None: ...
 
     def admit(self, rank: int, sock: socket.socket) -> None: ...
 
@@ -233,7 +233,7 @@ class Acceptor:
         hello = guest.hello
         assert hello is not None
         host = self._line_hosts.get((hello.world, hello.epoch))
-        reason = f"epoch {hello.epoch} of {hello.world!r} does not form here" if host is None else host.refusal(hello)
+        reason = f"epoch {hello.epoch} of {hello.world!r} does not form here" if host is None else host.rejection(hello)
         if host is None or reason is not None:
             guest.refuse(reason or "", retry=False)
             return

@@ -29,7 +29,7 @@ _PAUSE_S = 0.1
 class MeshConnector:
     """Connects one member to all others. `gather` blocks its thread; `end` wakes it.
 
-    The acceptor calls `refusal` and `admit` on the control loop's thread.
+    The acceptor calls `rejection` and `admit` on the control loop's thread.
 
     Args:
         seat: our own world, rank, size and epoch.
@@ -59,7 +59,7 @@ class MeshConnector:
         reception.expect(self)
         self._leave = lambda: reception.expect_no_more(self)
 
-    def refusal(self, hello: Hello) -> str | None:
+    def rejection(self, hello: Hello) -> str | None:
         """Return the reason to refuse this connection; None to accept it."""
         if hello.size != self._seat.size or not self._seat.rank < hello.rank < hello.size:
             return f"rank {hello.rank} of {hello.size} calls rank {self._seat.rank} of {self._seat.size}"

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from multiworld_serving.server.api.event_stream import EventStream
 from multiworld_serving.server.api.status_files import file_response, page_response
-from multiworld_serving.server.http.errors import ErrorBody, error_documentation, refusal_response
+from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_record import RequestRecord
@@ -126,7 +126,7 @@ class OperationsRoutes:
         snapshot = self.predictor.snapshot()
         missing = list(snapshot.missing_stages)
         record = RequestRecord.of(request.scope)
-        return refusal_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
+        return rejection_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
 
     async def status(self) -> PipelineSnapshot:
         """The current state of the pipeline: stages and replicas."""

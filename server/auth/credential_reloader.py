@@ -45,8 +45,8 @@ class Credentials:
 
 def read_credentials(settings: HttpSettings) -> Credentials:
     """Read all files. Raises UserError, which names the invalid file."""
-    inference = _read_ring("api_keys", settings.api_keys, settings.api_keys_file)
-    admin = _read_ring("admin_keys", settings.admin_keys, settings.admin_keys_file)
+    inference = _configured_keys("api_keys", settings.api_keys, settings.api_keys_file)
+    admin = _configured_keys("admin_keys", settings.admin_keys, settings.admin_keys_file)
     if shared := {key.digest for key in inference} & {key.digest for key in admin}:
         names = ", ".join(sorted(key.name for key in inference if key.digest in shared))
         raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
@@ -59,7 +59,7 @@ def read_credentials(settings: HttpSettings) -> Credentials:
     )
 
 
-def _read_ring(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
+def _configured_keys(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
     if file is not None:
         return read_keys(file)
     return KeySet() if text is None else keys_of_text(text.get_secret_value(), variable(name))

@@ -121,7 +121,7 @@ class LeaderLink:
         """Send a request and wait for its reply. Cancelling withdraws it.
 
         Raises:
-            RequestRefused: the leader rejects it.
+            RequestRejected: the leader rejects it.
             LeaderLostError: the link ended before the reply.
             TimeoutError: no reply within `timeout_s`.
         """

@@ -28,7 +28,7 @@ from multiworld_serving.server.errors import (
     DrainingError,
     NotReadyError,
     PoisonError,
-    RequestRefused,
+    RequestRejected,
 )
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
@@ -239,7 +239,7 @@ class LeaderPool:
             raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
         return connected
 
-    def _lost_during(self, operation: str, link: LeaderLink, error: LeaderLostError) -> RequestRefused:
+    def _lost_during(self, operation: str, link: LeaderLink, error: LeaderLostError) -> RequestRejected:
         return NotReadyError(
             f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
         )
@@ -330,7 +330,7 @@ class LeaderPool:
         self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, payload: memoryview | bytes = b""
     ) -> tuple[Frame, int]:
         """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
-        rejected: dict[LeaderLink, RequestRefused] = {}
+        rejected: dict[LeaderLink, RequestRejected] = {}
         failures = resent = 0
         grace_until_s: float | None = None
         while True:
@@ -357,7 +357,7 @@ class LeaderPool:
                     ) from lost
                 resent += 1
                 self._metrics.resubmitted("failed" if lost.failed else "left")
-            except RequestRefused as rejection:
+            except RequestRejected as rejection:
                 if rejection.reason == "draining":  # its STATE frame is on the way, or has arrived
                     await self._wait_for_change(
                         min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False

@@ -213,7 +213,10 @@ class _Frontend:
         self._feed.observe(snapshot)
         if snapshot.ready and not self._announced:
             self._announced = True
-            scheme, (host, port) = "http" if self._settings.tls_cert_file is None else "https", self._http.getsockname()[:2]
+            scheme, (host, port) = (
+                "http" if self._settings.tls_cert_file is None else "https",
+                self._http.getsockname()[:2],
+            )
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
             url = f"{scheme}://{Address(host, port)}"
             logger.info("ready after %.1f s, status page at %s; try:", time.monotonic() - self._started_s, url)

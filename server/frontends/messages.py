@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.predictor import (
     FailureSnapshot,
     FrontendSnapshot,
@@ -54,7 +54,7 @@ def parse_image(payload: memoryview, side: int) -> Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).view(3, side, side)
 
 
-def rejection_fields(rejection: RequestRefused | None) -> dict[str, Any]:
+def rejection_fields(rejection: RequestRejected | None) -> dict[str, Any]:
     """An error; None = an unexpected exception."""
     if rejection is None:
         return {"reason": _INTERNAL, "detail": "the leader failed on this request; see its log"}
@@ -65,7 +65,7 @@ def parse_rejection(fields: Mapping[str, Any]) -> Exception:
     """The inverse of `rejection_fields`."""
     if fields["reason"] == _INTERNAL:
         return RuntimeError(fields["detail"])
-    return RequestRefused.for_reason(fields["reason"], fields["detail"], retry_after_s=fields["retry_after_s"])
+    return RequestRejected.for_reason(fields["reason"], fields["detail"], retry_after_s=fields["retry_after_s"])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
@@ -46,7 +46,7 @@ class ServiceMetrics:
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
     try:
         reply = await link.request(FrameKind.SCRAPE, {"others": others}, timeout_s=_TIMEOUT_S)
-    except (LeaderLostError, RequestRefused, TimeoutError):
+    except (LeaderLostError, RequestRejected, TimeoutError):
         return []
     return list(_split(bytes(reply.payload), reply.fields["texts"]))
 

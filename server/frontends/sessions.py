@@ -18,7 +18,7 @@ from typing import Any
 from multiworld import AskError, JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.models import ModelError
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
@@ -131,7 +131,7 @@ class FrontendSessions:
     def state(self) -> LeaderState:
         """See `FrameKind.STATE`."""
         leader = self.leader
-        closed = leader.closed()
+        closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
         snapshot = replace(leader.snapshot(), frontends=tuple(sorted(frontends, key=lambda each: each.name)))
         return LeaderState(
@@ -291,7 +291,7 @@ class FrontendSession:
     def _check(self, frame: Frame) -> None:
         self.ahead, self.ahead_s = int(frame.fields["ahead"]), time.monotonic()
         deadline_s = time.monotonic() + float(frame.fields["timeout_s"])
-        rejection = self._sessions.leader.refusal(deadline_s, self._sessions.ahead(self))
+        rejection = self._sessions.leader.rejection(deadline_s, self._sessions.ahead(self))
         if rejection is None:
             self.link.send(FrameKind.ADMITTED, frame.number)
         else:
@@ -310,7 +310,7 @@ class FrontendSession:
             await self.link.wait_writable()
             payload = prediction_payload(prediction)
             self.link.send(FrameKind.PREDICTION, frame.number, prediction_fields(prediction), payload)
-        except RequestRefused as rejection:
+        except RequestRejected as rejection:
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
         except Exception:
             logger.exception("request failed number=%d frontend=%s", frame.number, self.who.frontend)

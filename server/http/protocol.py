@@ -26,8 +26,8 @@ _MAX_PIPELINED = 16
 """Maximum number of requests that wait on one connection behind the current one."""
 
 _REFUSALS: Final = {
-    refusal.reason: refusal
-    for refusal in (
+    rejection.reason: rejection
+    for rejection in (
         ErrorResponse(408, Phase.HEAD.value, "the head of the request was not received in time; send it faster"),
         ErrorResponse(408, Phase.BODY.value, "the body of the request was not received in time; send it faster"),
         ErrorResponse(503, FULL, "too many connections wait for a response; try again later"),
@@ -190,7 +190,7 @@ class BoundedHttpProtocol(StrictHttpProtocol):
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         return 0 < self._unsent_bytes < before
 
-    def _close_rejected(self, refusal: ErrorResponse) -> None:
-        self._table.on_closed(refusal.reason)
+    def _close_rejected(self, rejection: ErrorResponse) -> None:
+        self._table.on_closed(rejection.reason)
         self._table.move(self, Phase.CLOSING, self.loop.time())
-        super()._close_rejected(refusal)
+        super()._close_rejected(rejection)

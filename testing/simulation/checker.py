@@ -1,6 +1,6 @@
 """Asserts the invariants of the scheduler after every event.
 
-1. Every accepted request gets exactly one answer or refusal, or is cancelled. No closed request is closed again, the rows of an
+1. Every accepted request gets exactly one answer or rejection, or is cancelled. No closed request is closed again, the rows of an
    answer belong to its own requests, and the scheduler's number of open requests equals that of the model.
 2. A request is closed at the latest at its deadline plus one tick: after an event at `now_s` no open request is past its deadline,
    and a wakeup is scheduled before the next deadline, hang timeout, end of a grace period or batch timeout.
@@ -35,7 +35,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     FailReplica,
     FreeBatch,
     KeepOutput,
-    Refuse,
+    Reject,
     ReleaseReplica,
     ReplicaDraining,
     ReplicaLost,
@@ -157,7 +157,7 @@ class Checker:
                 self._check_keep_output(action)
             case Answer():
                 self._check_answer(action)
-            case Refuse():
+            case Reject():
                 self._check_refusal(action)
             case FreeBatch():
                 self._model.drop_batch(self._batch(action.batch))
@@ -282,7 +282,7 @@ class Checker:
         batch.path.append(link)
         return batch
 
-    def _check_refusal(self, action: Refuse) -> None:
+    def _check_refusal(self, action: Reject) -> None:
         request = self._model.requests.get(action.request)
         assert request is not None, f"refused {action.request} ({action.reason}), which is not open"
         is_new = isinstance(self._event, RequestArrived) and self._event.request == action.request
@@ -291,7 +291,7 @@ class Checker:
         self._check_reason(action, request)
         self._model.close(request)
 
-    def _check_reason(self, action: Refuse, request: RequestEntry) -> None:
+    def _check_reason(self, action: Reject, request: RequestEntry) -> None:
         match action.reason:
             case "overloaded":
                 full = self._waiting_before >= self._config.queue_limit

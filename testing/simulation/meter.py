@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from multiworld_serving.server.scheduling.scheduler import Action, Answer, Event, Refuse, RequestArrived
+from multiworld_serving.server.scheduling.scheduler import Action, Answer, Event, Reject, RequestArrived
 
 
 class Meter:
@@ -29,7 +29,7 @@ class Meter:
                 for request, _ in action.rows:
                     if (arrived_s := self._arrived_s.pop(request, None)) is not None:
                         self.latencies_s.append(now_s - arrived_s)
-            elif isinstance(action, Refuse) and self._arrived_s.pop(action.request, None) is not None:
+            elif isinstance(action, Reject) and self._arrived_s.pop(action.request, None) is not None:
                 self.refused[action.reason] += 1
 
     def check_finished(self) -> None:

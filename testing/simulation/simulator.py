@@ -13,7 +13,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     Drain,
     Event,
     FailReplica,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestArrived,
     RequestCancelled,
@@ -74,7 +74,7 @@ class Simulator:
         self.compute_outcomes: dict[int, ComputeOutcome] = {}
         """Compute outcome by request; requests without an entry are healthy."""
         self.outcomes: dict[int, str] = {}
-        """Result by request: "answered", "cancelled" or the reason of the refusal."""
+        """Result by request: "answered", "cancelled" or the reason of the rejection."""
         self.open: dict[int, None] = {}
         """Requests without a result, in order of arrival."""
         self.workers: dict[str, Worker] = {}
@@ -166,7 +166,7 @@ class Simulator:
             case Answer():
                 for request, _ in action.rows:
                     self._close(request, "answered")
-            case Refuse():
+            case Reject():
                 self._close(action.request, action.reason)
             case FailReplica():
                 self.workers_by_link[action.replica].broken(action.replica)

@@ -30,7 +30,7 @@ def _logging_restored() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line that these arguments get."""
     assert main(arguments) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
@@ -39,7 +39,7 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_serve_is_refused_when_the_weights_file_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.pth" in refusal(capfd, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
+    assert "nowhere.pth" in rejection(capfd, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
 
 
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
@@ -47,13 +47,13 @@ def test_serve_is_refused_when_the_weights_are_of_another_architecture(
 ) -> None:
     model = load_model("resnet18", "random:0")
     safetensors.torch.save_file(dict(model.module.state_dict()), tmp_path / "w.safetensors")
-    line = refusal(capfd, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
+    line = rejection(capfd, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
     assert "resnet18" in line
     assert "resnet50" in line
 
 
 def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
+    line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
     assert "10" in line
 
 
@@ -65,7 +65,7 @@ def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str],
         port = str(taken.getsockname()[1])
         arguments = [*FREE_PORTS]
         arguments[arguments.index(option) + 1] = port
-        line = refusal(capfd, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
+        line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
     assert port in line
     assert option in line
 
@@ -79,7 +79,7 @@ def test_device_that_is_not_there_is_refused(
         "serve": ["--model", "resnet18", "--weights", "random:0", *FREE_PORTS],
         "worker": ["--leader", "127.0.0.1:1"],
     }[verb]
-    assert "cuda:99" in refusal(capfd, verb, "--device", "cuda:99", *arguments)
+    assert "cuda:99" in rejection(capfd, verb, "--device", "cuda:99", *arguments)
 
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:

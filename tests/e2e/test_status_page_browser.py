@@ -117,7 +117,7 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer .wrong")
     assert "image" in page.locator("#answer .wrong").inner_text()
-    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser notes the refusal
+    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser notes the rejection
     visit.assert_clean(small_service.url)
     page.close()
 

@@ -235,22 +235,22 @@ async def test_session_ends_when_its_leader_sends_what_was_not_announced(
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    tensors, refusal = LEADERS_LIES[lie]
+    tensors, rejection = LEADERS_LIES[lie]
     assert link._world is not None
     for tensor in tensors:
         await link._world.send(tensor, 1)
     ending = await pair.tasks[-1]
     assert isinstance(ending, BrokenWorldException)
     assert ending.cause == Cause.ABORTED
-    assert re.search(refusal, ending.detail)
+    assert re.search(rejection, ending.detail)
 
 
 async def test_session_ends_when_there_are_more_weights_than_were_announced(
     pair: Pair, plan: tuple[StagePlan, ...]
 ) -> None:
     class Lying(StagePlan):
-        def order(self, max_batch_size: int, window: int) -> StageAssignment:
-            return dataclasses.replace(super().order(max_batch_size, window), weights_bytes=4)
+        def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
+            return dataclasses.replace(super().assignment(max_batch_size, window), weights_bytes=4)
 
     await pair.session(pair.link(Lying(**vars(plan[0]))))
     ending = await pair.tasks[-1]

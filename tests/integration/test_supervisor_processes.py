@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
+from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.supervisor import _POLL_S, Backoff, Supervisor
 from tests.integration.small_processes import (
     DEAF,
     EXIT_WITH_PARENT,
@@ -29,6 +32,14 @@ from tests.integration.small_processes import (
     no_child_left,
     until,
 )
+
+ONE_SIGN_OF_LIFE = """
+import socket
+name = os.environ['NOTIFY_SOCKET']
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'READY=1', chr(0) + name[1:])
+report('up')
+signal.pause()
+"""
 
 
 @pytest.fixture(params=["programs", "forks"])
@@ -75,14 +86,6 @@ async def test_process_is_started_again_when_it_exits(
     assert len(pids) == 4
     assert supervisor.restarts[0] >= 3
     assert f"ended status={status}" in caplog.text
-
-
-async def test_backoff_is_forgotten_when_reset(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
-        for _ in range(5):
-            os.kill(await reports.next_pid(), signal.SIGKILL)
-            supervisor.proven("local-0")
-        await reports.next()
 
 
 async def test_backoff_is_forgotten_when_it_lived_long_enough(reports: Reports) -> None:
@@ -271,12 +274,77 @@ async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: R
     assert supervisor.restarts == {0: 20}
 
 
-async def test_process_that_lives_and_never_comes_to_the_leader_is_killed_and_started_again(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, 2, absent_timeout_s=5.0, backoff=Backoff(initial_s=0)) as supervisor:
-        pids = {slot: int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
-        supervisor.present({"local-1"})
-        slot, pid, _ = await reports.next()
-        assert slot == "0"
-        assert int(pid) != pids["0"]
-        assert supervisor.pids[1] == pids["1"]
-        supervisor.present({"local-0", "local-1"})
+async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_of_life(
+    reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    with NotifyListener() as notify, notify.receiving():
+        environment = {**os.environ, **notify.environment}
+        async with reports.supervisor(
+            ONE_SIGN_OF_LIFE,
+            environment=environment,
+            notify=notify,
+            blocked_timeout_s=0.5,
+            backoff=Backoff(initial_s=0),
+        ) as supervisor:
+            first = await reports.next_pid()
+            assert await reports.next_pid() != first
+            assert supervisor.restarts == {0: 1}
+            assert notify.silent_s(first) == 0, "its pid may be reused"
+    assert "gave no sign of life" in caplog.text
+    assert "ended status=SIGKILL" in caplog.text
+
+
+async def test_process_is_left_alone_when_it_has_never_given_a_sign_of_life(reports: Reports) -> None:
+    with NotifyListener() as notify, notify.receiving():
+        environment = {**os.environ, **notify.environment}
+        async with reports.supervisor(
+            FOREVER, 2, environment=environment, notify=notify, blocked_timeout_s=0.001
+        ) as supervisor:
+            pids = {int(slot): int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
+            await until(lambda: supervisor.pids == pids)
+            await asyncio.sleep(2 * _POLL_S)  # at least one look at them
+            assert supervisor.pids == pids, "one that still imports its modules is not blocked"
+
+
+@pytest.mark.parametrize(("ends", "invalid"), [("2", True), ("3", False), ("3 2", False)])
+async def test_settings_are_invalid_only_when_the_first_start_of_a_process_says_so(
+    reports: Reports, tmp_path: Path, ends: str, invalid: bool
+) -> None:
+    statuses = tmp_path / "statuses"
+    statuses.write_text(ends)
+    script = (
+        f"file = {str(statuses)!r}; first, *rest = open(file).read().split() or ['run']; open(file, 'w').write(' '.join(rest))\n"
+        "if first != 'run': sys.exit(int(first))\n"
+        "report('up'); signal.pause()"
+    )
+    async with reports.supervisor(script, backoff=Backoff(initial_s=0)) as supervisor:
+        await reports.next()
+        assert supervisor.restarts == {0: len(ends.split())}
+        assert supervisor.invalid_input.is_set() == invalid
+
+
+async def test_process_inherits_the_descriptors_of_its_slot_under_the_same_numbers(reports: Reports) -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        file.write("of the supervisor")
+        file.flush()
+        fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 200)
+        try:
+            script = f"report(os.pread({fd}, 100, 0).decode().split()[-1] if slot == '1' else os.path.exists('/proc/self/fd/{fd}'))"
+            async with reports.supervisor(
+                script + "\nsignal.pause()", 2, fds=lambda slot: [fd] if slot else []
+            ) as supervisor:
+                found = {slot: word for slot, _, word in [await reports.next() for _ in range(2)]}
+                await until(lambda: len(supervisor.pids) == 2)
+        finally:
+            os.close(fd)
+    assert found == {"0": "False", "1": "supervisor"}
+
+
+async def test_every_process_gets_a_signal_that_is_sent_to_all(reports: Reports) -> None:
+    script = "signal.signal(signal.SIGHUP, lambda *_: report('reloaded'))\nreport('up')\nwhile True: signal.pause()"
+    async with reports.supervisor(script, 2) as supervisor:
+        for _ in range(2):
+            await reports.next()
+        await until(lambda: len(supervisor.pids) == 2)
+        supervisor.signal_all(signal.SIGHUP)
+        assert sorted([(await reports.next())[::2] for _ in range(2)]) == [["0", "reloaded"], ["1", "reloaded"]]

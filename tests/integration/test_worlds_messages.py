@@ -319,8 +319,8 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
             ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 calls"),
             ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
         ):
-            refusal = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
-            assert words in refusal
+            rejection = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
+            assert words in rejection
         victim.signal(signal.SIGCONT)
         worlds = await asyncio.gather(*forming)
         assert all(world.state is WorldState.READY for world in worlds)
@@ -343,8 +343,8 @@ def _ask_for_a_line(port: int, secret: bytes, hello: Hello) -> bytes:
         frames, handshake = FrameReader(), ClientHandshake(secret, hello)
         (challenge,) = frames.feed(sock.recv(1 << 12))
         sock.sendall(handshake.hello(challenge).encode())
-        (refusal,) = frames.feed(sock.recv(1 << 12))
-        return refusal.fields[0]
+        (rejection,) = frames.feed(sock.recv(1 << 12))
+        return rejection.fields[0]
 
 
 async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_the_peer_is_silent(spawn: Spawn) -> None:

@@ -16,9 +16,9 @@ class LosesBatches(Scheduler):
     """Forgets what was in flight when a replica breaks."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
+        if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             for attempt in replica.in_flight.values():
-                self._hedging.unwatch(attempt)
+                self._state.hedging.unwatch(attempt)
             replica.in_flight.clear()
         return super().handle(event, now_s)
 
@@ -42,18 +42,18 @@ class MissesDeadlines(Scheduler):
     """Answers in its own time."""
 
     def _expire_deadlines(self) -> None:
-        self._backlog.deadlines.pop_until(self._step.now_s)
+        self._state.backlog.deadlines.pop_until(self._state.now_s)
 
 
 class LosesBatchesOfDoubleFaults(Scheduler):
     """Forgets what was in flight when a second replica of a stage breaks within a second of the first."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
+        if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             broke_s = vars(self).setdefault("broke_s", {})
             if now_s - broke_s.get(replica.pool.stage, -1e9) < 1.0:
                 for attempt in replica.in_flight.values():
-                    self._hedging.unwatch(attempt)
+                    self._state.hedging.unwatch(attempt)
                 replica.in_flight.clear()
             broke_s[replica.pool.stage] = now_s
         return super().handle(event, now_s)

@@ -162,7 +162,7 @@ class TorturePart:
         """Start all operations of the phase, await and check them. Raises the WorldError of the first that failed."""
         rank = planned.members.index(self._process)
         started: list[tuple[asyncio.Future[None], CollectivePart | MessagePart | None]] = []
-        refusal: BaseException | None = None
+        rejection: BaseException | None = None
         try:
             for part in self._parts(planned, phase, rank):
                 started.append((asyncio.ensure_future(part.start()), part))
@@ -171,7 +171,7 @@ class TorturePart:
                 if call is not None:
                     started.append((call, None))
         except WorldError as error:  # it ended while they were started
-            refusal = error
+            rejection = error
         if started:
             _, late = await asyncio.wait([future for future, _ in started], timeout=PATIENCE_S)
             if late:
@@ -181,11 +181,11 @@ class TorturePart:
             if failure is None and checked is not None:
                 checked.check()
                 self._verified += 1
-            refusal = refusal or failure
-        if isinstance(refusal, asyncio.CancelledError):
+            rejection = rejection or failure
+        if isinstance(rejection, asyncio.CancelledError):
             await self._await_end(planned)
-        elif refusal is not None:
-            raise refusal
+        elif rejection is not None:
+            raise rejection
 
     def _parts(self, planned: PlannedWorld, phase: Phase, rank: int) -> list[CollectivePart | MessagePart]:
         """In a random order that leaves collectives, and the messages of each stream, in theirs."""

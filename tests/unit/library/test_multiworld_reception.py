@@ -150,11 +150,11 @@ def test_a_guest_is_refused_when_its_seat_does_not_exist(
 ) -> None:
     house.host(epoch=5)
     guest = house.guest(**wish).enter()  # type: ignore[arg-type]
-    refusal = guest.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].decode().startswith(reason)
-    assert refusal.fields[1] == retry
+    rejection = guest.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].decode().startswith(reason)
+    assert rejection.fields[1] == retry
     assert guest.next() is None
 
 
@@ -245,11 +245,11 @@ def test_a_guest_is_told_why_when_its_hello_is_none(house: House, caplog: pytest
     challenge = guest.next()
     assert challenge is not None
     guest.sock.sendall(guest.handshake.hello(challenge).encode())
-    refusal = guest.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].startswith(b"not a hello")
-    assert refusal.fields[1] == b"1"
+    rejection = guest.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].startswith(b"not a hello")
+    assert rejection.fields[1] == b"1"
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 

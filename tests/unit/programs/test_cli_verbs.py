@@ -1,5 +1,6 @@
 """The command line: what each verb passes on, prints and exits with."""
 
+import contextlib
 import json
 import os
 import pty
@@ -11,18 +12,23 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from multiworld_serving.deploy.processes.local_workers import local_workers
+from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.status_table import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import declaration
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.service import _Service
+from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+
+S = TypeVar("S", bound=Settings)
 
 ANSWER = {
     "model": "resnet18",
@@ -108,7 +114,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """Stands for multiworld_serving.server.main and multiworld_serving.workers.main: remembers what it was called with."""
+    """Stands for the `run` functions of all programs: remembers what it was called with."""
 
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -124,10 +130,10 @@ class Recorder:
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name in ("multiworld_serving.server.main", "multiworld_serving.workers.main"):
-        module = ModuleType(name)
+    for name in ("server.main", "server.frontends.main", "workers.main", "deploy.processes.service"):
+        module = ModuleType(f"multiworld_serving.{name}")
         vars(module)["run"] = recorder.run
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, f"multiworld_serving.{name}", module)
     monkeypatch.setattr("multiworld_serving.cli.options.configure_logging", lambda *_, **__: None)
     monkeypatch.delenv("MULTIWORLD_TOKEN", raising=False)
     return recorder
@@ -141,22 +147,28 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
+def test_serve_passes_its_settings(program: Recorder) -> None:
     program.outcome = 7
     assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
-    settings, processes = program.arguments
+    [settings] = program.arguments
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
-    assert settings.token is not None
-    assert processes.workers.func is local_workers
-    assert processes.workers.keywords["fork_server"].pid is None, "what forks the workers is ended with the service"
+    assert settings.token is None, "only its own processes need a secret"
 
 
-def test_serve_starts_no_workers_when_they_come_from_outside(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_passes_its_settings(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
-    assert main(["serve", "--external-workers"]) == 0
-    assert program.arguments[1].workers is None
+    assert main(["leader", "--model", "resnet18", "--leader-name", "left"]) == 0
+    [settings] = program.arguments
+    assert isinstance(settings, LeaderSettings)
+    assert (settings.model, settings.leader_name, settings.accepted_secrets) == ("resnet18", "left", (b"open-sesame",))
+
+
+def test_frontend_joins_every_leader_that_it_is_given(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
+    assert main(["frontend", "--leader", "10.0.0.1:8001", "--leader", "10.0.0.2:8001,10.0.0.3:8001"]) == 0
+    [settings] = program.arguments
+    assert isinstance(settings, FrontendSettings)
+    assert [str(address) for address in settings.leaders] == ["10.0.0.1:8001", "10.0.0.2:8001", "10.0.0.3:8001"]
 
 
 def test_flag_of_the_environment_is_taken_back_by_the_command_line(
@@ -169,19 +181,37 @@ def test_flag_of_the_environment_is_taken_back_by_the_command_line(
     assert program.arguments[0].access_log is False
 
 
-def test_worker_understands_the_command_of_the_local_supervisor(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leader = ServeSettings(worker_threads=3, heartbeat_timeout_s=2.5).with_token()
-    supervisor = local_workers(leader, "127.0.0.1:4321")
-    command = list(supervisor._command(1))
-    monkeypatch.setenv("MULTIWORLD_TOKEN", supervisor._environment["MULTIWORLD_TOKEN"])
-    assert main(command[command.index("worker") :]) == 0
+def test_programs_understand_the_commands_of_the_service(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"http_port": 0, "join_port": 0, "metrics_port": 0, "worker_threads": 3, "heartbeat_timeout_s": 2.5}
+    settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
+    with contextlib.ExitStack() as stack:
+        service = _Service(settings, stack)
+        fork_server = cast(ForkServer, None)
+        [workers] = service._workers(fork_server)
+        monkeypatch.setenv("MULTIWORLD_TOKEN", workers._environment["MULTIWORLD_TOKEN"])
+        worker = received(program, workers, WorkerSettings)
+        monkeypatch.delenv("MULTIWORLD_TOKEN")
+        leader = received(program, service._leaders(fork_server), LeaderSettings)
+        frontend = received(program, service._frontends(fork_server), FrontendSettings)
+        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
+        assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
+        assert leader.join_fd == service._joins[1].fileno()
+    assert (worker.name, worker.threads) == ("local-1", 3)
+    assert (leader.leader_name, frontend.name) == ("leader-1", "frontend-0")
+    assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}
+    assert {each.heartbeat_timeout_s for each in (worker, leader, frontend)} == {2.5}
+    assert worker.exit_with_parent
+    assert leader.exit_with_parent
+    assert frontend.exit_with_parent
+
+
+def received(program: Recorder, group: Supervisor, cls: type[S]) -> S:
+    """The settings that a program of this group gets from its command."""
+    command = list(group._command(min(1, len(group.restarts) - 1)))
+    assert main(command[command.index("multiworld_serving.cli.main") + 1 :]) == 0
     [settings] = program.arguments
-    assert isinstance(settings, WorkerSettings)
-    assert (settings.leader, settings.name, settings.threads) == ("127.0.0.1:4321", "local-1", 3)
-    assert (settings.heartbeat_timeout_s, settings.exit_with_parent) == (2.5, True)
-    assert settings.token == leader.token
+    assert isinstance(settings, cls)
+    return settings
 
 
 @pytest.mark.parametrize(
@@ -194,6 +224,10 @@ def test_worker_understands_the_command_of_the_local_supervisor(
         ["serve", "--config", "/nowhere.toml"],
         ["serve", "--external-workers"],
         ["serve", "extra"],
+        ["leader"],
+        ["frontend"],
+        ["frontend", "--leader", "nowhere"],
+        ["frontend", "--leader", "127.0.0.1:1", "--leader", "127.0.0.1:1"],
         ["worker"],
         ["worker", "--leader", "nowhere"],
         ["predict"],
@@ -246,7 +280,9 @@ def test_ctrl_c_is_status_130(program: Recorder) -> None:
     assert main(["serve"]) == 130
 
 
-@pytest.mark.parametrize("verb", [[], ["serve"], ["worker"], ["predict"], ["status"], ["version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb", [[], ["serve"], ["leader"], ["frontend"], ["worker"], ["predict"], ["status"], ["version"]], ids=" ".join
+)
 def test_help_is_printed(capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
     assert main([*verb, "--help"]) == 0
     assert "Usage: multiworld" in capsys.readouterr().out
@@ -257,7 +293,10 @@ def test_help_is_printed_when_no_verb_is_given(capsys: pytest.CaptureFixture[str
     assert "predict" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("verb", "cls"), [("serve", ServeSettings), ("worker", WorkerSettings)])
+@pytest.mark.parametrize(
+    ("verb", "cls"),
+    [("serve", ServeSettings), ("leader", LeaderSettings), ("frontend", FrontendSettings), ("worker", WorkerSettings)],
+)
 def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, cls: type[Settings]
 ) -> None:
@@ -275,8 +314,9 @@ def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
 def test_verbs_that_do_not_compute_start_without_torch() -> None:
     program = (
         "import sys\n"
+        "import multiworld_serving.deploy.processes.service\n"
         "from multiworld_serving.cli.main import main\n"
-        "for arguments in (['--help'], ['serve', '--help'], ['version'], ['status', '--url', 'http://127.0.0.1:1']):\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['leader', '--help'], ['frontend', '--help'], ['version'], ['status', '--url', 'http://127.0.0.1:1']):\n"
         "    main(arguments)\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -36,7 +36,7 @@ ANSWER = {"predictions": [{"label": "cat", "class_id": 3, "probability": 0.5}], 
 GOOD = (200, {"X-Model-Version": "a%20b", "X-Path": "s0.r1,s1.r0;s0.r0,s1.r0", "X-Attempts": "2"}, json.dumps(ANSWER))
 
 
-def refusal(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:
+def rejection(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:
     return (
         status,
         {name.replace("_", "-"): text for name, text in headers.items()},
@@ -112,7 +112,7 @@ both = pytest.mark.parametrize("predict", [predict_sync, predict_async])
 
 @both
 async def test_request_is_retried_when_the_error_is_temporary(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(429, "overloaded"), None, refusal(503, "not_ready"), GOOD]
+    script.answers = [rejection(429, "overloaded"), None, rejection(503, "not_ready"), GOOD]
     prediction = await predict(script)
     assert (prediction.label, prediction.probability, prediction.tries) == ("cat", 0.5, 4)
     assert (prediction.version, prediction.path, prediction.attempts) == ("a b", ("s0.r1", "s1.r0"), 2)
@@ -124,14 +124,14 @@ async def test_request_is_retried_when_the_error_is_temporary(script: Script, pr
 
 @both
 async def test_retry_waits_as_long_as_retry_after_says(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(503, "not_ready", Retry_After="1"), GOOD]
+    script.answers = [rejection(503, "not_ready", Retry_After="1"), GOOD]
     assert (await predict(script)).tries == 2
     assert script.at_s[1] - script.at_s[0] >= 1.0
 
 
 @both
 async def test_error_is_raised_at_once_when_retry_after_exceeds_the_deadline(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(429, "overloaded", Retry_After="3600")]
+    script.answers = [rejection(429, "overloaded", Retry_After="3600")]
     began_s = time.monotonic()
     with pytest.raises(OverloadedError) as raised:
         await predict(script, timeout_s=30.0)
@@ -144,12 +144,12 @@ async def test_error_is_raised_at_once_when_retry_after_exceeds_the_deadline(scr
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (refusal(400, "invalid_inference_request"), InvalidRequestError),
-        (refusal(401, "unauthenticated"), AccessDeniedError),
-        (refusal(403, "forbidden"), AccessDeniedError),
-        (refusal(404, "unknown_model"), InvalidRequestError),
-        (refusal(500, "poison"), ServerFailedError),
-        (refusal(504, "deadline"), DeadlineError),
+        (rejection(400, "invalid_inference_request"), InvalidRequestError),
+        (rejection(401, "unauthenticated"), AccessDeniedError),
+        (rejection(403, "forbidden"), AccessDeniedError),
+        (rejection(404, "unknown_model"), InvalidRequestError),
+        (rejection(500, "poison"), ServerFailedError),
+        (rejection(504, "deadline"), DeadlineError),
         ((418, {}, "a teapot"), InvalidRequestError),
         ((200, {}, "hello"), ProtocolError),
         ((200, {}, "{}"), ProtocolError),
@@ -168,7 +168,9 @@ async def test_error_is_raised_at_once_when_it_is_permanent(
 
 
 @both
-@pytest.mark.parametrize(("answer", "error"), [(refusal(503, "draining"), UnavailableError), (None, UnreachableError)])
+@pytest.mark.parametrize(
+    ("answer", "error"), [(rejection(503, "draining"), UnavailableError), (None, UnreachableError)]
+)
 async def test_last_error_is_raised_after_max_tries(
     script: Script, predict: Predict, answer: tuple[int, dict[str, str], str] | None, error: type[ClientError]
 ) -> None:

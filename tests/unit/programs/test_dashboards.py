@@ -1,15 +1,19 @@
-"""Every query of the dashboards names metrics and labels that a leader or a worker exports."""
+"""Every query of the dashboards names metrics and labels that a service or a worker exports."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from multiworld_serving.deploy.processes.service import _RestartCounts
+from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
@@ -20,13 +24,15 @@ FROM_PROMETHEUS = {"job", "instance"}
 
 
 def told() -> dict[str, set[str]]:
-    """The labels of every series that a leader or a worker exposes, by name."""
+    """The labels of every series that a service or a worker exposes, by name."""
     metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
     tell_everything(metrics)
     tell_everything_of_a_worker(of_worker)
-    text = metrics.exposition()[0] + of_worker.exposition()[0]
+    with tempfile.NamedTemporaryFile("r") as file:
+        _RestartCounts(ServeSettings(), file.name)
+        of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", file.read())])
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
-    for line in text.decode().splitlines():
+    for line in (of_service + of_worker.exposition()[0].decode()).splitlines():
         if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
             found.setdefault(match[1], set(FROM_PROMETHEUS)).update(re.findall(r'(\w+)="', match[2] or ""))
     return found

@@ -1,17 +1,14 @@
 """Observers never break what they observe."""
 
 import logging
-import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server import main as server_main
-from multiworld_serving.server.settings import ServeSettings
 
 
 class Observer:
@@ -62,17 +59,6 @@ def snapshot(state: str) -> Any:
     return SimpleNamespace(spares=(), stages=(SimpleNamespace(index=0, replicas=(replica,)),), ready=state == "ready")
 
 
-class Supervisor:
-    def __init__(self) -> None:
-        self.known: list[str] = []
-
-    def proven(self, worker: str) -> None:
-        self.known.append(worker)
-
-    def present(self, names: object) -> None:
-        pass
-
-
 def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def write(self, _: str) -> int:
@@ -84,14 +70,13 @@ def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Closed())
 
 
-def test_supervisor_is_told_when_standard_output_is_a_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        progress = server_main._StartupReporter(settings, {"http_port": one, "metrics_port": one})
-    progress.workers = supervisor = Supervisor()
-    watchers = server_main._SnapshotListeners(progress.show)
-    watchers.add(progress.tell_supervisor)
+def test_frontends_are_told_when_the_reporter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = server_main._StartupReporter()
+    listeners = server_main._SnapshotListeners(reporter.show)
+    told: list[str] = []
+    listeners.add(lambda snapshot: told.append(snapshot.stages[0].replicas[0].state))
     closed_pipe(monkeypatch)
-    watchers.tell(snapshot("loading"))
-    watchers.tell(snapshot("ready"))
-    assert supervisor.known == ["w"]
+    monkeypatch.setattr(server_main.logger, "info", print)
+    listeners.tell(snapshot("loading"))
+    listeners.tell(snapshot("ready"))
+    assert told == ["loading", "ready"]

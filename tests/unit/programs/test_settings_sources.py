@@ -42,7 +42,7 @@ def worker(config_file: Path | None = None, **options: Any) -> WorkerSettings:
     return load(WorkerSettings, {"leader": "127.0.0.1:8001", **options}, config_file=config_file, programs=PROGRAMS)
 
 
-def refusal(cls: type[Settings] = ServeSettings, config_file: Path | None = None, **options: Any) -> str:
+def rejection(cls: type[Settings] = ServeSettings, config_file: Path | None = None, **options: Any) -> str:
     with pytest.raises(SettingsError) as raised:
         load(cls, options, config_file=config_file, programs=PROGRAMS)
     message = str(raised.value)
@@ -113,7 +113,7 @@ def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatc
 def test_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_BATCH_TIMEOUT", "1")
     assert (
-        refusal() == "unknown environment variable MULTIWORLD_BATCH_TIMEOUT: did you mean MULTIWORLD_BATCH_TIMEOUT_S?"
+        rejection() == "unknown environment variable MULTIWORLD_BATCH_TIMEOUT: did you mean MULTIWORLD_BATCH_TIMEOUT_S?"
     )
 
 
@@ -130,12 +130,12 @@ def test_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.Mo
 )
 def test_file_is_refused_when_it_says_what_cannot_be(toml: WriteToml, text: str, message: str) -> None:
     path = toml(text)
-    assert refusal(config_file=path).startswith(message.format(path=path))
+    assert rejection(config_file=path).startswith(message.format(path=path))
 
 
 def test_file_is_refused_when_it_is_no_toml_or_not_there(toml: WriteToml, tmp_path: Path) -> None:
-    assert "is not valid TOML" in refusal(config_file=toml("stages: 3"))
-    assert "No such file" in refusal(config_file=tmp_path / "nowhere.toml")
+    assert "is not valid TOML" in rejection(config_file=toml("stages: 3"))
+    assert "No such file" in rejection(config_file=tmp_path / "nowhere.toml")
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_bad_value_is_refused_as_it_was_written(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
 ) -> None:
     said: dict[str, Any] = {name: value}
-    assert refusal(**said) == f"{option(name)} {value}: must be {allowed}"
+    assert rejection(**said) == f"{option(name)} {value}: must be {allowed}"
     monkeypatch.setenv(variable(name), value)
-    assert refusal() == f"{variable(name)}={value}: must be {allowed}"
+    assert rejection() == f"{variable(name)}={value}: must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_bad_value_is_refused_as_it_was_written(
 )
 def test_leader_is_refused_when_it_is_not_host_and_port(leader: str) -> None:
     assert (
-        refusal(WorkerSettings, leader=leader)
+        rejection(WorkerSettings, leader=leader)
         == f"--leader {leader}: must be HOST:PORT, such as 10.0.0.1:8001, each leader once"
     )
 
@@ -180,13 +180,13 @@ def test_leader_is_split_into_host_and_port() -> None:
 
 
 def test_missing_leader_is_named() -> None:
-    assert refusal(WorkerSettings).startswith("--leader is missing: ")
+    assert rejection(WorkerSettings).startswith("--leader is missing: ")
 
 
 def test_settings_are_refused_when_they_contradict_each_other() -> None:
-    assert "heartbeat_timeout_s (0.1) must be longer" in refusal(heartbeat_timeout_s="0.1")
-    assert refusal(http_port="8001").startswith("http_port and join_port are both 8001")
-    assert "must not be less" in refusal(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
+    assert "heartbeat_timeout_s (0.1) must be longer" in rejection(heartbeat_timeout_s="0.1")
+    assert rejection(http_port="8001").startswith("http_port and join_port are both 8001")
+    assert "must not be less" in rejection(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
     assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
 
 
@@ -218,13 +218,10 @@ def test_secret_is_masked_wherever_settings_are_shown(monkeypatch: pytest.Monkey
     assert "token=********** (environment)" in describe(settings)
 
 
-def test_token_is_made_when_only_local_workers_need_it() -> None:
-    first, second = serve().with_token(), serve().with_token()
-    assert first.token is not None
-    assert second.token is not None
-    assert len(first.token.get_secret_value()) >= 32
-    assert first.token != second.token
-    assert first.origin("token") == "generated"
+def test_token_is_needed_only_for_workers_from_elsewhere() -> None:
+    assert serve().with_token().token is None
+    with pytest.raises(SettingsError, match="which external workers require"):
+        serve(external_workers=True).with_token()
 
 
 def test_token_is_demanded_when_workers_come_from_outside() -> None:
@@ -265,16 +262,16 @@ def test_stronger_source_decides_between_token_and_token_file(monkeypatch: pytes
 def test_token_and_token_file_are_refused_when_one_source_gives_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "a")
     monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "b")
-    assert refusal() == "token and token_file are both given (environment): give one of them"
+    assert rejection() == "token and token_file are both given (environment): give one of them"
 
 
 def test_blank_token_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "   ")
-    assert refusal() == "MULTIWORLD_TOKEN=…: must be at least one character"
+    assert rejection() == "MULTIWORLD_TOKEN=…: must be at least one character"
 
 
 def test_reduced_precision_is_refused_when_nothing_may_be_optimised() -> None:
-    assert "optimize eager" in refusal(optimize="none", precision="bfloat16")
+    assert "optimize eager" in rejection(optimize="none", precision="bfloat16")
     assert serve(optimize="none", precision="auto").precision == "auto"
 
 
@@ -307,8 +304,8 @@ def test_advertised_address_has_the_join_port_unless_it_names_one(given: str | N
 
 @pytest.mark.parametrize("given", ["", "a b", "host:", "host:70000", "user@host", "http://host"])
 def test_advertised_address_is_refused_when_it_is_none(given: str) -> None:
-    assert "must be HOST or HOST:PORT" in refusal(advertise_host=given)
+    assert "must be HOST or HOST:PORT" in rejection(advertise_host=given)
 
 
 def test_bind_host_is_refused_when_it_is_no_address() -> None:
-    assert "an address of this machine" in refusal(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")
+    assert "an address of this machine" in rejection(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")

@@ -11,7 +11,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
     Event,
-    Refuse,
+    Reject,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -126,6 +126,6 @@ def answered(actions: Iterable[Action]) -> list[int]:
     return [request for answer in of(actions, Answer) for request, _ in answer.rows]
 
 
-def refused(actions: Iterable[Action]) -> dict[int, str]:
+def rejected(actions: Iterable[Action]) -> dict[int, str]:
     """Requests refused, and why."""
-    return {refusal.request: refusal.reason for refusal in of(actions, Refuse)}
+    return {rejection.request: rejection.reason for rejection in of(actions, Reject)}

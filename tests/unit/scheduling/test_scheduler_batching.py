@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Request
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
@@ -16,8 +17,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     RequestCancelled,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.state import Attempt, Batch, Request
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
 def test_request_is_sent_at_once_when_a_replica_idles_and_there_is_no_batch_timeout() -> None:
@@ -224,14 +224,14 @@ def test_request_is_refused_at_its_deadline_when_it_waits() -> None:
     driver.arrive()
     driver.arrive(timeout_s=0.5)
     assert driver.scheduler.next_wakeup_s() == 0.5
-    assert refused(driver.wait(0.5)) == {2: "deadline"}
+    assert rejected(driver.wait(0.5)) == {2: "deadline"}
 
 
 def test_request_is_refused_at_its_deadline_when_in_flight_and_the_late_answer_is_ignored() -> None:
     driver = SchedulerHarness()
     send = only(driver.arrive(timeout_s=0.5), SendBatch)
     actions = driver.wait(0.5)
-    assert refused(actions) == {1: "deadline"}
+    assert rejected(actions) == {1: "deadline"}
     assert of(actions, FreeBatch) == [FreeBatch(send.batch)]
     assert driver.done(send) == []
 

@@ -7,12 +7,12 @@ import pytest
 from multiworld_serving.server.scheduling.scheduler import (
     FailReplica,
     FreeBatch,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestCancelled,
     SendBatch,
 )
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
 def test_batch_is_sent_to_another_replica_when_its_link_breaks() -> None:
@@ -162,8 +162,8 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     assert (alone.requests, alone.isolated) == ((1,), True)
     follower = only(driver.done(alone), SendBatch)
     actions = driver.not_sent(follower)
-    assert refused(actions) == {2: "stage_error"}
-    assert "could not be sent to stage 0: MemoryError" in only(actions, Refuse).detail
+    assert rejected(actions) == {2: "stage_error"}
+    assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
 
 
 def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
@@ -172,7 +172,7 @@ def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
         send = only(driver.arrive(), SendBatch)
         alone = only(driver.not_sent(send), SendBatch)
         assert of(driver.done(alone), FailReplica) == []
-    assert len(driver.scheduler._table.replicas) == 2
+    assert len(driver.scheduler._state.table.replicas) == 2
 
 
 def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_goes_away() -> None:
@@ -202,9 +202,9 @@ def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> No
         outcome += actions
         pending += sends(actions)
     assert sorted(answered(outcome)) == [1, 3]
-    refusal = only(outcome, Refuse)
-    assert (refusal.request, refusal.reason) == (2, "stage_error")
-    assert "boom" in refusal.detail
+    rejection = only(outcome, Reject)
+    assert (rejection.request, rejection.reason) == (2, "stage_error")
+    assert "boom" in rejection.detail
     assert driver.scheduler.open_requests == 0
 
 
@@ -213,7 +213,7 @@ def test_request_is_refused_after_two_errors_when_there_is_one_replica() -> None
     first = only(driver.arrive(), SendBatch)
     alone = only(driver.failed(first), SendBatch)
     assert alone.isolated
-    assert refused(driver.failed(alone)) == {1: "stage_error"}
+    assert rejected(driver.failed(alone)) == {1: "stage_error"}
 
 
 def test_work_waits_and_succeeds_when_a_stage_is_empty_for_less_than_the_grace() -> None:
@@ -234,8 +234,8 @@ def test_work_and_newcomers_are_refused_when_a_stage_is_empty_beyond_the_grace()
     driver.now_s += 1.0
     driver.arrive()
     assert driver.scheduler.next_wakeup_s() == 5.0
-    assert refused(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
-    assert refused(driver.arrive()) == {3: "no_replica"}
+    assert rejected(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
+    assert rejected(driver.arrive()) == {3: "no_replica"}
     driver.ready("s1r1", 1)
     assert answered(driver.answer_all(driver.arrive())) == [4]
 
@@ -245,7 +245,7 @@ def test_batch_is_refused_when_it_reaches_a_stage_that_is_lost() -> None:
     send = only(driver.arrive(), SendBatch)
     driver.broken("s1r0")
     driver.wait(6.0)
-    assert refused(driver.done(send)) == {1: "no_replica"}
+    assert rejected(driver.done(send)) == {1: "no_replica"}
 
 
 @pytest.mark.parametrize("leaves", [True, False])
@@ -257,7 +257,7 @@ def test_grace_counts_from_when_the_last_replica_stopped_taking_work(leaves: boo
     else:
         driver.broken("s0r0", "left")
     assert driver.wait(4.9) == []
-    assert 2 in refused(driver.wait(0.2))
+    assert 2 in rejected(driver.wait(0.2))
 
 
 def raises_then_succeeds_elsewhere(driver: SchedulerHarness, link: str) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.scheduler import FreeBatch, RequestCancelled, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
 def _run(driver: SchedulerHarness, pending: list[SendBatch], poison: set[int]) -> tuple[list[int], dict[int, str], int]:
@@ -24,7 +24,7 @@ def _run(driver: SchedulerHarness, pending: list[SendBatch], poison: set[int]) -
         else:
             actions = driver.done(send, after_s=0.001)
         good += answered(actions)
-        bad |= refused(actions)
+        bad |= rejected(actions)
         pending += sends(actions)
     return sorted(good), bad, deaths
 
@@ -51,7 +51,7 @@ def test_poison_is_found_when_there_is_one_replica_and_it_kills_a_later_stage() 
             actions = driver.done(send)
         outcome += actions
         pending += sends(actions)
-    assert refused(outcome) == {3: "poison"}
+    assert rejected(outcome) == {3: "poison"}
     assert sorted(answered(outcome)) == [1, 2, 4, 5, 6, 7]
     assert deaths == 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.scheduler import FreeBatch, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected
 
 
 def test_new_batches_go_through_the_newest_version_when_it_is_complete() -> None:
@@ -43,7 +43,7 @@ def test_batch_starts_again_under_another_version_when_its_own_lost_the_stage() 
     new = only(actions, SendBatch)
     assert (new.replica, new.requests, new.stage, new.attempt) == ("n0", (1, 2), 0, 2)
     assert answered(driver.answer_all([new])) == [1, 2]
-    assert driver.scheduler.counters.restarted == 2
+    assert driver.scheduler.counters.requeued == 2
 
 
 def test_waiting_batches_start_again_when_a_new_version_comes_while_their_stage_is_empty() -> None:
@@ -73,7 +73,7 @@ def test_nothing_is_refused_when_versions_roll_one_worker_at_a_time() -> None:
     while driver.in_flight:
         outcome += driver.done(next(iter(driver.in_flight.values())))
     assert sorted(answered(outcome)) == list(range(1, 13))
-    assert refused(outcome) == {}
+    assert rejected(outcome) == {}
 
 
 def test_forgotten_version_leaves_nothing_behind() -> None:
@@ -81,9 +81,9 @@ def test_forgotten_version_leaves_nothing_behind() -> None:
     for number in range(2, 50):
         for stage in range(2):
             driver.ready(f"v{number}s{stage}", stage, f"v{number}")
-        for link in [link for link in driver.scheduler._table.replicas if not link.startswith(f"v{number}")]:
+        for link in [link for link in driver.scheduler._state.table.replicas if not link.startswith(f"v{number}")]:
             driver.draining(link)
-    assert list(driver.scheduler._table.pipelines) == ["v49"]
+    assert list(driver.scheduler._state.table.pipelines) == ["v49"]
     assert driver.scheduler.next_wakeup_s() is None
 
 

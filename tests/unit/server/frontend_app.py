@@ -36,7 +36,7 @@ class ColourPredictor:
     """Says which colour is strongest. Can be told to fail, or to wait."""
 
     failure: Exception | None = None
-    refusal: Exception | None = None
+    rejection: Exception | None = None
     proceed: asyncio.Event | None = None
     states: tuple[ReplicaState, ...] = ("ready", "ready")
     draining: bool = False
@@ -67,8 +67,8 @@ class ColourPredictor:
         yield
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
 
     async def asked_times(self, times: int) -> None:
         """Wait until so many more requests have come this far."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.api.decode_pool import DecodePool
-from multiworld_serving.server.errors import OverloadedError, RequestRefused
+from multiworld_serving.server.errors import OverloadedError, RequestRejected
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import Prediction
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
@@ -37,10 +37,10 @@ LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
         (errors.StageError("stage 0 raised"), 500, None),
         (errors.WithdrawnError("withdrawn"), 499, None),
     ],
-    ids=lambda value: value.reason if isinstance(value, RequestRefused) else None,
+    ids=lambda value: value.reason if isinstance(value, RequestRejected) else None,
 )
 async def test_predict_returns_the_status_of_the_reason(
-    failure: RequestRefused, status: int, retry_after: str | None
+    failure: RequestRejected, status: int, retry_after: str | None
 ) -> None:
     async with running_frontend(ColourPredictor(failure=failure)) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})
@@ -51,14 +51,14 @@ async def test_predict_returns_the_status_of_the_reason(
         assert frontend.sample("multiworld_requests_total", **LABELS, code=str(status), reason=failure.reason) == 1
 
 
-def _leaves(kind: type[RequestRefused]) -> list[type[RequestRefused]]:
+def _leaves(kind: type[RequestRejected]) -> list[type[RequestRejected]]:
     return [kind, *(leaf for child in kind.__subclasses__() for leaf in _leaves(child))]
 
 
-@pytest.mark.parametrize("kind", _leaves(RequestRefused))
-def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestRefused]) -> None:
+@pytest.mark.parametrize("kind", _leaves(RequestRejected))
+def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestRejected]) -> None:
     assert kind.reason in STATUS_OF_REASON
-    original = RequestRefused.for_reason(kind.reason, "why", retry_after_s=1.5)
+    original = RequestRejected.for_reason(kind.reason, "why", retry_after_s=1.5)
     assert type(original) is kind
     copy = pickle.loads(pickle.dumps(original))
     assert (type(copy), copy.detail, copy.retry_after_s, str(copy)) == (kind, "why", 1.5, "why")

@@ -35,9 +35,10 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
-    "multiworld_worker_restarts_total": ("counter", {"slot"}),
     "multiworld_frontends": ("gauge", set()),
-    "multiworld_frontend_restarts_total": ("counter", {"slot"}),
+    "multiworld_leaders": ("gauge", set()),
+    "multiworld_leaders_configured": ("gauge", set()),
+    "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
     "multiworld_model_version": ("gauge", set()),
     "multiworld_version_changes_total": ("counter", set()),
     "multiworld_build_info": ("gauge", {"version"}),
@@ -73,8 +74,9 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.request_lost()
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
-    metrics.worker_restarted("stage0-1")
-    metrics.frontend_restarted("0")
+    metrics.frontends(2)
+    metrics.leaders(1, 2)
+    metrics.resubmitted("failed")
 
 
 def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: Metrics) -> None:
@@ -141,7 +143,7 @@ def test_no_series_is_added_when_a_slot_fails_ten_thousand_times(metrics: Metric
     for _ in range(10_000):
         metrics.world_ready("stage0-1", 0, 1)
         metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
-        metrics.worker_restarted("stage0-1")
+        metrics.resubmitted("failed")
     assert metrics.exposition()[0].count(b"\nmultiworld_") == before
 
 

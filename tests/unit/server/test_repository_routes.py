@@ -14,6 +14,7 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.models import WeightsError
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
@@ -58,7 +59,7 @@ async def no_restart() -> AsyncGenerator[RestartStep, None]:
 def client(repository: Repository, token: bytes = b"", address: str = "127.0.0.1") -> httpx.AsyncClient:
     routes = RepositoryRoutes(repository.snapshot, repository.load, repository.unload)
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), (token,) if token else ())
-    app = create_admin_app(Metrics(), AdminRoutes(no_restart), authorizer, routes)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), authorizer, routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://operations")
 
 
@@ -157,7 +158,7 @@ async def test_load_is_given_up_when_the_client_goes_away() -> None:
         pass
 
     routes = RepositoryRoutes(Repository().snapshot, load, Repository().unload)
-    app = create_admin_app(Metrics(), AdminRoutes(no_restart), None, routes)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), None, routes)
     scope = {
         "type": "http",
         "method": "POST",

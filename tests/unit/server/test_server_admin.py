@@ -9,6 +9,7 @@ import pytest
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
@@ -37,7 +38,7 @@ def client(
     steps: Callable[[], AsyncGenerator[RestartStep, None]], *tokens: bytes, address: str = "127.0.0.1"
 ) -> httpx.AsyncClient:
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), tokens)
-    app = create_admin_app(Metrics(), AdminRoutes(steps), authorizer)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(steps), authorizer)
     transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://operations")
 

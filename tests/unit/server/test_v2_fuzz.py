@@ -1,4 +1,4 @@
-"""Whatever bytes come, reading an inference request gives a request or a refusal, and takes bounded memory."""
+"""Whatever bytes come, reading an inference request gives a request or a rejection, and takes bounded memory."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def read(body: bytes, json_bytes: int | None) -> InferRequest | None:
     """The request; None when it is refused. Any other exception is a bug."""
     try:
         request = parse_infer_request(body, json_bytes, SIGNATURE)
-    except InvalidRequestError as refusal:
-        assert_clear(refusal)
+    except InvalidRequestError as rejection:
+        assert_clear(rejection)
         return None
     assert_sound(request, len(body))
     return request
 
 
-def assert_clear(refusal: InvalidRequestError) -> None:
+def assert_clear(rejection: InvalidRequestError) -> None:
     """One sentence that can be sent, however long what the client sent was."""
-    assert 10 < len(refusal.detail.encode()) < 1000
+    assert 10 < len(rejection.detail.encode()) < 1000
 
 
 def assert_sound(request: InferRequest, body_bytes: int) -> None:
@@ -150,8 +150,8 @@ def test_any_compressed_body_is_unpacked_or_refused(body: bytes, encoding: str, 
     for wrong in (body, pack(body, encoding)[:-cut]):
         try:
             assert len(unpack(wrong, encoding, UNPACKED_BYTES)) <= UNPACKED_BYTES
-        except InvalidRequestError as refusal:
-            assert_clear(refusal)
+        except InvalidRequestError as rejection:
+            assert_clear(rejection)
 
 
 @fuzzing
@@ -160,8 +160,8 @@ def test_any_header_names_an_encoding_or_none(header: str | None) -> None:
     assert accepted_encoding(header) in (None, "gzip", "deflate")
     try:
         assert content_encoding(header) in (None, "gzip", "deflate")
-    except InvalidRequestError as refusal:
-        assert_clear(refusal)
+    except InvalidRequestError as rejection:
+        assert_clear(rejection)
 
 
 def claiming(shape: list[int], datatype: str = "UINT8", data: bytes = b"") -> tuple[bytes, int]:

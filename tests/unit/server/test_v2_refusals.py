@@ -289,7 +289,7 @@ async def test_infer_fails_as_one_with_the_status_of_the_reason(failure: Excepti
         arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
         response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == status
-    if isinstance(failure, errors.RequestRefused):
+    if isinstance(failure, errors.RequestRejected):
         assert (response.json()["error"], response.json()["reason"]) == (failure.detail, failure.reason)
     else:
         assert "our bug" not in response.text
@@ -313,7 +313,7 @@ async def test_the_other_images_are_withdrawn_when_one_fails() -> None:
 
 
 async def test_infer_is_refused_before_anything_is_parsed_when_the_pipeline_would_refuse_it() -> None:
-    async with running_frontend(ColourPredictor(refusal=errors.NotReadyError("stage 1 is missing"))) as frontend:
+    async with running_frontend(ColourPredictor(rejection=errors.NotReadyError("stage 1 is missing"))) as frontend:
         response = await frontend.client.post(INFER, content=b"no JSON")
     assert (response.status_code, response.json()["error"]) == (503, "stage 1 is missing")
 

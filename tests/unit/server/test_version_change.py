@@ -15,6 +15,7 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
@@ -44,13 +45,13 @@ class Worker:
         self.dropped.append(version)
 
 
-class Source:
+class Loader:
     """Makes version 2, when it is told to proceed."""
 
     def __init__(self) -> None:
         self.begun, self.proceed = threading.Event(), threading.Event()
 
-    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         self.begun.set()
         self.proceed.wait()
         return plan(2)
@@ -69,9 +70,11 @@ class Service:
         for slot, worker in zip(self.placement.all, self.workers, strict=True):
             slot.link = cast(WorkerLink, worker)
         self.versions = VersionTable(plan(1))
-        self.source = Source()
+        self.loader = Loader()
         self.exclusive = ExclusiveOperation()
-        self.change = VersionRollout(self, self.placement, self.versions, self.source, 60.0, self.exclusive)
+        self.change = VersionRollout(
+            self, self.placement, self.versions, cast(VersionLoader, self.loader), 60.0, self.exclusive
+        )
 
     def switch_to(self, plan: VersionPlan) -> None:
         self.versions.switch_to(plan)
@@ -100,10 +103,10 @@ async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
 async def test_nothing_else_begins_until_the_file_is_read_when_a_load_is_cancelled_meanwhile() -> None:
     service = Service()
     task = asyncio.create_task(service.change.run("v2"))
-    await asyncio.to_thread(service.source.begun.wait, 60)
+    await asyncio.to_thread(service.loader.begun.wait, 60)
     await cancelled(task)
     assert service.busy
-    service.source.proceed.set()
+    service.loader.proceed.set()
     await service.until_idle()
     assert not any(worker.loading.is_set() for worker in service.workers)
     assert service.versions.current.version.number == 1
@@ -111,7 +114,7 @@ async def test_nothing_else_begins_until_the_file_is_read_when_a_load_is_cancell
 
 async def test_workers_forget_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
     service = Service()
-    service.source.proceed.set()
+    service.loader.proceed.set()
     task = asyncio.create_task(service.change.run("v2"))
     first, second = service.workers
     async with asyncio.timeout(30):
@@ -130,7 +133,7 @@ async def test_workers_forget_the_version_when_a_load_is_cancelled_while_one_loa
 
 async def test_change_ends_by_itself_when_its_caller_goes_after_requests_have_moved() -> None:
     service = Service()
-    service.source.proceed.set()
+    service.loader.proceed.set()
     for worker in service.workers:
         worker.proceed.set()
     task = asyncio.create_task(service.change.run("v2"))
@@ -153,13 +156,13 @@ async def test_closing_ends_when_a_file_cannot_be_read_to_its_end(monkeypatch: p
     service = Service()
     task = asyncio.create_task(service.change.run("v2"))
     try:
-        await asyncio.to_thread(service.source.begun.wait, 60)
+        await asyncio.to_thread(service.loader.begun.wait, 60)
         async with asyncio.timeout(30):
             await service.change.close()
         assert not service.busy
         await asyncio.gather(task, return_exceptions=True)
     finally:
-        service.source.proceed.set()
+        service.loader.proceed.set()
 
 
 def test_numbers_are_never_given_twice_and_known_ones_are_bounded() -> None:

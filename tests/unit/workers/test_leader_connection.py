@@ -15,13 +15,13 @@ from pydantic import SecretStr
 from multiworld import AskError, WorldManager, texts
 from multiworld.texts import is_name
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
-from multiworld_serving.workers.settings import MAX_NAME_CHARS, WorkerSettings
+from multiworld_serving.workers.settings import WorkerSettings
 
 SECRET = "a-secret-of-this-test"
 

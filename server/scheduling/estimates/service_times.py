@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 
-from multiworld_serving.server.scheduling.state import Attempt, Replica
+from multiworld_serving.server.scheduling.batches import Attempt, Replica
 
 _QUANTILE = 0.95
 _SAMPLES = 64

@@ -5,10 +5,10 @@ Hedged requests: Dean and Barroso, "The Tail at Scale", CACM 2013.
 
 from __future__ import annotations
 
+from multiworld_serving.server.scheduling.batches import Attempt
 from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
-from multiworld_serving.server.scheduling.service_times import ServiceTimes
-from multiworld_serving.server.scheduling.state import Attempt
 
 _BURST_BATCHES = 4
 """The budget holds tokens for at most this many full batches."""

@@ -20,10 +20,10 @@ _PATH_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
-class WeightsSource:
-    """Implements `multiworld_serving.server.pipeline.rollout.VersionSource`.
+class VersionLoader:
+    """Loads versions by the name that an administrator gives.
 
-    Allowed are weights published by torchvision, "random:SEED", and files below `--weights-dir`. Other files are refused, so that the
+    Allowed are weights published by torchvision, "random:SEED", and files below `--weights-dir`. Other files are rejected, so that the
     admin token does not grant access to the leader's disk.
 
     Attributes:
@@ -38,13 +38,18 @@ class WeightsSource:
     resize_size: int
 
     @classmethod
-    def beside(cls, first: LoadedModel, settings: LeaderSettings) -> WeightsSource:
-        """The source of versions that can replace `first`."""
+    def compatible_with(cls, first: LoadedModel, settings: LeaderSettings) -> VersionLoader:
+        """The loader of versions that can replace `first`."""
         sizes = first.preprocessing
         return cls(settings, first.name, first.num_classes, sizes.crop_size, sizes.resize_size)
 
-    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
-        """See `VersionSource.plan`."""
+    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+        """Load and check the weights (None: those of the settings), and partition the model. Blocks.
+
+        Raises:
+            models.ModelError: the weights do not exist, are not allowed, or are invalid.
+            MemoryError: there is not enough memory for another version.
+        """
         check_memory(_COPIES_OF_WEIGHTS * versions.current.weights_bytes)
         model = self._load(self.settings.weights if weights is None else self._allowed(weights))
         logger.info("version %s is loaded; splitting it into %d stages", model.version, len(versions.current.stages))
@@ -72,7 +77,7 @@ class WeightsSource:
         if weights == "auto":
             raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
         if not self._is_path(weights):
-            return weights  # a torchvision name or random:SEED; load_model refuses everything else
+            return weights  # a torchvision name or random:SEED; load_model rejects everything else
         folder = self.settings.weights_dir
         if folder is None:
             raise WeightsError(
