@@ -43,12 +43,8 @@ def service() -> Iterator[LocalService]:
 
 
 def pids(service: LocalService) -> dict[str, int]:
-    """Those of the frontends that were started last, by their names."""
-    return {
-        f"frontend-{line['slot']}": int(line["pid"])
-        for line in service.lines
-        if line.message.startswith("frontend slot=") and line.message.endswith("started")
-    }
+    """Return the latest process id of each frontend by name."""
+    return {f"frontend-{slot}": pid for slot, pid in service.child_pids("frontend").items()}
 
 
 @contextlib.contextmanager
