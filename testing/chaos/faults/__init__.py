@@ -3,11 +3,8 @@
 `fault.py` has the decorator, `context.py` what a fault may use: its targets, the service, and waiting for effects.
 """
 
-# isort: off - `--list` shows the faults in this order
-from multiworld_serving.testing.chaos.faults import on_clients, on_containers, on_workers  # noqa: F401
+from multiworld_serving.testing.chaos.faults import on_clients, on_containers, on_workers  # noqa: F401 - they declare faults
 from multiworld_serving.testing.chaos.faults.fault import REGISTRY
-
-# isort: on
 
 PROCESS_FAULTS = tuple(fault for fault in REGISTRY if fault.of == "process")
 """Faults that are possible on a service of processes."""
