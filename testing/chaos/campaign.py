@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, processes_unavailable_reason
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults import Fault
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Outage, Replica, Snapshot
-from multiworld_serving.testing.chaos.schedule import NO_WORKER, FaultTargets, missing_targets_reason, order
-from multiworld_serving.testing.chaos.soak import ResourceMonitor, Series
-from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.resources import ResourceMonitor, Series
+from multiworld_serving.testing.chaos.schedule import FaultTargets, missing_targets_reason, order
+from multiworld_serving.testing.chaos.system.containers import (
+    ComposeProject,
+    ContainerError,
+    processes_unavailable_reason,
+)
+from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
 from multiworld_serving.testing.load.clients import (
     Load,
     ReferenceRequest,
@@ -181,7 +185,7 @@ def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) ->
     in_containers = isinstance(system, ComposeProject)
     if fault.of == "container":
         return "" if in_containers else "needs containers: give their project with --compose"
-    if fault.scope in NO_WORKER:
+    if fault.scope not in NEEDS:
         return ""
     if in_containers and (why := processes_unavailable_reason()):
         return why

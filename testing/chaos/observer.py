@@ -1,17 +1,16 @@
 """Polls GET /status: which replicas are ready, which broke and when, and how long a stage had none."""
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05
 _CLOCK_S = 1.0
@@ -129,9 +128,7 @@ class Observer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._client.close()
@@ -157,7 +154,7 @@ class Observer:
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over all its series; 0 if there are none."""
-        return metric(self._metrics.get("/metrics").text, name)
+        return metric_sum(self._metrics.get("/metrics").text, name)
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -184,9 +181,3 @@ def outages(snapshots: Iterable[Snapshot]) -> list[Outage]:
         for stage in each.stages_without_replica:
             since.setdefault(stage, at_s)
     return [*found, *(Outage(stage, since_s, at_s) for stage, since_s in since.items())]
-
-
-def metric(text: str, name: str) -> float:
-    """Return the sum of a metric over all its series in the Prometheus text format."""
-    pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", re.MULTILINE)
-    return sum(float(match[1]) for match in pattern.finditer(text))

@@ -8,7 +8,7 @@ from typing import Any
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult
 from multiworld_serving.testing.chaos.observer import Outage
-from multiworld_serving.testing.chaos.soak import RULE
+from multiworld_serving.testing.chaos.resources import RULE
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
 

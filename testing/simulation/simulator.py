@@ -22,13 +22,20 @@ from multiworld_serving.server.scheduling.scheduler import (
     SendBatch,
     Tick,
 )
-from multiworld_serving.testing.simulation.checker import Checker
 from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.faults import inject_fault
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
-from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Scenario
+from multiworld_serving.testing.simulation.invariants.checker import Checker
+from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Scenario
 from multiworld_serving.testing.simulation.workers import Worker
-from multiworld_serving.testing.simulation.workload import RandomWorkload, Replay
+from multiworld_serving.testing.simulation.workload import (
+    Arrival,
+    FaultInjected,
+    Injection,
+    RandomWorkload,
+    Recording,
+    Replay,
+    Start,
+)
 
 _SETTLE_TIMEOUT_S = 300.0
 

@@ -41,7 +41,7 @@ def service() -> Iterator[LocalService]:
 
 def pids(service: LocalService) -> dict[str, int]:
     """Process ids of the frontends that were started last, by name."""
-    return {f"frontend-{slot}": pid for slot, pid in service.pids("frontend").items()}
+    return {f"frontend-{slot}": pid for slot, pid in service.child_pids("frontend").items()}
 
 
 @contextlib.contextmanager
@@ -203,7 +203,11 @@ def test_all_processes_end_when_the_supervisor_is_killed() -> None:
         for name in ("frontend-0", "frontend-1"):
             wait_until_serving(service, name, 0)
         ends = select.poll()
-        found = [*service.pids("frontend").values(), *service.pids("leader").values(), *service.pids("worker").values()]
+        found = [
+            *service.child_pids("frontend").values(),
+            *service.child_pids("leader").values(),
+            *service.child_pids("worker").values(),
+        ]
         processes = [os.pidfd_open(pid) for pid in found]
         for process in processes:
             ends.register(process, select.POLLIN)

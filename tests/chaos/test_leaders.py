@@ -50,7 +50,7 @@ def test_no_request_fails_when_a_leader_ends(service: LocalService, signum: sign
     questions = record_reference_answers(service.url, [(photo(seed), "image/jpeg") for seed in range(4)])
     with run_load(service, clients=8, questions=questions) as load:
         for slot in (0, 1):
-            pid = service.pids("leader")[slot]
+            pid = service.child_pids("leader")[slot]
             os.kill(pid, signum)
             wait_for_leaders(service, 2, without=pid)
     assert_nothing_lost(service, load)
@@ -60,7 +60,7 @@ def test_no_request_fails_when_a_leader_ends(service: LocalService, signum: sign
 
 def test_requests_wait_when_the_only_other_leader_is_killed_too(service: LocalService) -> None:
     with run_load(service) as load:
-        pids = service.pids("leader")
+        pids = service.child_pids("leader")
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
         for pid in pids.values():
@@ -75,7 +75,7 @@ def test_version_is_loaded_by_all_leaders_and_by_one_that_starts_later(service: 
     operators = service.metrics_url.removesuffix("/metrics")
     assert main(["load-version", "random:7", "--operations-url", operators]) == 0
     assert {leader["version"] for leader in service.status()["leaders"]} == {"random:7"}
-    pid = service.pids("leader")[0]
+    pid = service.child_pids("leader")[0]
     with run_load(service, clients=4) as load:
         os.kill(pid, signal.SIGKILL)
         until(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.chaos.processes import resources
+from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault

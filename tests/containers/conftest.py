@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.chaos.containers import ContainerError, docker, docker_unavailable_reason
+from multiworld_serving.testing.chaos.system.containers import ContainerError, docker, docker_unavailable_reason
 from tests.containers.deployment import Deployment, Row, table
 
 ROWS = pytest.StashKey[list[Row]]()

@@ -15,12 +15,12 @@ from typing import Self
 import pytest
 
 from multiworld_serving.testing.chaos.campaign import Injection, inject, unavailable_reason
-from multiworld_serving.testing.chaos.container_faults import ALL_FAULTS
-from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, docker
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults import ALL_FAULTS
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.chaos.report import leaderless
 from multiworld_serving.testing.chaos.schedule import FaultTargets
+from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
 from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photos
 from tests.e2e.prometheus_server import PrometheusServer, free_port

@@ -13,7 +13,7 @@ from multiworld_serving.common.config.settings import Settings, declaration, fie
 from multiworld_serving.common.config.sources import variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.testing.chaos.containers import docker
+from multiworld_serving.testing.chaos.system.containers import docker
 from multiworld_serving.workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("compose_command")

@@ -13,7 +13,7 @@ import pytest
 
 from multiworld_serving.deploy.processes import fork_server
 from multiworld_serving.deploy.processes.supervisor import Backoff
-from multiworld_serving.testing.chaos.processes import parent
+from multiworld_serving.testing.chaos.system.processes import parent
 from tests.integration.small_processes import (
     BECOME,
     EXIT_WITH_PARENT,

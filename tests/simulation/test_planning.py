@@ -10,8 +10,8 @@ import pytest
 
 from multiworld_serving.testing.planning.fleet_history import simulate_history
 from multiworld_serving.testing.planning.forecast import Plan, compute_forecast
-from multiworld_serving.testing.planning.plot import draw
-from multiworld_serving.testing.simulation.meter import quantile
+from multiworld_serving.testing.planning.meter import quantile
+from multiworld_serving.testing.plots import draw_forecasts
 
 SINGLE = Plan(
     stages=1, replicas=1, load=0.5, mtbf_s=float("inf"), max_batch_size=1, batch_timeout_s=0.0, queue_limit=10_000
@@ -100,5 +100,5 @@ def test_quantile_goes_by_weight() -> None:
 def test_picture_is_drawn(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib", reason="an extra: bench")
     forecasts = [compute_forecast(replace(SINGLE, load=load, requests=500)) for load in (0.2, 0.5)]
-    draw(forecasts, tmp_path / f"plan.{ending}")
+    draw_forecasts(forecasts, tmp_path / f"plan.{ending}")
     assert (tmp_path / f"plan.{ending}").stat().st_size > 1000

@@ -8,10 +8,9 @@ import pytest
 
 from multiworld_serving.server.scheduling.scheduler import Scheduler, SchedulerConfig
 from multiworld_serving.testing.simulation.case import Case, Failure
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Start
-from multiworld_serving.testing.simulation.report import describe
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS
 from multiworld_serving.testing.simulation.shrinking import Shrinker
+from multiworld_serving.testing.simulation.workload import Arrival, FaultInjected, Start
 from tests.simulation import planted
 
 _EVENTS = 6_000
@@ -54,7 +53,7 @@ def test_planted_bug_is_found_replayed_and_shrunk(bug: Bug) -> None:
 
     shrunk = Shrinker(case, failure).shrink()
     left = shrunk.recording.injections
-    print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{describe(shrunk)}")
+    print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{shrunk.describe()}")
     assert len(left) <= bug.injections
     assert sum(isinstance(each, FaultInjected) for each in left) == bug.faults
 

@@ -1,4 +1,4 @@
-"""The scheduler under every kind of load and misfortune. All promises are asserted after every event (testing/simulation/checker.py)."""
+"""The scheduler under every kind of load and fault. Every invariant is asserted after every event (see `invariants/checker.py`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import get_args
 import pytest
 
 from multiworld_serving.testing.simulation.case import Case, check_coverage, check_outcomes
-from multiworld_serving.testing.simulation.report import replay_command, shrink_command
-from multiworld_serving.testing.simulation.scenario import Fault, Load, Scenario, Tail
-from multiworld_serving.testing.simulation.scenarios import SCENARIOS
+from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Fault, Load, Scenario, Tail
 from multiworld_serving.testing.simulation.simulator import Simulator
 from tests.simulation.conftest import EVENTS, SEEDS
 
@@ -24,8 +22,7 @@ def test_scheduler_keeps_its_promises_when_simulated(scenario: Scenario, sim_see
     except Exception as error:
         case = Case(scenario, sim_seed)
         error.add_note(
-            f"seed {sim_seed}, event {simulator.events}, t={simulator.event_queue.now_s:.6f} s\n"
-            f"replay: {replay_command(case, sim_events)}\nshrink: {shrink_command(case, sim_events)}"
+            f"seed {sim_seed}, event {simulator.events}, t={simulator.event_queue.now_s:.6f} s\n{case.commands(sim_events)}"
         )
         raise
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from multiworld_serving.testing.chaos.campaign import unavailable_reason
-from multiworld_serving.testing.chaos.container_faults import CONTAINER_FAULTS
-from multiworld_serving.testing.chaos.containers import (
+from multiworld_serving.testing.chaos.faults import CONTAINER_FAULTS
+from multiworld_serving.testing.chaos.observer import Snapshot
+from multiworld_serving.testing.chaos.system.containers import (
     Container,
     ContainerError,
     _children,
@@ -17,8 +18,7 @@ from multiworld_serving.testing.chaos.containers import (
     _namespaced,
     docker,
 )
-from multiworld_serving.testing.chaos.observer import Snapshot
-from multiworld_serving.testing.chaos.system_under_test import RunningService
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 ID = "0123456789abcdef" * 4
 

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult, Injection, Plan
-from multiworld_serving.testing.chaos.faults import fault
+from multiworld_serving.testing.chaos.faults import BY_NAME
 from multiworld_serving.testing.chaos.observer import Outage
-from multiworld_serving.testing.chaos.processes import Resources
 from multiworld_serving.testing.chaos.report import summarize, to_json
-from multiworld_serving.testing.chaos.soak import SHORTEST_S, Series, series
+from multiworld_serving.testing.chaos.resources import SHORTEST_S, Series, series
+from multiworld_serving.testing.chaos.system.processes import Resources
 from multiworld_serving.testing.load.clients import Load, Sample
 from multiworld_serving.testing.load.statistics import Spread, quantile
 
@@ -19,7 +19,7 @@ RIGHT = 200
 
 def found(*samples: Sample, **more: object) -> CampaignResult:
     """A campaign of 60 s from 0 on: a kill at 10, recovered at 12, and a freeze at 30, recovered at 35."""
-    findings = CampaignResult(Plan([], [fault("kill"), fault("freeze")], grace_s=15.0), started_s=0.0, ended_s=60.0)
+    findings = CampaignResult(Plan([], [BY_NAME["kill"], BY_NAME["freeze"]], grace_s=15.0), started_s=0.0, ended_s=60.0)
     findings.injections = [
         Injection("kill", ("s0.r0",), 10.0, 12.0, ("exit",), 0.1, 0.2, 1, 2.0),
         Injection("freeze", ("s1.r0",), 30.0, 35.0, ("hang",), 1.0, None, 0, 5.0),

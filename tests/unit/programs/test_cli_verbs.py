@@ -182,7 +182,13 @@ def test_flag_of_the_environment_is_taken_back_by_the_command_line(
 
 
 def test_programs_understand_the_commands_of_the_service(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"http_port": 0, "join_port": 0, "metrics_port": 0, "worker_threads": 3, "heartbeat_timeout_s": 2.5}
+    given: dict[str, Any] = {
+        "http_port": 0,
+        "join_port": 0,
+        "metrics_port": 0,
+        "worker_threads": 3,
+        "heartbeat_timeout_s": 2.5,
+    }
     settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)

@@ -18,7 +18,7 @@ from multiworld_serving.deploy.processes.service import _Service, _toml
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
-PORTS = {"http_port": 0, "join_port": 0, "metrics_port": 0}
+PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 OTHERS: dict[str, Any] = {
     "advertise_host": "10.0.0.1:9001",
     "bind_host": "127.0.0.1",

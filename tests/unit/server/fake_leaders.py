@@ -110,8 +110,8 @@ class FakeLeader(LeaderLink):
             return Frame(FrameKind.ADMITTED, 1, {}, memoryview(b""))
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
-        payload = bytearray(prediction_payload(found))
-        return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), memoryview(payload))
+        probabilities = memoryview(bytearray(prediction_payload(found)))
+        return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), probabilities)
 
     async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
         self.operations.append(operation)

@@ -350,6 +350,7 @@ STATE = LeaderState(
     12,
     ModelVersion(2, "v2"),
     "random:2",
+    1,
     True,
     rejection_fields(OverloadedError("full", retry_after_s=1)),
     PipelineSnapshot(

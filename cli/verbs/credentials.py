@@ -1,4 +1,4 @@
-"""`multiworld key`: create an API key."""
+"""`multiworld key` and `multiworld token`: create an API key, or the join token that the leader and the workers share."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from multiworld_serving.cli.service import AsJson
+from multiworld_serving.cli.options import AsJson
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.keys import hash_key, keys_of_text, read_keys
-from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.config.tokens import new_token, read_token, write_new_token
 
-EPILOG = """
+KEY_EPILOG = """
 [bold]Examples[/bold]
 
 multiworld key alice --add-to api.keys > alice.key
@@ -20,6 +20,13 @@ multiworld serve --api-keys-file api.keys
 
 multiworld predict --api-key-file alice.key photo.jpg
 """
+TOKEN_EPILOG = """
+[bold]Examples[/bold]
+
+multiworld token token
+
+multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
+"""  # noqa: S105 - no password
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's owner, for the log.", show_default=False)]
 AddTo = Annotated[
@@ -27,6 +34,9 @@ AddTo = Annotated[
     typer.Option(
         "--add-to", metavar="FILE", help="Append the line NAME:HASH to this file; created if it does not exist."
     ),
+]
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="File of the token; created if it does not exist.", show_default=False)
 ]
 
 
@@ -58,3 +68,17 @@ def _add(file: Path, name: str, line: str) -> None:
             lines.write(f"{gap}{line}\n")
     except OSError as error:
         raise UserError(f"--add-to {file}: cannot be written: {error.strerror}") from error
+
+
+def token(file: File) -> int:
+    """Create a file with a new join token, readable only by you.
+
+    Start the leader and all workers with --token-file FILE. An existing file with a token is not changed: to replace the
+    token, remove the file first.
+    """
+    if write_new_token(file):
+        print(f"{file}: a new join token")
+    else:
+        read_token(file)
+        print(f"{file}: already has a join token")
+    return 0

@@ -45,7 +45,12 @@ from multiworld_serving.server.scheduling.scheduler import (
     Scheduler,
     SendBatch,
 )
-from multiworld_serving.testing.simulation.reference_model import BatchEntry, LinkEntry, ReferenceModel, RequestEntry
+from multiworld_serving.testing.simulation.invariants.reference_model import (
+    BatchEntry,
+    LinkEntry,
+    ReferenceModel,
+    RequestEntry,
+)
 
 
 class Checker:
@@ -54,12 +59,11 @@ class Checker:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._config = scheduler.config
-        self._model = ReferenceModel(scheduler.config.num_stages)
+        self._model = ReferenceModel(scheduler.config)
         self._draining = False
         self._last_number_batched = 0
         self._rows_sent = 0
         self._hedge_rows_sent = 0
-        self._versions_seen: set[str] = set()
         self._waiting_before = self._open_before = 0
 
     def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
@@ -93,7 +97,7 @@ class Checker:
         model, now_s = self._model, self._now_s
         match event:
             case RequestArrived():
-                isolated = sum(self._may_be_isolated(request) for request in model.suspects.values())
+                isolated = sum(model.may_be_isolated(request) for request in model.suspects.values())
                 self._waiting_before = len(model.waiting) - isolated
                 self._open_before = len(model.requests)
                 model.arrive(event, now_s)
@@ -101,7 +105,6 @@ class Checker:
                 if (request := model.requests.get(event.request)) is not None:
                     model.close(request)
             case ReplicaReady():
-                self._versions_seen.add(event.version)
                 model.add_link(event, now_s)
             case ReplicaDraining():
                 if (link := model.links.get(event.replica)) is not None and not link.draining:
@@ -240,7 +243,7 @@ class Checker:
             assert batch.retries == 1, "retried more than once"
 
     def _check_least_loaded(self, batch: BatchEntry, link: LinkEntry, action: SendBatch) -> None:
-        if self._has_suspects():
+        if self._model.has_suspects():
             return  # a link may be reserved for a suspect, which the model does not track
         window, elsewhere = self._config.window, batch.failed_on if action.kind == "retry" else None
         for other in self._model.replicas(link.stage, link.version).values():
@@ -300,7 +303,7 @@ class Checker:
             case "deadline":
                 assert self._now_s >= request.deadline_s, "refused before the deadline"
             case "no_replica":
-                assert self._is_lost(request), "refused before the recovery grace ended"
+                assert self._model.stage_is_lost(request, self._now_s), "refused before the recovery grace ended"
             case "not_ready":
                 assert not self._model.was_complete
             case "draining":
@@ -316,16 +319,6 @@ class Checker:
                 assert self._returned.isolated, "refused for an error of a shared batch"
                 assert request.errors + request.worlds_broken >= 2, "refused at the first error"
 
-    def _is_lost(self, request: RequestEntry) -> bool:
-        """Whether the stage that the request needs (any stage, if it is queued) has been empty for the recovery grace."""
-        grace_ends_s = self._now_s - self._config.recovery_grace_s
-        if self._model.complete_versions:
-            return False
-        if request.batch is not None:
-            empty_since_s = self._model.empty_since_s.get((request.batch.version, request.batch.stage))
-            return empty_since_s is not None and empty_since_s <= grace_ends_s + 1e-9
-        return any(since_s <= grace_ends_s + 1e-9 for since_s in self._model.empty_since_s.values())
-
     # State after the actions.
 
     def _check_state(self) -> None:
@@ -338,11 +331,11 @@ class Checker:
         silent_since_s = self._check_links()
         hang_s = silent_since_s + config.hang_timeout_s
         assert now_s < hang_s, "a silent link was not broken after the hang timeout"
-        self._suspects_present = bool(model.suspects or model.isolated_in_flight) and self._has_suspects()
+        self._suspects_present = bool(model.suspects or model.isolated_in_flight) and model.has_suspects()
         self._check_batches()
         self._check_work_conserving()
         lost_s = float("inf")
-        if model.waiting and model.empty_since_s and len(self._versions_seen) == 1:
+        if model.waiting and model.empty_since_s and len(model.versions_seen) == 1:
             lost_s = min(model.empty_since_s.values()) + config.recovery_grace_s
             assert now_s < lost_s, "requests wait for a stage after the recovery grace"
         self._check_wakeup(min(deadline_s, hang_s, lost_s))
@@ -363,15 +356,15 @@ class Checker:
         """Assert that the wakeup is in the future and not after the next due time."""
         model, wakeup_s = self._model, self._wakeup_s
         assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
-        if model.waiting and not model.not_in_flight and self._first_stage_has_room():
-            due_s = min(due_s, self._batch_due_s())
+        if model.waiting and not (model.not_in_flight or self._suspects_present) and model.first_stage_has_room():
+            due_s = min(due_s, model.batch_due_s())
         if due_s < float("inf"):
             assert wakeup_s is not None, "no wakeup although something becomes due"
             assert wakeup_s <= due_s + 1e-9, "the wakeup is after the next due time"
 
     def _check_batches(self) -> None:
         model, config = self._model, self._config
-        suspects, versions = model.isolated_batches, max(1, len(self._versions_seen))
+        suspects, versions = model.isolated_batches, max(1, len(model.versions_seen))
         limit = (config.window + 1) * model.most_links + config.num_stages
         assert len(model.batches) - suspects <= limit * versions, "more batches are kept than back pressure allows"
         assert suspects <= 2 * config.num_stages * versions, "more isolated batches than allowed"
@@ -388,48 +381,14 @@ class Checker:
             for link in replicas.values():
                 has_room = len(link.in_flight) < config.window and link.id != batch.failed_on
                 assert not has_room, f"batch {batch.id} waits while {link.id} has room"
-        if model.not_in_flight or not model.waiting or not self._first_stage_has_room():
+        if model.not_in_flight or not model.waiting or not model.first_stage_has_room():
             return
         full = len(model.waiting) >= config.max_batch_size or self._draining
         assert not full, "a full batch waits while the first stage has room"
-        assert not (config.adaptive_batching and self._first_stage_has_idle_replica()), (
+        assert not (config.adaptive_batching and model.first_stage_has_idle_replica()), (
             "requests wait while a replica idles"
         )
-        assert self._now_s < self._batch_due_s(), "requests wait while the first stage has room"
-
-    def _batch_due_s(self) -> float:
-        """Latest send time of the oldest request. With adaptive batching it may wait as long as a replica may be busy."""
-        config, model = self._config, self._model
-        due_s = min(request.arrived_s for request in model.waiting.values()) + config.batch_timeout_s
-        if config.adaptive_batching:
-            replicas = [link for version in model.complete_versions for link in model.replicas(0, version).values()]
-            busy_since_s = max((link.silent_since_s for link in replicas if link.in_flight), default=0.0)
-            due_s = max(due_s, busy_since_s + config.window * model.longest_work_s)
-        return due_s
-
-    def _first_stage_has_room(self) -> bool:
-        """Whether the first stage of every complete version has room and no link is reserved for a suspect."""
-        versions = self._model.complete_versions
-        return bool(versions) and not self._suspects_present and all(self._has_room(version) for version in versions)
-
-    def _first_stage_has_idle_replica(self) -> bool:
-        """Whether the first stage of every complete version has an idle replica."""
-        replicas = (self._model.replicas(0, version) for version in self._model.complete_versions)
-        return all(any(not link.in_flight for link in links.values()) for links in replicas)
-
-    def _has_room(self, version: str) -> bool:
-        window = self._config.window
-        return any(len(link.in_flight) < window for link in self._model.replicas(0, version).values())
-
-    def _may_be_isolated(self, request: RequestEntry) -> bool:
-        """Whether a waiting suspect may be isolated; not if it was sent back to restart under another version."""
-        return request.batch is None and len(self._versions_seen) == 1
-
-    def _has_suspects(self) -> bool:
-        """Whether a request is isolated or may be."""
-        return self._model.isolated_in_flight > 0 or any(
-            request.batch is None or request.batch.isolated for request in self._model.suspects.values()
-        )
+        assert self._now_s < model.batch_due_s(), "requests wait while the first stage has room"
 
     def _batch(self, batch_id: int) -> BatchEntry:
         batch = self._model.batches.get(batch_id)

@@ -5,10 +5,11 @@ All values that the checker needs after each event are updated incrementally, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from multiworld_serving.server.scheduling.scheduler import ReplicaReady, RequestArrived, SendBatch
+from multiworld_serving.server.scheduling.scheduler import ReplicaReady, RequestArrived, SchedulerConfig, SendBatch
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +69,9 @@ class BatchEntry:
 class ReferenceModel:
     """All open requests, usable links and existing batches."""
 
-    def __init__(self, num_stages: int) -> None:
-        self.num_stages = num_stages
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.num_stages = config.num_stages
+        self._config = config
         self.requests: dict[int, RequestEntry] = {}
         self.waiting: dict[int, RequestEntry] = {}
         """Open requests in no batch."""
@@ -94,6 +96,7 @@ class ReferenceModel:
         """Versions of which every stage has a replica."""
         self.empty_since_s: dict[tuple[str, int], float] = {}
         self.most_links = 0
+        self.versions_seen: set[str] = set()
         self._versions: list[str] = []
         """In the order of first appearance."""
         self._replicas: dict[tuple[str, int], dict[str, LinkEntry]] = {}
@@ -135,6 +138,7 @@ class ReferenceModel:
     # Links.
 
     def add_link(self, event: ReplicaReady, now_s: float) -> None:
+        self.versions_seen.add(event.version)
         if event.replica in self.links:
             return
         link = self.links[event.replica] = LinkEntry(event.replica, event.stage, event.version)
@@ -248,3 +252,49 @@ class ReferenceModel:
         for request in batch.open_requests():
             request.batch = None
             self.waiting[request.id] = request
+
+    # Queries.
+
+    def batch_due_s(self) -> float:
+        """Latest send time of the oldest request. With adaptive batching it may wait as long as a replica may be busy."""
+        config = self._config
+        due_s = min(request.arrived_s for request in self.waiting.values()) + config.batch_timeout_s
+        if config.adaptive_batching:
+            replicas = [link for version in self.complete_versions for link in self.replicas(0, version).values()]
+            busy_since_s = max((link.silent_since_s for link in replicas if link.in_flight), default=0.0)
+            due_s = max(due_s, busy_since_s + config.window * self.longest_work_s)
+        return due_s
+
+    def first_stage_has_room(self) -> bool:
+        """Whether the first stage of every complete version has a replica with room in its window."""
+        return bool(self.complete_versions) and self._first_stages_have(
+            lambda link: len(link.in_flight) < self._config.window
+        )
+
+    def first_stage_has_idle_replica(self) -> bool:
+        """Whether the first stage of every complete version has an idle replica."""
+        return self._first_stages_have(lambda link: not link.in_flight)
+
+    def _first_stages_have(self, wanted: Callable[[LinkEntry], bool]) -> bool:
+        stages = (self.replicas(0, version) for version in self.complete_versions)
+        return all(any(map(wanted, links.values())) for links in stages)
+
+    def may_be_isolated(self, request: RequestEntry) -> bool:
+        """Whether a waiting suspect may be isolated; not if it was sent back to restart under another version."""
+        return request.batch is None and len(self.versions_seen) == 1
+
+    def has_suspects(self) -> bool:
+        """Whether a request is isolated or may be."""
+        return self.isolated_in_flight > 0 or any(
+            request.batch is None or request.batch.isolated for request in self.suspects.values()
+        )
+
+    def stage_is_lost(self, request: RequestEntry, now_s: float) -> bool:
+        """Whether the stage that the request needs (any stage, if it is queued) has been empty for the recovery grace."""
+        latest_s = now_s - self._config.recovery_grace_s + 1e-9
+        if self.complete_versions:
+            return False
+        if request.batch is not None:
+            empty_since_s = self.empty_since_s.get((request.batch.version, request.batch.stage))
+            return empty_since_s is not None and empty_since_s <= latest_s
+        return any(since_s <= latest_s for since_s in self.empty_since_s.values())

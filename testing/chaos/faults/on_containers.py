@@ -1,29 +1,30 @@
-"""The catalogue of faults on containers, including that of the leader. Faults on processes are in `faults.py`."""
+"""Faults on containers, including that of the leader."""
 
 import contextlib
-from collections.abc import Callable
+from functools import partial
 
-from multiworld_serving.testing.chaos import network
-from multiworld_serving.testing.chaos.containers import ContainerError, docker_unavailable_reason
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults import (
-    CATALOGUE,
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults.fault import (
     EXIT_CAUSES,
     HANG_CAUSES,
     HOLD_S,
-    NO_CAUSES,
+    LEFT_CAUSES,
     PARTITION_CAUSES,
-    Fault,
-    Scope,
+    fault,
 )
+from multiworld_serving.testing.chaos.system import network
+from multiworld_serving.testing.chaos.system.containers import ContainerError, docker_unavailable_reason
 
 NARROW_BITS_PER_S = 8_000_000
 NARROW_S = 6.0
 MORE_WORKERS = 2
 _STARVE = "import sys; open(f'/proc/{sys.argv[1]}/oom_score_adj', 'w').write('1000'); b'x' * int(sys.argv[2])"
 """Makes a process the first candidate of the OOM killer, then allocates all memory of the container."""
+_HELD = f"until the leader detects it and {HOLD_S:g} s more"
+_container_fault = partial(fault, of="container", unavailable_reason=docker_unavailable_reason)
 
 
+@_container_fault("container-kill", "docker kill, and docker start", causes=EXIT_CAUSES)
 def _kill(context: FaultContext) -> None:
     """Kill the container. Docker does not restart a container after `docker kill`, so this starts it again."""
     container = context.container(context.targets[0])
@@ -35,6 +36,8 @@ def _kill(context: FaultContext) -> None:
         container.run_docker("start")
 
 
+# The kernel first tries to reclaim memory, which may block the process for longer than the heartbeat timeout.
+@_container_fault("oom", "allocates more memory than the limit of its container", causes=EXIT_CAUSES | HANG_CAUSES)
 def _out_of_memory(context: FaultContext) -> None:
     container = context.container(context.targets[0])
     if not container.memory_bytes:
@@ -47,6 +50,7 @@ def _out_of_memory(context: FaultContext) -> None:
         context.unexpected.append("the OOM killer did not kill a process")
 
 
+@_container_fault("container-pause", f"docker pause {_HELD}, and docker unpause", causes=HANG_CAUSES)
 def _pause(context: FaultContext) -> None:
     container = context.container(context.targets[0])
     context.begin()
@@ -58,6 +62,11 @@ def _pause(context: FaultContext) -> None:
         container.run_docker("unpause")
 
 
+@_container_fault(
+    "unplug",
+    f"disconnected from its networks {_HELD}, then reconnected with other addresses",
+    causes=PARTITION_CAUSES,
+)
 def _unplug(context: FaultContext) -> None:
     container = context.container(context.targets[0])
     context.begin()
@@ -70,6 +79,12 @@ def _unplug(context: FaultContext) -> None:
             container.connect_networks()
 
 
+@_container_fault(
+    "narrow",
+    f"network limited to {NARROW_BITS_PER_S / 1e6:g} Mbit/s each way for {NARROW_S:g} s",
+    causes=None,
+    unavailable_reason=network.bandwidth_limit_unavailable_reason,
+)
 def _narrow(context: FaultContext) -> None:
     with context.processes() as processes, network.limit_bandwidth(processes[0].pid, NARROW_BITS_PER_S) as held_back:
         context.hold(NARROW_S)
@@ -77,12 +92,14 @@ def _narrow(context: FaultContext) -> None:
             context.unexpected.append("the bandwidth limit delayed no packet")
 
 
+@_container_fault("restart-workers", "docker compose restart of all workers", "all", causes=LEFT_CAUSES)
 def _restart_workers(context: FaultContext) -> None:
     services = {context.container(target).service for target in context.targets}
     context.begin()
     context.project.compose("restart", *sorted(services))
 
 
+@_container_fault("scale", f"docker compose up --scale: {MORE_WORKERS} more workers, then as before", "none")
 def _scale(context: FaultContext) -> None:
     before = context.observer.now
     service = context.container(next(iter(before.replicas.values()))).service
@@ -101,6 +118,7 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
     context.project.compose("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"{service}={count}", service)
 
 
+@_container_fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader")
 def _kill_leader(context: FaultContext) -> None:
     leader = context.project.leader
     context.begin()
@@ -112,56 +130,9 @@ def _kill_leader(context: FaultContext) -> None:
     context.wait_leader()
 
 
+@_container_fault("leader-restart", "docker compose restart", "leader")
 def _restart_leader(context: FaultContext) -> None:
     leader = context.project.leader
     context.begin()
     context.project.compose("restart", leader.service)
     context.wait_leader()
-
-
-def _fault(
-    name: str,
-    description: str,
-    scope: Scope,
-    inject: Callable[[FaultContext], None],
-    causes: frozenset[str] | None,
-    unavailable_reason: Callable[[], str] = docker_unavailable_reason,
-) -> Fault:
-    return Fault(name, description, scope, inject, causes, unavailable_reason, of="container")
-
-
-_HELD = f"until the leader detects it and {HOLD_S:g} s more"
-
-CONTAINER_FAULTS: tuple[Fault, ...] = (
-    _fault("container-kill", "docker kill, and docker start", "one", _kill, EXIT_CAUSES),
-    # The kernel first tries to reclaim memory, which may block the process for longer than the heartbeat timeout.
-    _fault(
-        "oom", "allocates more memory than the limit of its container", "one", _out_of_memory, EXIT_CAUSES | HANG_CAUSES
-    ),
-    _fault("container-pause", f"docker pause {_HELD}, and docker unpause", "one", _pause, HANG_CAUSES),
-    _fault(
-        "unplug",
-        f"disconnected from its networks {_HELD}, then reconnected with other addresses",
-        "one",
-        _unplug,
-        PARTITION_CAUSES,
-    ),
-    _fault(
-        "narrow",
-        f"network limited to {NARROW_BITS_PER_S / 1e6:g} Mbit/s each way for {NARROW_S:g} s",
-        "one",
-        _narrow,
-        None,
-        network.bandwidth_limit_unavailable_reason,
-    ),
-    _fault("restart-workers", "docker compose restart of all workers", "all", _restart_workers, frozenset({"left"})),
-    _fault(
-        "scale", f"docker compose up --scale: {MORE_WORKERS} more workers, then as before", "none", _scale, NO_CAUSES
-    ),
-    _fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader", _kill_leader, NO_CAUSES),
-    _fault("leader-restart", "docker compose restart", "leader", _restart_leader, NO_CAUSES),
-)
-"""Faults that need a Compose project."""
-
-ALL_FAULTS: tuple[Fault, ...] = (*CONTAINER_FAULTS, *CATALOGUE)
-"""All faults that are possible on a Compose project."""

@@ -3,14 +3,14 @@
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from multiworld_serving.testing.chaos.containers import ComposeProject, Container, ContainerError
 from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
-from multiworld_serving.testing.chaos.processes import Process
-from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.system.containers import ComposeProject, Container, ContainerError
+from multiworld_serving.testing.chaos.system.processes import Process
+from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
 from multiworld_serving.testing.load.clients import ReferenceRequest
 
 WAIT_S = 180.0
@@ -56,12 +56,16 @@ class FaultContext:
         """Return the container of the worker of this replica. Raises ContainerError."""
         return self.project.container(str(target.worker))
 
-    @contextlib.contextmanager
-    def processes(self, targets: Sequence[Replica] | None = None) -> Iterator[list[Process]]:
-        """Open the processes of all or some targets. Raises ProcessLookupError if one has ended already."""
+    def processes(self, targets: Sequence[Replica] | None = None) -> contextlib.AbstractContextManager[list[Process]]:
+        """Open the processes of all or some targets. Raises KeyError if one is not known."""
         pids = self.system.worker_pids()
+        return self.open(pids[str(target.worker)] for target in targets or self.targets)
+
+    @contextlib.contextmanager
+    def open(self, pids: Iterable[int]) -> Iterator[list[Process]]:
+        """Open processes of the service, and record the time of the injection. Raises ProcessLookupError if one has ended."""
         with ExitStack() as stack:
-            found = [stack.enter_context(Process(pids[str(v.worker)])) for v in targets or self.targets]
+            found = [stack.enter_context(Process(pid)) for pid in pids]
             self.begin()
             yield found
 
@@ -82,7 +86,11 @@ class FaultContext:
     def wait_broken(self, targets: Sequence[Replica] | None = None) -> None:
         """Wait until the leader has detected that the worlds of these replicas (default: all targets) broke. Raises NotRecoveredError."""
         chosen = targets or self.targets
-        self.observer.wait(lambda now: all_broken(chosen, now), WAIT_S, "detected by the leader")
+        self.observer.wait(
+            lambda now: all(now.replicas[target.key].broken_since(target) for target in chosen),
+            WAIT_S,
+            "detected by the leader",
+        )
 
     def wait_complete(self) -> Snapshot:
         """Wait until every slot is ready. Raises NotRecoveredError."""
@@ -100,8 +108,3 @@ class FaultContext:
             "rejoined",
         )
         return now.replicas[key]
-
-
-def all_broken(targets: Sequence[Replica], now: Snapshot) -> bool:
-    """Whether the worlds of all these replicas have broken."""
-    return all(now.replicas[target.key].broken_since(target) for target in targets)

@@ -5,14 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from types import TracebackType
 from typing import Self
 
 import httpx
 
-from multiworld_serving.testing.chaos.containers import ContainerError
-from multiworld_serving.testing.chaos.processes import Resources, resources
-from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.system.containers import ContainerError
+from multiworld_serving.testing.chaos.system.processes import Resources, resources
+from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
 
 SHORTEST_S = 300.0
 """Minimum duration to judge growth."""
@@ -60,9 +59,7 @@ class ResourceMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
-from multiworld_serving.testing.chaos.processes import parent
+from multiworld_serving.testing.chaos.system.processes import parent
 
 _STARTED = re.compile(r"worker slot=(\d+) pid=(\d+) started")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Literal
 
-from multiworld_serving.testing.chaos.processes import Connection
+from multiworld_serving.testing.chaos.system.processes import Connection
 
 Direction = Literal["both", "from", "to"]
 """Which packets are dropped: in both directions, from the worker, or to the worker."""
@@ -76,7 +76,7 @@ def limit_bandwidth(pid: int, bits_per_s: int) -> Iterator[Callable[[], int]]:
     Yields a function that returns how many packets were delayed so far.
     """
     shape = ("root", "tbf", "rate", f"{bits_per_s}bit", *_TOKEN_BUCKET)
-    found = json.loads(_output("ip", "-json", "link", "show", "type", "veth", pid=pid))
+    found = json.loads(_run("ip", "-json", "link", "show", "type", "veth", pid=pid).stdout)
     if not found or not _within(pid):
         raise OSError(f"process {pid} has no network namespace of its own")
     # Only outgoing traffic can be limited. Incoming traffic is outgoing at the host end of the veth pair.
@@ -111,12 +111,18 @@ def drop_rules(connections: Iterable[Connection], direction: Direction) -> list[
     return rules
 
 
+def _missing_reason(what: str, *programs: str) -> str:
+    """Return which of the programs is not installed, or that root is needed; empty if neither."""
+    for program in programs:
+        if not shutil.which(program):
+            return f"the program `{program}` is not installed"
+    return f"{what} needs root" if os.geteuid() != 0 else ""
+
+
 def reset_unavailable_reason() -> str:
     """Return why connections cannot be reset on this machine; empty if they can."""
-    if not shutil.which("ss"):
-        return "the program `ss` (package iproute2) is not installed"
-    if os.geteuid() != 0:
-        return "resetting connections needs root"
+    if why := _missing_reason("resetting connections", "ss"):
+        return why
     with _own_connection() as (client, server, connection):
         destroy_connections([connection])
         return "the kernel does not support `ss -K`" if _arrives(client, server) else ""
@@ -124,10 +130,8 @@ def reset_unavailable_reason() -> str:
 
 def packet_loss_unavailable_reason() -> str:
     """Return why packets cannot be dropped on this machine; empty if they can."""
-    if not shutil.which("iptables"):
-        return "the program `iptables` is not installed"
-    if os.geteuid() != 0:
-        return "dropping packets needs root"
+    if why := _missing_reason("dropping packets", "iptables"):
+        return why
     try:
         with _own_connection() as (client, server, connection), drop_packets([connection]):
             return "iptables accepts the rules but packets are not dropped" if _arrives(client, server) else ""
@@ -137,11 +141,8 @@ def packet_loss_unavailable_reason() -> str:
 
 def bandwidth_limit_unavailable_reason() -> str:
     """Return why bandwidth cannot be limited on this machine; empty if it can."""
-    for program in ("tc", "ip", "nsenter", "unshare"):
-        if not shutil.which(program):
-            return f"the program `{program}` is not installed"
-    if os.geteuid() != 0:
-        return "limiting bandwidth needs root"
+    if why := _missing_reason("limiting bandwidth", "tc", "ip", "nsenter", "unshare"):
+        return why
     try:
         _run("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "8mbit", *_TOKEN_BUCKET)
     except (OSError, subprocess.SubprocessError) as error:
@@ -150,7 +151,7 @@ def bandwidth_limit_unavailable_reason() -> str:
 
 
 def _held_back(device: str, pid: int | None) -> int:
-    queues = json.loads(_output("tc", "-json", "-statistics", "qdisc", "show", "dev", device, "root", pid=pid))
+    queues = json.loads(_run("tc", "-json", "-statistics", "qdisc", "show", "dev", device, "root", pid=pid).stdout)
     return sum(int(queue.get("overlimits", 0)) for queue in queues)
 
 
@@ -161,7 +162,7 @@ def _rule(source: tuple[str, str], target: tuple[str, str]) -> list[str]:
 def _remove_chain(pid: int | None) -> None:
     """Remove the chain, including one left by an earlier run that was killed."""
     for hook in _HOOKS:
-        while _run("iptables", "-w", "-D", hook, "-j", CHAIN, check=False, pid=pid) == 0:
+        while _run("iptables", "-w", "-D", hook, "-j", CHAIN, check=False, pid=pid).returncode == 0:
             pass
     _run("iptables", "-w", "-F", CHAIN, check=False, pid=pid)
     _run("iptables", "-w", "-X", CHAIN, check=False, pid=pid)
@@ -174,30 +175,20 @@ def _within(pid: int | None) -> tuple[str, ...]:
     return ("nsenter", f"--net=/proc/{pid}/ns/net")
 
 
-def _run(*command: str, check: bool = True, pid: int | None = None) -> int:
-    """Run a command and return its exit status. Raises OSError if `check` and the status is not 0."""
+def _run(*command: str, check: bool = True, pid: int | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a command in the network namespace of the process. Raises OSError if `check` and it fails."""
     try:
         within = _within(pid)
     except FileNotFoundError:  # the process and its network namespace are gone
         if check:
             raise
-        return 1
+        return subprocess.CompletedProcess(command, 1, "", "")
     done = subprocess.run(  # noqa: S603
         (*within, *command), capture_output=True, text=True, timeout=_TOOL_S, check=False
     )
     if check and done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
-    return done.returncode
-
-
-def _output(*command: str, pid: int | None) -> str:
-    """Run a command and return its standard output. Raises OSError if it fails."""
-    done = subprocess.run(  # noqa: S603
-        (*_within(pid), *command), capture_output=True, text=True, timeout=_TOOL_S, check=False
-    )
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    return done
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 _ESTABLISHED = "01"
@@ -36,9 +35,7 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._pidfd)
 
     def send(self, signum: signal.Signals) -> bool:
@@ -90,6 +87,12 @@ class Process:
         ]
 
 
+def status_fields(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status. Raises OSError if there is no such process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines)
+
+
 def parent(pid: int) -> int:
     """Return the parent process id. Raises FileNotFoundError if there is no such process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -106,7 +109,7 @@ class Resources:
 
 def resources(pid: int) -> Resources:
     """Return the current resource usage of a process. Raises OSError if it has ended."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = status_fields(pid)
     if "VmRSS" not in status:
         raise ProcessLookupError(f"process {pid} has ended")  # a zombie
     return Resources(int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1024)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.testing.chaos.system.processes import parent, status_fields
 
 HTTP_PORT = "8000/tcp"
 """Port of the HTTP API in the container of the leader."""
@@ -241,7 +241,11 @@ def _children(pid: int) -> Iterator[int]:
     """Yield the children of the first process of a container; the process itself if it has none."""
     if not pid or _namespaced(pid)[1:] != [1]:
         return  # ended, or on another machine
-    found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _parent(path) == pid]
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # ended just now
+            if path.name.isdigit() and parent(int(path.name)) == pid:
+                found.append(int(path.name))
     yield from found or [pid]
 
 
@@ -252,22 +256,12 @@ def _inner_pids(pid: int) -> Iterator[tuple[int, int]]:
             yield numbers[-1], child
 
 
-def _parent(folder: Path) -> int:
-    return int((_status(folder, "PPid") or ["0"])[0])
-
-
 def _namespaced(pid: int) -> list[int]:
     """Return the pids of a process in all nested pid namespaces, outermost first; empty if there is no such process."""
-    return [int(number) for number in _status(Path(f"/proc/{pid}"), "NSpid")]
-
-
-def _status(folder: Path, field: str) -> list[str]:
     try:
-        text = (folder / "status").read_text()
-    except OSError:  # ended just now
+        return [int(number) for number in status_fields(pid)["NSpid"].split()]
+    except OSError:
         return []
-    found = re.search(rf"^{field}:\s*(.*)$", text, re.MULTILINE)
-    return found[1].split() if found else []
 
 
 def processes_unavailable_reason() -> str:
