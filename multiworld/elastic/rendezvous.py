@@ -131,7 +131,7 @@ class ElasticRendezvous:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("invalid join request from %s: %s", host, shown(repr(error), 200))
             return json.dumps({"refused": "not a join request of an elastic world"}).encode()
-        refusal = _name_refusal(name) or self._refusal(name, member.id, resume)
+        refusal = self._refusal(name, member.id, resume)
         if refusal is not None:
             return json.dumps(refusal).encode()
         link = self._links[name, member.id] = RendezvousLink(self._manager, link_name(name, member.id), 0)
@@ -140,6 +140,9 @@ class ElasticRendezvous:
 
     def _refusal(self, name: str, member_id: str, resume: bool) -> dict[str, str] | None:
         """Return why a member cannot join: for now (`retry`), because it was evicted (`evicted`), or for good (`refused`); else None."""
+        if not is_name(name):
+            expected = f"1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
+            return {"refused": f"the name of the world is {name!r:.60}; expected {expected}"}
         coordinator = self._coordinators.get(name)
         if self._closing or (name, member_id) in self._links:
             return {"retry": "the rendezvous is shutting down" if self._closing else "this member is connected already"}
@@ -242,12 +245,3 @@ class ElasticRendezvous:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _name_refusal(name: str) -> dict[str, str] | None:
-    """Return the refusal of an invalid world name; None if the name is valid."""
-    if is_name(name):
-        return None
-    return {
-        "refused": f"the world's name is {name!r:.60}; expected 1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
-    }

@@ -255,6 +255,14 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
 
 
+async def test_leave_succeeds_when_it_is_called_twice_at_once_and_again() -> None:
+    async with ElasticRendezvous() as rendezvous, ElasticManager() as manager:
+        await manager.join("w", port=rendezvous.port)
+        await asyncio.gather(manager.leave("w"), manager.leave("w"))
+        await manager.leave("w")
+        assert (await manager.join("w", port=rendezvous.port)).size == 1
+
+
 async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
     async with ElasticRendezvous(secret="open sesame") as rendezvous:
         async with ElasticManager(secret="open barley") as stranger:
