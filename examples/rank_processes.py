@@ -134,8 +134,8 @@ class Runner:
         """Start all ranks and wait until all have ended. If this is interrupted, kill the ranks that still run."""
         try:
             for rank in ranks:
-                is_victim = self._fault is not None and rank == self._fault.victim
-                self._start(rank, kill_on_output=self._fault.kill_on_output if is_victim and self._fault else "")
+                fault = self._fault
+                self._start(rank, fault.kill_on_output if fault is not None and rank == fault.victim else "")
             while self._running or self._restart_at_s is not None:
                 for key, _ in self._selector.select(self._restart_when_due()):
                     self._read_stream(*key.data)

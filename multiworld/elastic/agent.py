@@ -50,7 +50,7 @@ _ERRORS: dict[EndReason, type[ElasticError]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemberConfig:
     """Settings of one member.
 
@@ -65,10 +65,10 @@ class MemberConfig:
 
     addr: str
     port: int
-    secret: bytes | str = b""
-    host: str = ""
-    form_timeout_s: float = 10.0
-    view_change_timeout_s: float = 60.0
+    secret: bytes | str
+    host: str
+    form_timeout_s: float
+    view_change_timeout_s: float
 
 
 class MemberAgent:

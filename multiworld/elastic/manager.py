@@ -76,14 +76,7 @@ class ElasticManager:
             heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
         self._managers[world_name] = manager
-        config = MemberConfig(
-            addr=addr,
-            port=port,
-            secret=self._secret,
-            host=host,
-            form_timeout_s=form_timeout_s,
-            view_change_timeout_s=view_change_timeout_s,
-        )
+        config = MemberConfig(addr, port, self._secret, host, form_timeout_s, view_change_timeout_s)
         agent = MemberAgent(manager, world_name, config)
         try:
             await agent.join(timeout_s)

@@ -74,14 +74,12 @@ async def _exchange(
 def _reduce(
     own: Tensor, received: dict[int, Tensor], world: ViewWorld, reduction: Reduction, quantization: Quantization
 ) -> Tensor:
-    total: Tensor | None = None
-    for rank in range(world.size):
-        chunk = own if rank == world.rank else dequantize(received[rank], own.numel(), own.dtype, quantization)
-        if total is None:
-            total = chunk.clone()
-        else:
-            reduction.combine(total, chunk, out=total)
-    assert total is not None
+    def chunk(rank: int) -> Tensor:
+        return own if rank == world.rank else dequantize(received[rank], own.numel(), own.dtype, quantization)
+
+    total = chunk(0).clone()
+    for rank in range(1, world.size):
+        reduction.combine(total, chunk(rank), out=total)
     reduction.finish(total, world.size)
     return total
 
