@@ -1,4 +1,4 @@
-"""Shared by the examples of elastic worlds: the rendezvous, and members that run steps together and may be killed or join late."""
+"""Shared by the examples of elastic worlds: the rendezvous server, and members that run steps together and may be killed or join late."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ Step = Callable[[ElasticWorld, int, int], Awaitable[None]]
 
 
 def run(step: Step) -> None:
-    """Run the rendezvous or the member that the command line selects. Exits with 0 when all steps are done."""
+    """Run the rendezvous server or the member that the command line selects. Exits with 0 when all steps are done."""
     parser = member_parser()
     options = parser.parse_args()
     sys.exit(asyncio.run(run_rendezvous(options) if options.number is None else run_member(step, options)))
@@ -34,14 +34,14 @@ def run(step: Step) -> None:
 def member_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--number", type=int, choices=range(MEMBERS), help="number of this member; without it, run the rendezvous"
+        "--number", type=int, choices=range(MEMBERS), help="number of this member; without it, run the rendezvous server"
     )
     add_network_options(parser)
     return parser
 
 
 async def run_rendezvous(options: argparse.Namespace) -> int:
-    """Run the rendezvous until the world has started and all members have left."""
+    """Run the rendezvous server until the world has started and all members have left."""
     number = 0
     async with ElasticRendezvous(
         addr=options.addr, port=options.port, initial_members=MEMBERS, heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S

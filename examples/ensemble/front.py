@@ -1,4 +1,4 @@
-"""The front of an ensemble: accepts images over HTTP and runs the rendezvous. It is not a member and computes nothing.
+"""The front of an ensemble: accepts images over HTTP and runs the rendezvous server. It is not a member and computes nothing.
 
 curl --data-binary @photo.jpg http://127.0.0.1:8000/predict
 """

@@ -1,4 +1,4 @@
-"""Runs a rendezvous: python -m multiworld.elastic --port 29600 --initial-members 4 --state-file elastic.json"""
+"""Runs a rendezvous server: python -m multiworld.elastic --port 29600 --initial-members 4 --state-file elastic.json"""
 
 import argparse
 import asyncio
@@ -30,7 +30,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m multiworld.elastic", description="Run a rendezvous of elastic worlds."
+        prog="python -m multiworld.elastic", description="Run a rendezvous server of elastic worlds."
     )
     parser.add_argument("--addr", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 chooses a free port (default: %(default)s)")

@@ -34,9 +34,9 @@ from multiworld.texts import shown
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Seconds that one attempt to connect to the rendezvous may take."""
+"""Seconds that one attempt to connect to the rendezvous server may take."""
 _RETRY_PAUSE_S = 0.2
-"""Seconds between two attempts to connect to the rendezvous."""
+"""Seconds between two attempts to connect to the rendezvous server."""
 _FLUSH_TIMEOUT_S = 1.0
 """Seconds that `close` waits until the queued messages are sent."""
 _SUSPECT_CAUSES = frozenset((Cause.EXIT, Cause.HANG, Cause.STALLED, Cause.TRANSPORT, Cause.LOCAL))
@@ -55,9 +55,9 @@ class MemberConfig:
     """Settings of one member.
 
     Attributes:
-        addr, port: address of the rendezvous.
-        secret: the secret of the rendezvous.
-        host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous.
+        addr, port: address of the rendezvous server.
+        secret: the secret of the rendezvous server.
+        host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous server.
         form_timeout_s: seconds that one attempt to form the world of a view may take.
         view_change_timeout_s: seconds to wait for the next view, failed attempts included; also seconds to try to reach the
             rendezvous after the connection to it is lost.
@@ -72,7 +72,7 @@ class MemberConfig:
 
 
 class MemberAgent:
-    """Runs one membership: the connection to the rendezvous and the formation of each view's world.
+    """Runs one membership: the connection to the rendezvous server and the formation of each view's world.
 
     Attributes:
         state: the state of this member.
@@ -92,10 +92,10 @@ class MemberAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._forming: asyncio.Task[None] | None = None
 
-    # -- for the application -------------------------------------------------------------------------------------------------------
+    # -- for the application -------------------------------------------------------------------------------------------
 
     async def join(self, timeout_s: float) -> None:
-        """Register at the rendezvous and wait for the first view that includes this member. Raises ElasticError, OSError."""
+        """Register at the rendezvous server and wait for the first view that includes this member. Raises ElasticError, OSError."""
         config = self._config
         try:
             async with asyncio.timeout(timeout_s):
@@ -139,7 +139,7 @@ class MemberAgent:
 
         Raises:
             BrokenWorldException: the view has ended, or ends first.
-            RendezvousError: the rendezvous cannot be reached. If the view still works, this process stays a member.
+            RendezvousError: the rendezvous server cannot be reached. If the view still works, this process stays a member.
             ElasticError: this process is no longer a member.
         """
         self.raise_if_ended()
@@ -174,7 +174,7 @@ class MemberAgent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- actions of the member state -----------------------------------------------------------------------------------------------
+    # -- actions of the member state -----------------------------------------------------------------------------------
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Perform the actions of the member state, in order."""
@@ -241,17 +241,17 @@ class MemberAgent:
                 failure = world.failure if world is not None and world.epoch == event.epoch else None
                 self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
 
-    # -- the rendezvous ------------------------------------------------------------------------------------------------------------
+    # -- the rendezvous server -----------------------------------------------------------------------------------------
 
     async def _receive_messages(self) -> None:
-        """Receive messages from the rendezvous. After a lost connection, reconnect for up to `view_change_timeout_s`."""
+        """Receive messages from the rendezvous server. After a lost connection, reconnect for up to `view_change_timeout_s`."""
         while self.error is None:
             assert self._link is not None
             try:
                 while True:
                     self.perform(self.state.on_message(await self._link.receive()))
             except (WorldError, MessageError) as error:
-                reason = f"the connection to the rendezvous is lost: {error}"
+                reason = f"the connection to the rendezvous server is lost: {error}"
             if self.error is not None:
                 return
             logger.info("world=%s member=%s: %s", self._name, self.state.id, reason)
@@ -267,7 +267,7 @@ class MemberAgent:
                 self.perform(self.state.on_reconnected())
 
     async def _connect_with_retry(self, timeout_s: float) -> RendezvousLink:
-        """Connect to the rendezvous and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
+        """Connect to the rendezvous server and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
@@ -276,7 +276,7 @@ class MemberAgent:
                 if isinstance(error, ElasticError):
                     raise
                 if asyncio.get_running_loop().time() > until_s:
-                    detail = f"the rendezvous could not be reached for {timeout_s:g} s: {error}"
+                    detail = f"the rendezvous server could not be reached for {timeout_s:g} s: {error}"
                     raise RendezvousError(self._name, detail) from None
             await asyncio.sleep(_RETRY_PAUSE_S)
 
@@ -284,7 +284,7 @@ class MemberAgent:
         """Make one attempt to connect.
 
         Raises:
-            EvictedError, RendezvousError, PermissionError: the rendezvous refuses this member.
+            EvictedError, RendezvousError, PermissionError: the rendezvous server refuses this member.
             AskError, WorldError, ValueError: the attempt failed; another one may succeed.
         """
         config = self._config
@@ -322,13 +322,13 @@ class MemberAgent:
 
 
 def _parse_reply(data: bytes) -> tuple[str, str]:
-    """Parse the reply of the rendezvous: ("link", name), or ("retry" | "refused" | "evicted", reason). Raises ValueError."""
+    """Parse the reply of the rendezvous server: ("link", name), or ("retry" | "refused" | "evicted", reason). Raises ValueError."""
     try:
         [(kind, text)] = json.loads(data).items()
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"invalid reply of the rendezvous: {data[:60]!r}") from error
+        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}") from error
     if kind not in ("link", "retry", "refused", "evicted") or not isinstance(text, str):
-        raise ValueError(f"invalid reply of the rendezvous: {data[:60]!r}")
+        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}")
     return kind, shown(text)
 
 

@@ -3,7 +3,7 @@
 WorldError
 └── ElasticError            this process is no longer a member; unfinished tensors hold their original values; it may join again
     ├── EvictedError        the world continues without this process
-    ├── RendezvousError     the rendezvous cannot be reached or does not know the world
+    ├── RendezvousError     the rendezvous server cannot be reached or does not know the world
     ├── ViewChangeError     no view formed in time, or a call exceeded its time limit
     └── DesyncError         the members call different operations: a bug of the application
 """
@@ -20,7 +20,7 @@ class EvictedError(ElasticError):
 
 
 class RendezvousError(ElasticError):
-    """The rendezvous cannot be reached or does not know this world. A working view continues, but no other follows."""
+    """The rendezvous server cannot be reached or does not know this world. A working view continues, but no other follows."""
 
 
 class ViewChangeError(ElasticError):

@@ -17,7 +17,7 @@ class ElasticManager:
             outcome = await world.all_reduce_multiple_with_retry(tensors, ReduceOp.AVG)
 
     Args:
-        secret: shared by the rendezvous and all members. If it is empty, there is no authentication.
+        secret: shared by the rendezvous server and all members. If it is empty, there is no authentication.
         heartbeat_interval_s: seconds between two heartbeats of a member.
         heartbeat_timeout_s: seconds without a heartbeat after which a member counts as lost.
     """
@@ -57,15 +57,15 @@ class ElasticManager:
         `update_membership`.
 
         Args:
-            addr, port: address of the rendezvous.
-            host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous.
+            addr, port: address of the rendezvous server.
+            host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous server.
             timeout_s: seconds to wait for that view.
             form_timeout_s: seconds that one attempt to form the world of a view may take.
             view_change_timeout_s: seconds to wait for the next view after a failure, failed attempts included.
         Raises:
             WorldExistsError: this process is already a member of a world of that name.
             ViewChangeError: no view included this process within `timeout_s`.
-            RendezvousError: the rendezvous cannot be reached, or refuses this member.
+            RendezvousError: the rendezvous server cannot be reached, or refuses this member.
             OSError: cannot listen at `host`.
         """
         if world_name in self._managers:

@@ -1,4 +1,4 @@
-"""The rendezvous of elastic worlds: a process outside the worlds that decides the members of each view.
+"""The rendezvous server of elastic worlds: a process outside the worlds that decides the members of each view.
 
     async with ElasticRendezvous(port=29600, initial_members=4, state_file=Path("elastic.json")) as rendezvous:
         await rendezvous.serve()
@@ -121,7 +121,7 @@ class ElasticRendezvous:
         coordinator = self._coordinators.get(world_name)
         return coordinator.waiting if coordinator else 0
 
-    # -- members that join ---------------------------------------------------------------------------------------------------
+    # -- members that join ---------------------------------------------------------------------------------------------
 
     async def _reply(self, request: str, host: str) -> bytes:
         """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the refusal."""
@@ -145,11 +145,11 @@ class ElasticRendezvous:
             return {"refused": f"the name of the world is {name!r:.60}; expected {expected}"}
         coordinator = self._coordinators.get(name)
         if self._closing or (name, member_id) in self._links:
-            return {"retry": "the rendezvous is shutting down" if self._closing else "this member is connected already"}
+            return {"retry": "the server is shutting down" if self._closing else "this member is connected already"}
         if coordinator is None and len(self._coordinators) >= _MAX_WORLDS and not self._empty:
             return {"refused": "too many worlds"}
         if resume and (coordinator is None or not coordinator.view.number):
-            return {"refused": f"this rendezvous knows no world {name!r}"}
+            return {"refused": f"this rendezvous server knows no world {name!r}"}
         if resume and coordinator is not None and not coordinator.may_resume(member_id):
             return {"evicted": f"view {coordinator.view.number} does not include this member"}
         return None
@@ -173,7 +173,7 @@ class ElasticRendezvous:
             if not self._closing:
                 await self._perform(name, coordinator.on_lost(member.id, now_s()))
 
-    # -- actions of the coordinators -------------------------------------------------------------------------------------------
+    # -- actions of the coordinators -----------------------------------------------------------------------------------
 
     async def _perform(self, name: str, actions: Sequence[Action]) -> None:
         """Save the views, then send the messages. Decisions are sent in the order in which they were made.

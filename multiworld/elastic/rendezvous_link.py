@@ -1,4 +1,4 @@
-"""The connection between a member and the rendezvous: a world of two, so each end detects the loss of the other by its heartbeats."""
+"""The connection between a member and the rendezvous server: a world of two, so each end detects the loss of the other by heartbeats."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Stores the views of a rendezvous on the disk, so that the process can be killed at any time and restarted.
+"""Stores the views of a rendezvous server on the disk, so that the process can be killed at any time and restarted.
 
 Each line is a JSON object that maps world names to views. Later lines override earlier ones, and null removes the world. A decision
 appends one line, independently of the number of worlds. The file is rewritten with the first write after a start, after a failed write,
@@ -44,7 +44,7 @@ class StateFile:
             self._views = _parse(self._path.read_bytes())
             return {name: _view(text) for name, text in self._views.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            detail = f"{self._path} does not hold the state of a rendezvous; move it away to start without it"
+            detail = f"{self._path} does not hold the state of a rendezvous server; move it away to start without it"
             raise ValueError(detail) from error
 
     def store(self, name: str, view: View) -> None:

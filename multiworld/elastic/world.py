@@ -59,7 +59,7 @@ class ElasticWorld:
     def __repr__(self) -> str:
         return f"<ElasticWorld {self.name!r} view={self.view_number} rank={self.rank}/{self.size} {self._state.phase}>"
 
-    # -- membership --------------------------------------------------------------------------------------------------------------
+    # -- membership ----------------------------------------------------------------------------------------------------
 
     @property
     def view_number(self) -> int:
@@ -87,14 +87,14 @@ class ElasticWorld:
         return self._state.view.ids()
 
     async def update_membership(self, *, timeout_s: float = 60.0) -> int:
-        """Admit new members that wait at the rendezvous, if there are any. All members call it between two operations.
+        """Admit new members that wait at the rendezvous server, if there are any. All members call it between two operations.
 
         Returns:
             The number of the view that follows; the current one if no new member waits.
         Raises:
             ElasticError: not all members made this call within `timeout_s` seconds, or this process is no longer a member.
             DesyncError: another member called another operation. All members raise it.
-            RendezvousError: the rendezvous cannot be reached. If the current view still works, this process stays a member of it.
+            RendezvousError: the rendezvous server cannot be reached. If the current view still works, this process stays a member of it.
         """
         async with self._call("update_membership", timeout_s):
             await self._perform_steps(pass_boundary(self._state))
@@ -109,7 +109,7 @@ class ElasticWorld:
         await self._agent.close()
         self._workspace.free()
 
-    # -- operations that survive a failure ---------------------------------------------------------------------------------------
+    # -- operations that survive a failure -----------------------------------------------------------------------------
 
     async def all_reduce_multiple_with_retry(
         self,
@@ -153,7 +153,7 @@ class ElasticWorld:
         """`all_reduce_multiple_with_retry` for one tensor."""
         return await self.all_reduce_multiple_with_retry([tensor], op, quantization=quantization, timeout_s=timeout_s)
 
-    # -- building blocks -----------------------------------------------------------------------------------------------------------
+    # -- building blocks -----------------------------------------------------------------------------------------------
 
     def all_reduce_async(
         self,
@@ -216,7 +216,7 @@ class ElasticWorld:
                 raise self._agent.view_ended(view_number) from None
             return list(round_.finished)
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _run(self, request: Request, count: int, max_in_flight: int) -> AllReduceOutcome:
         counters = ByteCounters()
@@ -240,7 +240,7 @@ class ElasticWorld:
         Args:
             round_, retry: the round and its operations, if the protocol runs any.
         Raises:
-            ElasticError: this process is no longer a member, or the rendezvous cannot be reached.
+            ElasticError: this process is no longer a member, or the rendezvous server cannot be reached.
             ViewEnded: the view has ended, and the protocol does not wait for another one.
         """
         result: Any = None

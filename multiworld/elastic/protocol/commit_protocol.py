@@ -45,7 +45,7 @@ class RunOperations:
 
 @dataclass(frozen=True, slots=True)
 class AwaitBoundary:
-    """Report to the rendezvous that this member is at a boundary of that view. It ends when all members are."""
+    """Report to the rendezvous server that this member is at a boundary of that view. It ends when all members are."""
 
     view_number: int
 

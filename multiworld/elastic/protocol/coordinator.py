@@ -1,14 +1,14 @@
 """Decides the members of the next view of an elastic world. Pure: events and the time in, actions out, without clock and I/O.
 
-There is one coordinator per world, in the rendezvous. The world consists of the members that can reach it. So the two sides of a
+There is one coordinator per world, in the rendezvous server. The world consists of the members that can reach it. So the two sides of a
 partition cannot both continue, and any number of members may be lost, rank 0 included, as long as one remains. The rules:
 
 1. A view ends for all members at once. When a member is lost, the others receive `ViewInvalidated` and ask for the next view.
 2. The next view is decided when every connected member has asked. A member that does not ask within `regroup_timeout_s` is evicted.
 3. New members are admitted only when all members that asked are at a boundary. Boundaries are counted and stored in the view, so a
-   member that missed the decision, because another member was lost or the rendezvous was restarted, receives it again.
-4. Two members that repeatedly lose each other while both reach the rendezvous cannot both stay. After `MAX_FAILED_VIEWS` views in which
-   no round was committed, the member that most others suspect is evicted; the newest one among equals, or if nobody is suspected.
+   member that missed the decision, because another member was lost or the rendezvous server was restarted, receives it again.
+4. Two members that repeatedly lose each other while both reach the rendezvous server cannot both stay. After `MAX_FAILED_VIEWS` views in
+   which no round was committed, the member that most others suspect is evicted; the newest one among equals, or if nobody is suspected.
 5. View numbers only increase. Messages about another view than the current one are obsolete and ignored.
 6. An evicted member cannot come back under its old id.
 """
@@ -83,7 +83,7 @@ class Coordinator:
     Args:
         initial_members: number of members with which the first view starts; also the first view after all members have left.
         regroup_timeout_s: seconds within which a connected member must ask for the next view after its view has ended; also seconds
-            within which members must reconnect after a restart of the rendezvous.
+            within which members must reconnect after a restart of the rendezvous server.
         view: the last stored view after a restart; None at the first start.
         now_s: the current time, on the clock of all `now_s` arguments.
     """
@@ -100,7 +100,7 @@ class Coordinator:
         self._initial_members = initial_members
         self._regroup_timeout_s = regroup_timeout_s
         self._present: set[str] = set()
-        self._absent = set(self.view.ids())  # members that may reconnect after a restart of the rendezvous
+        self._absent = set(self.view.ids())  # members that may reconnect after a restart of the rendezvous server
         self._waiting: dict[str, MemberInfo] = {}  # new members, in the order in which they connected
         self._requests: dict[str, NextViewRequest] = {}
         self._view_ended = False
@@ -126,15 +126,15 @@ class Coordinator:
         """Return whether this member of the stored view may reconnect."""
         return member_id in self._absent
 
-    # -- events --------------------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def on_join(self, member: MemberInfo, now_s: float) -> list[Action]:
-        """A new member connected, or a member reconnected after a restart of the rendezvous."""
+        """A new member connected, or a member reconnected after a restart of the rendezvous server."""
         actions: list[Action] = []
         if member.id in self._absent:
             self._absent.discard(member.id)
             self._present.add(member.id)
-            actions.append(SendTo(member.id, self.view))  # the rendezvous may have ended before it sent the view
+            actions.append(SendTo(member.id, self.view))  # the rendezvous server may have ended before it sent the view
             if self._view_ended:
                 actions.append(SendTo(member.id, ViewInvalidated(self.view.number)))
         else:
@@ -168,7 +168,7 @@ class Coordinator:
         """The time `deadline_s` may have passed."""
         return self._decide(now_s)
 
-    # -- decisions -------------------------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _decide(self, now_s: float) -> list[Action]:
         actions = self._enforce_deadline(now_s)

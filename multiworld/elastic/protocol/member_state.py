@@ -1,7 +1,7 @@
 """The state of one member of an elastic world. Pure: events in, actions out; multiworld/elastic/agent.py performs the actions.
 
     waiting ──▶ forming ──▶ ready ◀──▶ requested      waiting: a new member that no view includes yet
-                   ▲  └──────────────────▲ │          requested: waits for the decision of the rendezvous about the next view
+                   ▲  └──────────────────▲ │          requested: waits for the decision of the rendezvous server about the next view
                    └───────────────────────┘          ended: no longer a member; reached from every phase
 
 The world of a view is formed once: it forms or fails to form, and it never continues after it broke. Older views are ignored, so delayed
@@ -28,7 +28,7 @@ EndReason = Literal["left", "evicted", "rendezvous", "view_change", "desync"]
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the message to the rendezvous."""
+    """Send the message to the rendezvous server."""
 
     message: Message
 
@@ -59,7 +59,7 @@ class EndBoundary:
     """Complete the call that waits at the boundary.
 
     Attributes:
-        error: why it fails: the rendezvous cannot be reached, and the view continues. None if it succeeds.
+        error: why it fails: the rendezvous server cannot be reached, and the view continues. None if it succeeds.
     """
 
     error: str | None = None
@@ -92,16 +92,16 @@ class MemberState:
         self.committed = 0
         self.boundaries = 0
         self._request: NextViewRequest | None = None
-        self._rendezvous_error: str | None = None  # why the rendezvous cannot be reached; None while it can
+        self._rendezvous_error: str | None = None  # why the rendezvous server cannot be reached; None while it can
 
     def is_in(self, view_number: int) -> bool:
         """Return whether that view is the current one and operations may run in it."""
         return self.view.number == view_number and (self.phase == "ready" or self._at_boundary)
 
-    # -- from the rendezvous -------------------------------------------------------------------------------------------------
+    # -- from the rendezvous server ------------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> list[Action]:
-        """The rendezvous sent a message."""
+        """The rendezvous server sent a message."""
         current = self.view.number
         match message:
             case _ if self.phase == "ended":
@@ -114,21 +114,21 @@ class MemberState:
                 self.boundaries = boundaries
                 return self._end_boundary() if self._at_boundary else []
             case Evicted(reason=reason):
-                return self._end("evicted", f"the rendezvous evicted this member after view {current}: {reason}")
+                return self._end("evicted", f"the rendezvous server evicted this member after view {current}: {reason}")
         return []
 
     def on_reconnected(self) -> list[Action]:
-        """The connection to the restarted rendezvous works again. Repeats the request that may have been lost."""
+        """The connection to the restarted rendezvous server works again. Repeats the request that may have been lost."""
         return [Send(self._request)] if self._request is not None and self.phase == "requested" else []
 
     def on_rendezvous_lost(self, detail: str) -> list[Action]:
-        """The rendezvous cannot be reached or does not know this member. The current view may continue, but no other follows."""
+        """The rendezvous server cannot be reached or does not know this member. The current view may continue, but no other follows."""
         self._rendezvous_error = detail
         if not self.is_in(self.view.number):
             return self._end("rendezvous", detail)
         return self._end_boundary(detail) if self._at_boundary else []
 
-    # -- from the world of the view --------------------------------------------------------------------------------------------
+    # -- from the world of the view ------------------------------------------------------------------------------------
 
     def on_formed(self, view_number: int) -> list[Action]:
         """The world of that view formed."""
@@ -143,7 +143,7 @@ class MemberState:
             return []
         return self._end_view(suspect)
 
-    # -- from the application ----------------------------------------------------------------------------------------------------
+    # -- from the application ------------------------------------------------------------------------------------------
 
     def enter_boundary(self, view_number: int) -> list[Action]:
         """The application is between two operations of that view, which must be ready: new members may be admitted.
@@ -167,10 +167,10 @@ class MemberState:
         """End the membership for a local reason. Idempotent."""
         return [Send(Leave()), *ending] if (ending := self._end(reason, detail)) else []
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _install_view(self, view: View) -> list[Action]:
-        if self.id not in view.ids():  # a protocol error: the rendezvous sends a view only to its members
+        if self.id not in view.ids():  # a protocol error: the rendezvous server sends a view only to its members
             return self._end("evicted", f"view {view.number} does not include this member")
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
         self.committed = max(self.committed, view.committed)

@@ -1,7 +1,7 @@
-"""The messages between members of an elastic world and its rendezvous. Pure: encoding and decoding only.
+"""The messages between members of an elastic world and its rendezvous server. Pure: encoding and decoding only.
 
-member → rendezvous     NextViewRequest, Leave
-rendezvous → member     View, ViewInvalidated, BoundaryPassed, Evicted
+member → server     NextViewRequest, Leave
+server → member     View, ViewInvalidated, BoundaryPassed, Evicted
 """
 
 import json

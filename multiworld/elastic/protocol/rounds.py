@@ -73,7 +73,7 @@ class Round:
             )
         return committed > self.number
 
-    # -- the exchange ----------------------------------------------------------------------------------------------------------
+    # -- the exchange --------------------------------------------------------------------------------------------------
 
     def summary(self) -> bytes:
         """Return the data of the first exchange, of fixed length: number, operations, digest of the flags."""
