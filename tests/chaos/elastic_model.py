@@ -1,6 +1,6 @@
 """What the tensors of a torture test of elastic worlds hold, and what an all-reduce must make of them.
 
-Without quantisation they hold small whole numbers, of which all reductions are exact in every dtype and in every order: results are
+Without quantization they hold small whole numbers, of which all reductions are exact in every dtype and in every order: results are
 compared bit by bit. Quantised results are compared within the error that quantization.py and
 quantized.py of multiworld/elastic/allreduce state.
 """
@@ -44,7 +44,7 @@ def explains(
     """Whether this is the result of reducing these operands.
 
     Args:
-        ranges: for each member that took part the smallest and the largest number in what is quantised together with this tensor.
+        ranges: for each member that took part the smallest and the largest number in what is quantized together with this tensor.
     """
     if quantization:
         return _within(result, operands, op, quantization, ranges)

@@ -1,13 +1,13 @@
 """What happens in a torture test of an elastic world: calls, faults and newcomers, all of it decided by a seed. Pure.
 
 Who is a member after a step follows from the schedule alone, whatever the timing: a frozen member stays frozen until it is evicted, a cut
-connection between members costs an epoch and no member.
+connection between members costs a view and no member.
 """
 
 from dataclasses import dataclass
 from random import Random
 
-FIRST_SIZE = 4
+INITIAL_MEMBERS = 4
 MAX_SIZE = 5
 MAX_STEP_BYTES = 4_000_000
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8}
@@ -31,7 +31,7 @@ class Call:
         key: what the tensors hold follows from it.
         tensors: dtype and number of elements of each.
         quantization: "" for none.
-        ring_from_bytes: from which size on a bundle goes around the ring.
+        ring_min_bytes: from which size on a bucket goes around the ring.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Call:
     op: str
     quantization: str
     max_in_flight: int
-    ring_from_bytes: int
+    ring_min_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._chance = Random(f"elastic worlds {seed}")
-        self._members = tuple(range(1, FIRST_SIZE + 1))
-        self._last_member = FIRST_SIZE
+        self._members = tuple(range(1, INITIAL_MEMBERS + 1))
+        self._last_member = INITIAL_MEMBERS
         self._steps = 0
         self._favourite = 0
 
@@ -169,8 +169,8 @@ class Schedule:
         if chance.random() < 0.03:
             tensors = [(dtype, 0) for dtype, _ in tensors]
         key = f"{self._seed}/{self._steps}"
-        ring_from_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
-        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_from_bytes)
+        ring_min_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
+        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_min_bytes)
 
     def _new_member(self) -> int:
         self._last_member += 1

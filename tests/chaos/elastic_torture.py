@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multiworld.errors import MultiWorldError
 from tests.chaos.elastic_model import explains, operand, sets_of_participants
-from tests.chaos.elastic_schedule import FIRST_SIZE, Call, Schedule, Step
+from tests.chaos.elastic_schedule import INITIAL_MEMBERS, Call, Schedule, Step
 from tests.integration.members import Member, Spawn, members
 
 WORLD = "w"
@@ -99,8 +99,8 @@ class Torture:
             "torture_host",
             state_file=str(self._folder / "state"),
             port=self._port,
-            first_size=FIRST_SIZE,
-            patience_s=PATIENCE_S,
+            initial_members=INITIAL_MEMBERS,
+            regroup_timeout_s=PATIENCE_S,
             heartbeat_timeout_s=PULSE_S,
         )
 
@@ -210,13 +210,13 @@ class Torture:
     # -- promises ------------------------------------------------------------------------------------------------------------------
 
     async def _agree(self, numbers: tuple[int, ...]) -> None:
-        """Wait until these are the members of one epoch, by what they and the rendezvous say."""
+        """Wait until these are the members of one view, by what they and the rendezvous say."""
         for number in numbers:
             if number not in self._ids:
                 self._ids[number] = (await self._members[number].do("elastic_state", world=WORLD))["id"]
         while True:
             states = [await self._members[number].do("elastic_state", world=WORLD) for number in numbers]
-            if {state["size"] for state in states} == {len(numbers)} and len({state["epoch"] for state in states}) == 1:
+            if {state["size"] for state in states} == {len(numbers)} and len({state["view"] for state in states}) == 1:
                 break
             await asyncio.sleep(0.01)
         await self._until_view("members", sorted(self._ids[number] for number in numbers))
@@ -232,7 +232,7 @@ class Torture:
             if "error" in reply and number not in step.lost:
                 raise WrongError(f"member {number}, to which nothing happened: {reply}")
             if "error" in reply and reply["error"] not in (
-                "EvictedError", "RendezvousError", "ReformError", "ElasticError", "CancelledError",
+                "EvictedError", "RendezvousError", "ViewChangeError", "ElasticError", "CancelledError",
             ):  # fmt: skip
                 raise WrongError(f"member {number} was not told that it is out: {reply}")
 
@@ -243,20 +243,20 @@ class Torture:
             self.happened["retries"] += reply.get("retries", 0)
             if reply.get("success") is False and len(step.members_after) > 1:
                 raise WrongError(f"member {number} believes itself alone: {reply}")
-            if reply.get("success") and 0 in reply["took_part"]:
+            if reply.get("success") and 0 in reply["contributors"]:
                 raise WrongError(f"member {number} has no result: {reply}")
-        sizes = {tuple(reply["took_part"]) for reply in replies.values() if "took_part" in reply}
+        sizes = {tuple(reply["contributors"]) for reply in replies.values() if "contributors" in reply}
         if len(sizes) > 1:
             raise WrongError(f"members differ in who took part: {sizes}")
-        took_part = sizes.pop() if sizes else (0,) * len(call.tensors)
+        contributors = sizes.pop() if sizes else (0,) * len(call.tensors)
         for index in range(len(call.tensors)):
-            present = {number for number in replies if "took_part" in replies[number] and took_part[index]}
+            present = {number for number in replies if "contributors" in replies[number] and contributors[index]}
             for number in replies.keys() - present:
                 if not _same(held[number][index], self._operand(call, number, index)):
                     raise WrongError(f"member {number} has no result, and tensor {index} does not hold what it held")
             if present:
                 results = {number: held[number][index] for number in present}
-                self._check_tensor(step, call, index, took_part[index], results)
+                self._check_tensor(step, call, index, contributors[index], results)
 
     def _check_tensor(self, step: Step, call: Call, index: int, size: int, results: dict[int, Tensor]) -> None:
         self.happened["tensors verified"] += 1
@@ -282,7 +282,7 @@ class Torture:
         return self._operands[number, index]
 
     def _range(self, call: Call, number: int, index: int) -> tuple[float, float]:
-        """The smallest and the largest number of a member in all tensors of that dtype: they may be quantised together."""
+        """The smallest and the largest number of a member in all tensors of that dtype: they may be quantized together."""
         dtype = call.tensors[index][0]
         if (number, dtype) not in self._ranges:
             alike = [each for each, (name, count) in enumerate(call.tensors) if name == dtype and count]

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from multiworld import WorldError
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, Quantization
 from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import Post
+from multiworld.elastic.allreduce.channel import TaggedChannel
 from multiworld.elastic.rendezvous_link import link_name
 from multiworld.world import World
 from tests.chaos.elastic_model import operand
@@ -62,7 +62,7 @@ class ElasticTorturePart:
         self, member: int, call: dict[str, Any], results: str, fault: dict[str, Any] | None
     ) -> dict[str, Any]:
         """All-reduce, and write what the tensors hold then to the file `results`."""
-        ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), call["ring_from_bytes"])
+        ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), call["ring_min_bytes"])
         op, quantization = call["op"], call["quantization"]
         tensors = [
             operand(call["key"], member, index, dtype, count, op, quantization)
@@ -78,7 +78,7 @@ class ElasticTorturePart:
                 max_in_flight=call["max_in_flight"],
                 quantization=Quantization(quantization) if quantization else None,
             )
-            return {"success": outcome.success, "took_part": list(outcome.took_part), "retries": outcome.retries}
+            return {"success": outcome.success, "contributors": list(outcome.contributors), "retries": outcome.retries}
 
         reply = await self._victim.suffer(fault, reduce())
         _write(Path(results), tensors)
@@ -89,7 +89,7 @@ class ElasticTorturePart:
         world = self.elastic.world(self._victim.world)
 
         async def update() -> dict[str, Any]:
-            return {"epoch": await world.update_membership(timeout_s=90.0)}
+            return {"view": await world.update_membership(timeout_s=90.0)}
 
         return await self._victim.suffer(fault, update())
 
@@ -145,9 +145,9 @@ class Victim:
 
     def _count_events(self) -> None:
         """Have the fault happen when so many messages and exchanges have begun."""
-        send, exchange = Post.send, ElasticWorld._exchange
+        send, exchange = TaggedChannel.send, ElasticWorld._all_gather
 
-        def counted_send(post: Post, tensor: Tensor, rank: int) -> None:
+        def counted_send(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
             self._on_event()
             send(post, tensor, rank)
 
@@ -155,8 +155,8 @@ class Victim:
             self._on_event()
             return await exchange(world, *arguments)
 
-        Post.send = counted_send  # type: ignore[method-assign,assignment]
-        ElasticWorld._exchange = counted_exchange  # type: ignore[method-assign,assignment]
+        TaggedChannel.send = counted_send  # type: ignore[method-assign,assignment]
+        ElasticWorld._all_gather = counted_exchange  # type: ignore[method-assign,assignment]
 
     def _on_event(self) -> None:
         if self._events_left:

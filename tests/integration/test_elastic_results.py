@@ -1,4 +1,4 @@
-"""What elastic all-reduces compute when nothing fails: around the ring, exchanged directly, quantised; and that all have the same bits."""
+"""What elastic all-reduces compute when nothing fails: around the ring, exchanged directly, quantized; and that all have the same bits."""
 
 import asyncio
 import functools
@@ -21,14 +21,14 @@ from multiworld.elastic import (
     ElasticRendezvous,
     ElasticWorld,
     Quantization,
-    ReformError,
     RendezvousError,
+    ViewChangeError,
 )
 from multiworld.elastic.allreduce import ring as ring_module
-from multiworld.elastic.allreduce.bucket import BUNDLE_BYTES
-from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.bucket import BUCKET_BYTES
+from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
 from multiworld.elastic.allreduce.quantization import BLOCK
-from multiworld.elastic.allreduce.quantized import quantised_all_reduce
+from multiworld.elastic.allreduce.quantized import quantized_all_reduce
 from multiworld.elastic.allreduce.reduction import DTYPES, Reduction, copy
 from multiworld.elastic.allreduce.ring import ring_all_reduce
 from multiworld.elastic.protocol.messages import View
@@ -56,8 +56,8 @@ def reference(operands: list[Tensor], op: str) -> Tensor:
     return functools.reduce(combine[op], wide)
 
 
-def epoch_of(manager: WorldManager, world: World) -> Epoch:
-    return Epoch(1, world.rank, world.size, world)
+def view_world(world: World) -> ViewWorld:
+    return ViewWorld(world.rank, world.size, world)
 
 
 def check_equal(results: list[Tensor], expected: Tensor) -> None:
@@ -84,22 +84,22 @@ def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
 
             async def reduce(
                 manager: WorldManager, world: World, operands: list[Tensor] = operands, op: str = op
-            ) -> tuple[Tensor, Traffic]:
-                result, traffic = torch.empty_like(operands[world.rank]), Traffic()
-                await ring_all_reduce(epoch_of(manager, world), operands[world.rank], result, Reduction(op), 3, traffic)
-                return result, traffic
+            ) -> tuple[Tensor, ByteCounters]:
+                result, counters = torch.empty_like(operands[world.rank]), ByteCounters()
+                await ring_all_reduce(view_world(world), operands[world.rank], result, Reduction(op), 3, counters)
+                return result, counters
 
             came = crew.run(size, reduce)
             check_equal([result for result, _ in came], reference(before, op))
             assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True)), "operands are only read"
-            sent = sum(traffic.sent for _, traffic in came)
-            assert sent == sum(traffic.received for _, traffic in came) == 2 * (size - 1) * count * dtype.itemsize
+            sent = sum(counters.sent for _, counters in came)
+            assert sent == sum(counters.received for _, counters in came) == 2 * (size - 1) * count * dtype.itemsize
 
 
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
+def test_quantized_result_is_within_its_bound_and_the_same_everywhere(
     crew: Crew, size: int, op: str, quantization: Quantization
 ) -> None:
     count = 3 * size * BLOCK // 2 + 5
@@ -107,8 +107,8 @@ def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
 
     async def reduce(manager: WorldManager, world: World) -> Tensor:
         result = torch.empty(count)
-        await quantised_all_reduce(
-            epoch_of(manager, world), operands[world.rank], result, Reduction(op), quantization, 9, Traffic()
+        await quantized_all_reduce(
+            view_world(world), operands[world.rank], result, Reduction(op), quantization, 9, ByteCounters()
         )
         return result
 
@@ -125,7 +125,7 @@ def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
 
 
 def bound(values: Tensor, quantization: Quantization) -> float:
-    """The stated error of quantising a tensor, taken over the whole of it."""
+    """The stated error of quantizing a tensor, taken over the whole of it."""
     low, high = float(values.min()), float(values.max())
     match quantization:
         case Quantization.MIN_MAX:
@@ -141,7 +141,7 @@ def bound(values: Tensor, quantization: Quantization) -> float:
 @pytest.fixture
 async def worlds() -> AsyncIterator[list[ElasticWorld]]:
     """The three members of a world, by rank."""
-    async with ElasticRendezvous(first_size=3) as rendezvous:
+    async with ElasticRendezvous(initial_members=3) as rendezvous:
         managers = [ElasticManager() for _ in range(3)]
         joined = await asyncio.gather(*(manager.join("w", port=rendezvous.port) for manager in managers))
         yield sorted(joined, key=lambda world: world.rank)
@@ -167,7 +167,7 @@ async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[Elastic
         check_equal([own[index].detach().contiguous().view(-1) for own in everybody], right.reshape(-1))
     for outcome in outcomes:
         assert (outcome.success, outcome.retries, outcome.world_size) == (True, 0, 3)
-        assert outcome.took_part == (3,) * len(expected)
+        assert outcome.contributors == (3,) * len(expected)
         assert outcome.bytes_sent > 0 < outcome.bytes_received
 
 
@@ -177,20 +177,20 @@ async def test_no_more_than_max_in_flight_are_under_way(
     running, most = 0, 0
     real = ring_module.ring_all_reduce
 
-    async def counted(epoch: Epoch, *arguments: object) -> None:
+    async def counted(world: ViewWorld, *arguments: object) -> None:
         nonlocal running, most
-        if epoch.rank:
-            return await real(epoch, *arguments)  # type: ignore[arg-type]
+        if world.rank:
+            return await real(world, *arguments)  # type: ignore[arg-type]
         running += 1
         most = max(most, running)
         try:
-            await real(epoch, *arguments)  # type: ignore[arg-type]
+            await real(world, *arguments)  # type: ignore[arg-type]
         finally:
             running -= 1
 
-    monkeypatch.setattr("multiworld.elastic.retry.ring_all_reduce", counted)
-    monkeypatch.setattr("multiworld.elastic.retry.prefers_ring", lambda *_: True)
-    count = BUNDLE_BYTES // 4
+    monkeypatch.setattr("multiworld.elastic.operations.ring_all_reduce", counted)
+    monkeypatch.setattr("multiworld.elastic.operations.prefers_ring", lambda *_: True)
+    count = BUCKET_BYTES // 4
     tensors = [[torch.ones(count) for _ in range(9)] for _ in worlds]
     await asyncio.gather(
         *(w.all_reduce_multiple_with_retry(own, max_in_flight=4) for w, own in zip(worlds, tensors, strict=True))
@@ -205,7 +205,7 @@ async def test_handles_tell_how_far_they_are_and_agree_closes_a_round(worlds: li
     assert (first.status, first.done()) == ("pending", False)
     others = [world.all_reduce_async(own, tag=7) for world, own in zip(worlds[1:], tensors[1:], strict=True)]
     await asyncio.gather(*(_await(handle) for handle in (first, *others)))
-    assert (first.status, first.world_size, first.epoch) == ("done", 3, 1)
+    assert (first.status, first.world_size, first.view_number) == ("done", 3, 1)
     assert [own.tolist() for own in tensors] == [[3.0] * 4] * 3
 
     flags = [[True, True, False], [True, False, False], [True, True, True]]
@@ -224,7 +224,7 @@ async def _await(handle: "asyncio.Future[None] | object") -> None:
 
 async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> None:
     async with (
-        ElasticRendezvous(first_size=2) as rendezvous,
+        ElasticRendezvous(initial_members=2) as rendezvous,
         ElasticManager() as one,
         ElasticManager() as two,
         ElasticManager() as late,
@@ -255,6 +255,14 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
 
 
+async def test_leave_succeeds_when_it_is_called_twice_at_once_and_again() -> None:
+    async with ElasticRendezvous() as rendezvous, ElasticManager() as manager:
+        await manager.join("w", port=rendezvous.port)
+        await asyncio.gather(manager.leave("w"), manager.leave("w"))
+        await manager.leave("w")
+        assert (await manager.join("w", port=rendezvous.port)).size == 1
+
+
 async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
     async with ElasticRendezvous(secret="open sesame") as rendezvous:
         async with ElasticManager(secret="open barley") as stranger:
@@ -267,9 +275,9 @@ async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
                 await guest.join("w", port=rendezvous.port)
 
 
-async def test_newcomer_is_told_so_when_no_epoch_takes_it_in_and_can_try_again() -> None:
-    async with ElasticRendezvous(first_size=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
-        with pytest.raises(ReformError, match="no epoch began with us"):
+async def test_newcomer_is_told_so_when_no_view_takes_it_in_and_can_try_again() -> None:
+    async with ElasticRendezvous(initial_members=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
+        with pytest.raises(ViewChangeError, match="no view included this member"):
             await one.join("w", port=rendezvous.port, timeout_s=0.5)
         worlds = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
         assert [world.size for world in worlds] == [2, 2]
@@ -284,7 +292,7 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
         ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
         ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
-        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantised"),
+        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantized"),
         ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
     ):
         with pytest.raises(error, match=words):
@@ -293,7 +301,7 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
     assert all(outcome.success for outcome in outcomes)
 
 
-async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_the_next() -> None:
+async def test_what_begins_late_in_a_view_that_has_ended_fails_there_and_not_in_the_next() -> None:
     """Both have the same name."""
     async with WorldManager() as one, WorldManager() as other:
         port = one.listen()
@@ -303,13 +311,13 @@ async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_
                 other.initialize_world("w", 1, 2, port=port, epoch=number),
             )
             if number == 1:
-                epoch = Epoch(1, 0, 2, world)
+                ended = ViewWorld(0, 2, world)
                 for manager in (one, other):
                     manager.remove_world("w")
-        for late in (epoch.send, epoch.receive):
+        for late in (ended.send, ended.recv):
             with pytest.raises(WorldError):
                 late(torch.ones(4), 1, 3)
-        for result in (epoch.all_reduce(torch.ones(4), ReduceOp.SUM), epoch.all_gather(torch.ones(8), torch.ones(4))):
+        for result in (ended.all_reduce(torch.ones(4), ReduceOp.SUM), ended.all_gather(torch.ones(8), torch.ones(4))):
             with pytest.raises(WorldError):
                 await result
         arriving = other.communicator.irecv(come := torch.zeros(4), 0, "w", tag=3)
@@ -336,7 +344,9 @@ async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[Elas
         return_exceptions=True,
     )
     assert [type(result) for result in results] == [DesyncError] * 3
-    assert {str(result) for result in results} == {"world 'w': rank 1: its 1 operations are not those of rank 0, 1"}
+    assert {str(result) for result in results} == {
+        "world 'w': rank 1: its 1 operations differ from the 1 operations of rank 0"
+    }
 
 
 async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(worlds: list[ElasticWorld]) -> None:
@@ -347,7 +357,9 @@ async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(wo
         return_exceptions=True,
     )
     assert [type(result) for result in results] == [DesyncError] * 3, results
-    assert {str(result) for result in results} == {"world 'w': rank 1: its 0 operations are not those of rank 0, 1"}
+    assert {str(result) for result in results} == {
+        "world 'w': rank 1: its 0 operations differ from the 1 operations of rank 0"
+    }
 
 
 async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: list[ElasticWorld]) -> None:
@@ -359,11 +371,11 @@ async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: 
     assert [type(result) for result in results] == [DesyncError] * 3, results
 
 
-async def test_call_with_only_empty_tensors_says_how_many_took_part(worlds: list[ElasticWorld]) -> None:
+async def test_call_with_only_empty_tensors_says_how_many_contributors(worlds: list[ElasticWorld]) -> None:
     outcomes = await asyncio.gather(
         *(world.all_reduce_multiple_with_retry([torch.ones(0), torch.ones(0, dtype=torch.int64)]) for world in worlds)
     )
-    assert [(outcome.success, outcome.took_part) for outcome in outcomes] == [(True, (3, 3))] * 3
+    assert [(outcome.success, outcome.contributors) for outcome in outcomes] == [(True, (3, 3))] * 3
 
 
 async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_iteration(
@@ -371,8 +383,8 @@ async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_
 ) -> None:
     question = json.dumps({"elastic": "w", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
     async with ElasticRendezvous() as rendezvous:
-        answers = await asyncio.gather(*(rendezvous._answer(question, "h") for _ in range(2)))
-        assert [list(json.loads(answer)) for answer in answers] == [["link"], ["later"]]
+        answers = await asyncio.gather(*(rendezvous._reply(question, "h") for _ in range(2)))
+        assert [list(json.loads(answer)) for answer in answers] == [["link"], ["retry"]]
         assert rendezvous.connected("w") == 1
 
 
@@ -408,16 +420,16 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
     async with ElasticRendezvous(state_file=state) as rendezvous, ElasticManager() as manager:
 
         async def come_and_go(name: str) -> int:
-            epoch = (await manager.join(name, port=rendezvous.port)).epoch
+            number = (await manager.join(name, port=rendezvous.port)).view_number
             await manager.leave(name)
             async with asyncio.timeout(PATIENCE_S):
                 while rendezvous.connected(name):  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)
-            return epoch
+            return number
 
-        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "epochs only grow"
+        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "view numbers only increase"
         assert rendezvous.view("a") == View(0, ()), "the one that was empty for the longest is forgotten"
-        assert rendezvous.view("b").epoch == 1
+        assert rendezvous.view("b").number == 1
         assert set(StateFile(state, 1.0).load()) == {"b", "c"}
         await manager.join("d", port=rendezvous.port)
         await manager.join("e", port=rendezvous.port)
@@ -426,6 +438,6 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
 
 
 def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "RING_FROM_BYTES", {2: 0, 4: 1000})
+    monkeypatch.setattr(ring_module, "RING_MIN_BYTES", {2: 0, 4: 1000})
     assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
     assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]

@@ -154,7 +154,7 @@ def test_every_rank_ends_when_one_of_a_stock_process_group_is_killed(sections: S
     said = sections.of("single_world")
     assert said["rank 2"][-1] == "killed by SIGKILL"
     for rank in (0, 1, 3, 4):
-        assert f"the group is of no use any more: {KILLED_AFTER} of {STEPS} steps done" in said[f"rank {rank}"]
+        assert f"the process group is unusable: {KILLED_AFTER} of {STEPS} steps done" in said[f"rank {rank}"]
         assert said[f"rank {rank}"][-1] == "ended with status 1"
 
 
@@ -175,9 +175,9 @@ def test_resnet_skips_a_killed_worker_and_takes_it_back_and_ctrl_c_ends_all() ->
         *("--kill-rank", "1,1", "--after-step", "2", "--restart-after-s", "0.1"),
     )  # fmt: skip
     try:
-        launcher.read_until(r"^leader .*skipped world1, .*world1 broken: rank 1, cause exit")
+        launcher.read_until(r"^leader .*skipped world1 .*world1 broken: rank 1, cause exit")
         launcher.read_until(r"^leader .*Sent \w+.jpg to world2")
-        launcher.read_until(r"^leader .*world1 joined, epoch 2")
+        launcher.read_until(r"^leader .*world1 joined, generation 2")
         launcher.read_until(r"^leader .*Sent \w+.jpg to world1")
         launcher.read_until(r"^leader .*Predicted class: ")
         launcher.process.send_signal(signal.SIGINT)
@@ -203,7 +203,7 @@ def test_three_go_on_with_the_right_sums_and_the_killed_one_comes_back(example: 
     )
     try:
         # Where no core is free, somebody may be missed once more than was killed.
-        launcher.read_until(rf"^member {victim} .*joined epoch (?!1 )\d+ as rank \d of 4")
+        launcher.read_until(rf"^member {victim} .*joined view (?!1 )\d+ as rank \d of 4")
         launcher.read_until(rf"^member {victim} .*has sums \[1111\] of 4 members, 0 retries")
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.process.wait(PATIENCE_S) == 130
@@ -231,7 +231,7 @@ def test_an_ensemble_answers_every_image_when_one_of_its_models_is_killed() -> N
     finally:
         launcher.close()
     assert any(re.search(r"^member 0 .*killed by SIGKILL", line) for line in lines)
-    answers = re.findall(r"^client .*\.jpg shows (.*) \(.*\), say (\d) models$", "\n".join(lines), re.MULTILINE)
+    answers = re.findall(r"^client .*\.jpg shows (.*) \(.*\), average of (\d) models$", "\n".join(lines), re.MULTILINE)
     assert [models for _, models in answers[:2]] == ["4", "4"]
     assert len(answers) == 5
     assert [models for _, models in answers[3:]] == ["3", "3"]

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives import movement as collectives
 from multiworld.collectives import reductions
-from multiworld.elastic.agent import accused_by
+from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Plan
@@ -152,9 +152,9 @@ async def test_callers_are_answered_when_no_thread_frees_their_world(
     assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 
 
-def test_members_suspect_the_member_that_failed_by_itself_when_an_epoch_ends() -> None:
+def test_members_suspect_the_member_that_failed_by_itself_when_a_view_ends() -> None:
     view = View(1, tuple(MemberInfo(name, "127.0.0.1", 1) for name in ("a", "b")))
-    assert accused_by("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
+    assert suspect_of("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
 
 
 @pytest.mark.parametrize("left_kib", [256, 1024, 4096, 8192, 8448, 9216, 12288, 20480])

@@ -33,8 +33,8 @@ def test_schedules_have_what_they_are_to_test() -> None:
         "cannot reach each other",
     ):
         assert happened in log
-    assert any(cluster.remembered.epoch > 3 for cluster in clusters)
-    assert any("n0" in cluster.remembered.ids() for cluster in clusters), "no newcomer was ever let in"
+    assert any(cluster.persisted.number > 3 for cluster in clusters)
+    assert any("n0" in cluster.persisted.ids() for cluster in clusters), "no newcomer was ever let in"
     assert any(
         member.state == "done" and len(member.outcomes) == CALLS
         for cluster in clusters
@@ -56,12 +56,12 @@ def test_same_seed_gives_the_same_run_in_every_process() -> None:
         for hash_seed in ("0", "1", "2")
     }
     assert len(logs) == 1
-    assert "epoch 3" in logs.pop()
+    assert "view 3" in logs.pop()
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taking as finished what has finished here, whatever the others say, gives different results."""
-    monkeypatch.setattr("multiworld.elastic.protocol.rounds.Round.settle", lambda self, flags: None)
+    monkeypatch.setattr("multiworld.elastic.protocol.rounds.Round.intersect", lambda self, flags: None)
 
     def replay_all() -> None:
         for seed in range(SCHEDULES):
