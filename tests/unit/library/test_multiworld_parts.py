@@ -81,11 +81,11 @@ def test_waiting_ends_after_its_time_but_not_before_the_stores_own() -> None:
         ControlStore(lambda _key, _value: None, patience_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
-# -- waiters -----------------------------------------------------------------------------------------------------------------
+# -- pool -----------------------------------------------------------------------------------------------------------------
 
 
 def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() -> None:
-    waiters = BlockingPool("test")
+    pool = BlockingPool("test")
     gates = [threading.Event() for _ in range(3)]
     done: SimpleQueue[int] = SimpleQueue()
 
@@ -94,45 +94,45 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
         done.put(number)
 
     for number in range(3):
-        waiters.run(partial(wait, number))
+        pool.run(partial(wait, number))
     for number in (2, 0, 1):  # one that waits holds up no other
         gates[number].set()
         assert done.get(timeout=PATIENCE_S) == number
     for number in range(50):
-        waiters.run(partial(done.put, number))
+        pool.run(partial(done.put, number))
         done.get(timeout=PATIENCE_S)
     assert sum(thread.name == "test" for thread in threading.enumerate()) <= 3
-    assert waiters.close(PATIENCE_S)
+    assert pool.close(PATIENCE_S)
     assert not any(thread.name == "test" for thread in threading.enumerate())
     with pytest.raises(RuntimeError):
-        waiters.run(lambda: None)
+        pool.run(lambda: None)
 
 
 def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
-    waiters, gate = BlockingPool("test"), threading.Event()
+    pool, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
         gate.wait(PATIENCE_S)
 
-    waiters.run(wait)
-    assert not waiters.close(0.05)
+    pool.run(wait)
+    assert not pool.close(0.05)
     gate.set()
-    assert waiters.close(PATIENCE_S)
+    assert pool.close(PATIENCE_S)
 
 
 def test_closing_takes_its_time_once_when_many_threads_do_not_come_back() -> None:
-    waiters, gate = BlockingPool("test"), threading.Event()
+    pool, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
         gate.wait(PATIENCE_S)
 
     for _ in range(40):
-        waiters.run(wait)
+        pool.run(wait)
     began_s = time.monotonic()
-    assert not waiters.close(0.25)
+    assert not pool.close(0.25)
     assert time.monotonic() - began_s < 5, "one deadline for all, not one each"
     gate.set()
-    assert waiters.close(PATIENCE_S)
+    assert pool.close(PATIENCE_S)
 
 
 def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,25 +143,25 @@ def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypat
     thread = DaemonThread(ran.append, "test", (1,))
     with monkeypatch.context() as patch:
         patch.setattr(threading, "_start_new_thread", lambda run, _: begin.append(run))
-        with pytest.raises(RuntimeError, match="did not begin"):
+        with pytest.raises(RuntimeError, match="did not start"):
             thread.start()
     begin[0]()  # late
     assert ran == []
 
 
 def test_a_waiter_can_close_its_own_world() -> None:
-    waiters, done = BlockingPool("test"), threading.Event()
+    pool, done = BlockingPool("test"), threading.Event()
 
     def close() -> None:
-        waiters.close(PATIENCE_S)
+        pool.close(PATIENCE_S)
         done.set()
 
-    waiters.run(close)
+    pool.run(close)
     assert done.wait(PATIENCE_S)
 
 
 def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiters = BlockingPool("test")
+    pool = BlockingPool("test")
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -169,8 +169,8 @@ def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            waiters.run(lambda: None)
-    assert waiters.close(PATIENCE_S)
+            pool.run(lambda: None)
+    assert pool.close(PATIENCE_S)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------------
