@@ -191,10 +191,7 @@ class Victim:
 def _cut(world: World, choice: int) -> None:
     """Shut one of our connections down, as the network may: the line to another member, or the connection of the heartbeats."""
     lifelines = world._watch.lifelines.values() if world._watch is not None else ()
-    socks = [
-        *(line._sock for line in world._traffic._connections.values()),
-        *(lifeline._sock for lifeline in lifelines),
-    ]
+    socks = [*(line._sock for line in world._traffic._lines.values()), *(lifeline._sock for lifeline in lifelines)]
     if socks:
         with contextlib.suppress(OSError):
             socks[choice % len(socks)].shutdown(socket.SHUT_RDWR)

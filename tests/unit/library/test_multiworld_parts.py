@@ -81,11 +81,11 @@ def test_waiting_ends_after_its_time_but_not_before_the_stores_own() -> None:
         ControlStore(lambda _key, _value: None, patience_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
-# -- pool -----------------------------------------------------------------------------------------------------------------
+# -- waiters -----------------------------------------------------------------------------------------------------------------
 
 
 def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() -> None:
-    pool = BlockingPool("test")
+    waiters = BlockingPool("test")
     gates = [threading.Event() for _ in range(3)]
     done: SimpleQueue[int] = SimpleQueue()
 
@@ -94,45 +94,45 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
         done.put(number)
 
     for number in range(3):
-        pool.run(partial(wait, number))
+        waiters.run(partial(wait, number))
     for number in (2, 0, 1):  # one that waits holds up no other
         gates[number].set()
         assert done.get(timeout=PATIENCE_S) == number
     for number in range(50):
-        pool.run(partial(done.put, number))
+        waiters.run(partial(done.put, number))
         done.get(timeout=PATIENCE_S)
     assert sum(thread.name == "test" for thread in threading.enumerate()) <= 3
-    assert pool.close(PATIENCE_S)
+    assert waiters.close(PATIENCE_S)
     assert not any(thread.name == "test" for thread in threading.enumerate())
     with pytest.raises(RuntimeError):
-        pool.run(lambda: None)
+        waiters.run(lambda: None)
 
 
 def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
-    pool, gate = BlockingPool("test"), threading.Event()
+    waiters, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
         gate.wait(PATIENCE_S)
 
-    pool.run(wait)
-    assert not pool.close(0.05)
+    waiters.run(wait)
+    assert not waiters.close(0.05)
     gate.set()
-    assert pool.close(PATIENCE_S)
+    assert waiters.close(PATIENCE_S)
 
 
 def test_closing_takes_its_time_once_when_many_threads_do_not_come_back() -> None:
-    pool, gate = BlockingPool("test"), threading.Event()
+    waiters, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
         gate.wait(PATIENCE_S)
 
     for _ in range(40):
-        pool.run(wait)
+        waiters.run(wait)
     began_s = time.monotonic()
-    assert not pool.close(0.25)
+    assert not waiters.close(0.25)
     assert time.monotonic() - began_s < 5, "one deadline for all, not one each"
     gate.set()
-    assert pool.close(PATIENCE_S)
+    assert waiters.close(PATIENCE_S)
 
 
 def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,18 +150,18 @@ def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypat
 
 
 def test_a_waiter_can_close_its_own_world() -> None:
-    pool, done = BlockingPool("test"), threading.Event()
+    waiters, done = BlockingPool("test"), threading.Event()
 
     def close() -> None:
-        pool.close(PATIENCE_S)
+        waiters.close(PATIENCE_S)
         done.set()
 
-    pool.run(close)
+    waiters.run(close)
     assert done.wait(PATIENCE_S)
 
 
 def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = BlockingPool("test")
+    waiters = BlockingPool("test")
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -169,8 +169,8 @@ def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            pool.run(lambda: None)
-    assert pool.close(PATIENCE_S)
+            waiters.run(lambda: None)
+    assert waiters.close(PATIENCE_S)
 
 
 # -- events ------------------------------------------------------------------------------------------------------------------
