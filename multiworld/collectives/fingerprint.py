@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from multiworld.collectives.channel import CollectiveChannel
+from multiworld.ops.operation import Plan
 from multiworld.transport.wire import decode_signature, encode_signature
 
 _SIGNATURE_BYTES = 96
@@ -42,22 +43,16 @@ class CollectiveFingerprint:
     """Exchanges and compares the fingerprints of one collective.
 
     Args:
-        signature: the signature of the plan.
-        splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
         on_compared: called once with the mismatch or None, under the world's lock, when all fingerprints are received and the own one is
             sent.
     """
 
     def __init__(
-        self,
-        channel: CollectiveChannel,
-        signature: str,
-        splits_bytes: tuple[list[int], list[int]] | None,
-        on_compared: Callable[[Mismatch | None], object],
+        self, channel: CollectiveChannel, plan: Plan, on_compared: Callable[[Mismatch | None], object]
     ) -> None:
         self._channel = channel
-        self._own = encode_signature(signature, _SIGNATURE_BYTES)
-        self._sent, self._expected = splits_bytes or ([0] * channel.size, [0] * channel.size)
+        self._own = encode_signature(plan.signature, _SIGNATURE_BYTES)
+        self._sent, self._expected = plan.splits_bytes or ([0] * channel.size, [0] * channel.size)
         self._received = {peer: bytearray(_SIGNATURE_BYTES + _SIZE.size) for peer in channel.peers}
         self._remaining = 2 * len(channel.peers)
         self._on_compared = on_compared

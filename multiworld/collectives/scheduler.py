@@ -72,8 +72,8 @@ class CollectiveScheduler:
         self._started += 1
         if self._verify and connections:
             self._awaiting_check.append(operation)
-            plan, on_compared = operation.plan, partial(self._on_compared, operation)
-            CollectiveFingerprint(operation.channel, plan.signature, plan.splits_bytes, on_compared).begin()
+            on_compared = partial(self._on_compared, operation)
+            CollectiveFingerprint(operation.channel, operation.plan, on_compared).begin()
         else:
             self._begin(operation)
 

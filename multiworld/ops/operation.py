@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -86,7 +85,6 @@ class Operation:
     """Whether `OperationExecutor.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
-    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -129,15 +127,15 @@ class Operation:
         loop = self.future.get_loop()
         try:
             if asyncio._get_running_loop() is not loop:
-                loop.call_soon_threadsafe(self._settle, error)
+                loop.call_soon_threadsafe(self._complete, error)
             elif self.posted:
-                self._settle(error)
+                self._complete(error)
             else:  # complete on the next iteration, so that a loop of sends cannot block the event loop
-                loop.call_soon(self._settle, error)
+                loop.call_soon(self._complete, error)
         except RuntimeError:
             logger.debug("%s: the event loop that awaited it is closed", self.name)
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _complete(self, error: BaseException | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
         if self.task is not None and error is not None:
