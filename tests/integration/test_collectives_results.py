@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import World, WorldManager
-from multiworld.collectives import allreduce as shares
-from multiworld.collectives import transfers
+from multiworld.collectives import allreduce, transfers
 from tests.integration.crew import MAX_SIZE, Crew, T
 from tests.integration.crew import Part as PartOf
 
@@ -55,11 +54,11 @@ class Case:
         """Let all ranks do their part; with `small_pieces` what is so small goes the ways that long tensors go."""
         with pytest.MonkeyPatch.context() as patch:
             if self.small_pieces:
-                patch.setattr(shares, "WHOLE_BYTES", 8)
-                patch.setattr(shares, "PIECE_BYTES", 64)
-                patch.setattr(shares, "SERIAL", 5)
-                patch.setattr(transfers, "FLAT_BYTES", 8)
-                patch.setattr(transfers, "PIECE_BYTES", 100)
+                patch.setattr(allreduce, "ONE_SHOT_BYTES", 8)
+                patch.setattr(allreduce, "CHUNK_BYTES", 64)
+                patch.setattr(allreduce, "SLICE_ELEMENTS", 5)
+                patch.setattr(transfers, "DIRECT_BYTES", 8)
+                patch.setattr(transfers, "CHUNK_BYTES", 100)
             return crew.run(self.size, part, checked=self.checked, backend=self.backend)
 
     def values(self, *, powers: bool = False) -> list[Tensor]:

@@ -48,7 +48,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def scripted(error: Exception) -> Callable[..., Any]:
+def failing_algorithm(error: Exception) -> Callable[..., Any]:
     async def fail(*_: object) -> None:
         raise error
 
@@ -68,8 +68,8 @@ def own(world: World) -> Plan:
 
 
 PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan]]]] = {
-    "delivering a message": lambda world, error: (
-        replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), deliver=raising(error)),
+    "copying back a message": lambda world, error: (
+        replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=raising(error)),
         lambda peer: messages.send(peer.ranks, torch.ones(4), 0, 0),
     ),
     "taking a message's memory": lambda world, error: (
@@ -81,13 +81,22 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
         lambda peer: messages.recv(peer.ranks, torch.ones(4), 0, 0),
     ),
     "taking a collective from a device": lambda world, error: (
-        replace(all_reduce(world), script=raising(error), staged=True),
+        replace(all_reduce(world), algorithm=raising(error), staged=True),
         all_reduce,
     ),
-    "computing": lambda world, error: (replace(all_reduce(world), script=lambda: scripted(error)), all_reduce),
-    "delivering a collective": lambda world, error: (replace(all_to_all(world), deliver=raising(error)), all_to_all),
+    "computing": lambda world, error: (
+        replace(all_reduce(world), algorithm=lambda: failing_algorithm(error)),
+        all_reduce,
+    ),
+    "copying back a collective": lambda world, error: (
+        replace(all_to_all(world), copy_back=raising(error)),
+        all_to_all,
+    ),
     "calling the backend": lambda world, error: (replace(own(world), post=raising(error)), own),
-    "calling the backend on a lane": lambda world, error: (replace(own(world), post=raising(error), staged=True), own),
+    "calling the backend from a queue": lambda world, error: (
+        replace(own(world), post=raising(error), staged=True),
+        own,
+    ),
 }
 
 

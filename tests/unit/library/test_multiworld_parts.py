@@ -143,7 +143,7 @@ def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypat
     thread = DaemonThread(ran.append, "test", (1,))
     with monkeypatch.context() as patch:
         patch.setattr(threading, "_start_new_thread", lambda run, _: begin.append(run))
-        with pytest.raises(RuntimeError, match="did not begin"):
+        with pytest.raises(RuntimeError, match="did not start"):
             thread.start()
     begin[0]()  # late
     assert ran == []
