@@ -299,8 +299,8 @@ async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_
         port = one.listen()
         for number in (1, 2):
             world, _ = await asyncio.gather(
-                one.initialize_world("w", 0, 2, port=port, epoch=number),
-                other.initialize_world("w", 1, 2, port=port, epoch=number),
+                one.initialize_world("w", 0, 2, port=port, generation=number),
+                other.initialize_world("w", 1, 2, port=port, generation=number),
             )
             if number == 1:
                 epoch = Epoch(1, 0, 2, world)

@@ -177,7 +177,7 @@ def test_resnet_skips_a_killed_worker_and_takes_it_back_and_ctrl_c_ends_all() ->
     try:
         launcher.read_until(r"^leader .*skipped world1, .*world1 broken: rank 1, cause exit")
         launcher.read_until(r"^leader .*Sent \w+.jpg to world2")
-        launcher.read_until(r"^leader .*world1 joined, epoch 2")
+        launcher.read_until(r"^leader .*world1 joined, generation 2")
         launcher.read_until(r"^leader .*Sent \w+.jpg to world1")
         launcher.read_until(r"^leader .*Predicted class: ")
         launcher.process.send_signal(signal.SIGINT)

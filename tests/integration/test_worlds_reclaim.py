@@ -279,7 +279,7 @@ async def test_worlds_that_ended_are_forgotten_when_names_are_endless(monkeypatc
         port = manager.listen()
         for number in range(6):
             world = await manager.initialize_world(f"w{number}", 0, 1, port=port)
-            world.break_(Cause.ABORTED, 0, "for the test")
+            world.fail(Cause.ABORTED, 0, "for the test")
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
@@ -345,7 +345,7 @@ async def test_watchdog_goes_on_and_a_world_is_freed_later_when_no_thread_can_be
             await form(name, port, host, guest)
         falls = host.world("falls")
         monkeypatch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        guest.world("falls").break_(Cause.ABORTED, 1, "for the test")
+        guest.world("falls").fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             await enough.wait()
         assert await asyncio.to_thread(falls.reclaimed.wait, PATIENCE_S)
@@ -373,7 +373,7 @@ async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_le
         broadcasting = asyncio.create_task(host.communicator.broadcast(torch.zeros(0), 1, "w"))
         await asyncio.sleep(0)
         worlds = [manager.world("w") for manager in (host, guest)]
-        worlds[1].break_(Cause.ABORTED, 1, "for the test")
+        worlds[1].fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await broadcasting
