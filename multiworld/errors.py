@@ -63,15 +63,16 @@ class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users cat
 
     def __init__(self, world_name: str, cause: Cause | str = Cause.TRANSPORT, rank: int = -1, detail: str = "") -> None:
         """`cause` may also be a message without a `Cause`, for compatibility with pymultiworld; the cause is TRANSPORT then."""
-        who = f"rank {rank}" if rank >= 0 else "a member"
-        has_cause = isinstance(cause, Cause)
-        super().__init__(
-            world_name, f"{who}, cause {cause}" + (f" ({detail})" if detail else "") if has_cause else cause
-        )
-        self.args = (world_name, cause, rank, detail) if has_cause else (world_name, cause)
-        self.cause = Cause(cause) if has_cause else Cause.TRANSPORT
+        if isinstance(cause, Cause):
+            member = f"rank {rank}" if rank >= 0 else "a member"
+            super().__init__(world_name, f"{member}, cause {cause}" + (f" ({detail})" if detail else ""))
+            self.args = (world_name, cause, rank, detail)
+        else:
+            super().__init__(world_name, cause)
+            cause, detail = Cause.TRANSPORT, cause
+        self.cause = cause
         self.rank = rank
-        self.detail = detail if has_cause else cause
+        self.detail = detail
 
     def __str__(self) -> str:
         return f"{self.world_name} broken: {self.message}"

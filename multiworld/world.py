@@ -359,7 +359,7 @@ class World:
     def _mark_threads_lost(self) -> None:
         self.threads_lost = True
         logger.error(
-            "world=%s generation=%d: threads are still blocked in c10d and stay behind", self.name, self.generation
+            "world=%s generation=%d: threads are still blocked in c10d; they are not freed", self.name, self.generation
         )
 
     def _wait_drained(self) -> None:

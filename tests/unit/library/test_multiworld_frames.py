@@ -41,7 +41,7 @@ def test_garbage_gives_frames_or_an_error_and_never_more_memory_than_allowed(gar
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes"),
         (length(0), "unknown frame kind"),
         (length(1) + b"\xff", "unknown frame kind"),
-        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "a field's length is cut off"),
+        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "the length of a field is incomplete"),
         (length(6) + bytes([Kind.STORE_SET]) + length(2) + b"x", "a field is longer than its frame"),
     ],
     ids=["long", "http", "empty", "kind", "cut_off", "field"],
