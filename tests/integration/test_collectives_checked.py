@@ -141,5 +141,5 @@ async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not(
 
         host, guest = await asyncio.gather(join(first, 0), join(second, 1))
         assert isinstance(guest, JoinError)
-        assert "verify_collectives=True, store=False; we have backend=cpu:lines, verify_collectives=False" in str(guest)
+        assert "verify_collectives=True, store=False; we have backend=cpu:tcp, verify_collectives=False" in str(guest)
         assert isinstance(host, JoinError | BrokenWorldException)

@@ -84,7 +84,7 @@ async def test_members_say_so_when_they_were_given_different_backends(
     host, guest = managers
     port = host.listen()
     hosting = asyncio.create_task(host.initialize_world("w", 0, 2, "tcp", port=port))
-    told = "rank 0 has backend=cpu:lines, verify_collectives=False, store=False; we have backend=cpu:c10d-gloo,"
+    told = "rank 0 has backend=cpu:tcp, verify_collectives=False, store=False; we have backend=cpu:c10d-gloo,"
     with pytest.raises(JoinError, match=told):
         await guest.initialize_world("w", 1, 2, "c10d-gloo", port=port)
     (ending,) = await asyncio.gather(hosting, return_exceptions=True)
