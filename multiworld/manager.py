@@ -304,9 +304,7 @@ class WorldManager:
     def remove_world(self, world_name: str) -> None:
         """Close a world and remove its name. Its resources are freed in the background; `close_world` waits for that.
 
-        A world that another thread opens under the same name in the meantime is not affected.
-
-        Raises WorldNotFoundError.
+        A world that another thread opens under the same name in the meantime is not affected. Raises WorldNotFoundError.
         """
         with self._lock:
             if world_name in self._announced:

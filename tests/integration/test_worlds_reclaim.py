@@ -274,7 +274,7 @@ async def test_death_of_a_member_is_seen_as_its_end_when_a_child_that_it_forked_
 
 
 async def test_worlds_that_ended_are_forgotten_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld.manager._ENDED_KEPT", 3)
+    monkeypatch.setattr("multiworld.manager._MAX_ENDED", 3)
     async with WorldManager() as manager:
         port = manager.listen()
         for number in range(6):
@@ -358,7 +358,7 @@ async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_le
     """Gloo's destructor waits for a send that never ends; NCCL's abort may hang."""
     freed = threading.Event()
     monkeypatch.setattr("multiworld.world.abort_process_group", lambda *_: freed.wait(PATIENCE_S))
-    monkeypatch.setattr("multiworld.world._RECLAIM_S", 0.05)
+    monkeypatch.setattr("multiworld.world._TEARDOWN_S", 0.05)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
