@@ -316,7 +316,7 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
             ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
             ("right", Hello("w", 2, 3, 2, peer=1), b"does not form here"),
             ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 must not connect to rank 1 of 3"),
-            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 calls"),
+            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 must not connect"),
             ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
         ):
             refusal = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
