@@ -335,7 +335,7 @@ async def test_world_does_not_form_when_one_member_alone_has_a_store() -> None:
     async with WorldManager() as host, WorldManager() as guest:
         port = host.listen()
         hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port, timeout=5))
-        with pytest.raises(JoinError, match="store=False; we have .* store=True"):
+        with pytest.raises(JoinError, match=r"store=False; we have .* store=True"):
             await guest.initialize_world("w", 1, 2, port=port, store=HashStore(), timeout=5)
         hosting.cancel()
         await asyncio.gather(hosting, return_exceptions=True)
