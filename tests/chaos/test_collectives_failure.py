@@ -92,7 +92,10 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
 
 async def test_world_ends_at_all_survivors_and_their_other_world_goes_on(spawn: Spawn, fault: Fault) -> None:
     # A busy machine must not make anybody look frozen who is not.
-    settings: dict[str, Any] = {"checked": fault.checked, "heartbeat_timeout_s": 30.0 if fault.how == "kill" else 3.0}
+    settings: dict[str, Any] = {
+        "verify_collectives": fault.checked,
+        "heartbeat_timeout_s": 30.0 if fault.how == "kill" else 3.0,
+    }
     async with WorldManager(**settings) as manager:
         everybody = [await spawn(**settings) for _ in range(fault.size)]
         survivors = {rank: member for rank, member in enumerate(everybody) if rank != fault.victim}
@@ -149,6 +152,6 @@ async def _fail(fault: Fault, everybody: list[Member]) -> None:
     for rank, outcome in zip(started, outcomes, strict=True):
         if isinstance(outcome, BrokenWorldException):
             assert (outcome.cause, outcome.rank) == (_cause(fault), fault.victim), (rank, outcome)
-        else:  # a member that has done its part is let go; in checked mode nobody passes without the others
+        else:  # a member that has done its part is let go; with `verify_collectives` nobody passes without the others
             assert outcome == expected(fault.operation, fault.size, rank, fault.root), (rank, outcome)
             assert fault.moment == "midway" or not fault.checked or fault.operation == "send_and_recv"

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120 + 10 * FREEZES)
 
 @pytest.fixture
 async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, checked=False, heartbeat_timeout_s=3.0) as make:
+    async with members(tmp_path, verify_collectives=False, heartbeat_timeout_s=3.0) as make:
         yield make
 
 

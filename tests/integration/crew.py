@@ -60,7 +60,7 @@ class Crew:
         if name not in self._made:
             await asyncio.gather(
                 *(
-                    manager.initialize_world(name, rank, size, backend, port=self._port, checked=checked)
+                    manager.initialize_world(name, rank, size, backend, port=self._port, verify_collectives=checked)
                     for rank, manager in enumerate(self.managers[:size])
                 )
             )

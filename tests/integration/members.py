@@ -81,7 +81,7 @@ class Script(TorturePart, ElasticPart):
 
         async def collect() -> None:
             async for event in stream:
-                self.events.append([event.kind, event.world_name, event.epoch, event.cause, event.rank])
+                self.events.append([event.kind, event.world_name, event.generation, event.cause, event.rank])
 
         task = asyncio.get_running_loop().create_task(collect())
         self.tasks.add(task)
@@ -98,12 +98,14 @@ class Script(TorturePart, ElasticPart):
         size: int,
         port: int,
         addr: str = "127.0.0.1",
-        epoch: int = 0,
+        generation: int = 0,
         timeout: float = 60,
         backend: str = "gloo",
     ) -> int:
-        joined = await self.manager.initialize_world(world, rank, size, backend, addr, port, timeout, epoch=epoch)
-        return joined.epoch
+        joined = await self.manager.initialize_world(
+            world, rank, size, backend, addr, port, timeout, generation=generation
+        )
+        return joined.generation
 
     async def listen(self) -> int:
         return self.manager.listen()
@@ -559,7 +561,7 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
 
 
 async def form(world: str, port: int, *everybody: Member | WorldManager, backend: str = "gloo") -> int:
-    """Let these join `world` as ranks 0, 1, 2, …; gives its epoch."""
+    """Let these join `world` as ranks 0, 1, 2, …; gives its generation."""
     joining = [
         member.start("join", world=world, rank=rank, size=len(everybody), port=port, backend=backend)
         if isinstance(member, Member)
@@ -569,7 +571,7 @@ async def form(world: str, port: int, *everybody: Member | WorldManager, backend
         for rank, member in enumerate(everybody)
     ]
     joined = await asyncio.gather(*joining)
-    return max(epoch if isinstance(epoch, int) else epoch.epoch for epoch in joined)
+    return max(each if isinstance(each, int) else each.generation for each in joined)
 
 
 if __name__ == "__main__":

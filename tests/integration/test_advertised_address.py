@@ -27,7 +27,7 @@ async def member_of(port: int) -> AsyncIterator[None]:
     """A worker's tie to the leader at that port, while the block lasts."""
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
-    async with WorldManager(checked=False) as manager:
+    async with WorldManager(verify_collectives=False) as manager:
         tie = LeaderConnection(Address("127.0.0.1", port), settings, engine, manager, stop, WorkerMetrics())
         task = asyncio.create_task(tie.run())
         try:
@@ -46,13 +46,13 @@ async def test_worker_joins_where_the_leader_tells_it_to() -> None:
         if not formed.done():
             formed.set_result(forming.result())
 
-    async with WorldManager(checked=False) as leader:
+    async with WorldManager(verify_collectives=False) as leader:
         port = leader.listen()
         with Relay(f"127.0.0.1:{port}") as relay:
 
             async def offer(question: str, host: str) -> bytes:
                 asked.append(JoinRequest.from_json(question))
-                task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, epoch=1))
+                task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, generation=1))
                 task.add_done_callback(settle)
                 return JoinOffer("w", 1, address=relay.address).to_json().encode()
 
@@ -85,7 +85,7 @@ class Complaints(logging.Handler):
 async def test_worker_names_the_leaders_setting_when_nobody_is_where_it_is_told_to_join() -> None:
     complaints = Complaints()
     logger = logging.getLogger("multiworld_serving.workers.leader_connection")
-    async with WorldManager(checked=False) as leader:
+    async with WorldManager(verify_collectives=False) as leader:
         port = leader.listen()
 
         async def offer(question: str, host: str) -> bytes:

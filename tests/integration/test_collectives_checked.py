@@ -128,7 +128,7 @@ def test_message_of_another_size_or_dtype_breaks_the_world(
 
 
 async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not() -> None:
-    async with WorldManager(checked=True) as first, WorldManager(checked=False) as second:
+    async with WorldManager(verify_collectives=True) as first, WorldManager(verify_collectives=False) as second:
         port = first.listen()
 
         async def join(manager: WorldManager, rank: int) -> Exception | None:
@@ -141,5 +141,5 @@ async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not(
 
         host, guest = await asyncio.gather(join(first, 0), join(second, 1))
         assert isinstance(guest, JoinError)
-        assert "rank 0 is checked with backend cpu:lines, we are unchecked with" in str(guest)
+        assert "verify_collectives=True, store=False; we have backend=cpu:tcp, verify_collectives=False" in str(guest)
         assert isinstance(host, JoinError | BrokenWorldException)

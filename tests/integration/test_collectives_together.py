@@ -159,7 +159,7 @@ async def test_groups_timeout_never_ends_an_operation() -> None:
 
         async def work(manager: WorldManager, rank: int, kind: str, checked: bool) -> None:
             name = f"{kind}-{checked}"
-            await manager.initialize_world(name, rank, 2, port=port, timeout=15, checked=checked)
+            await manager.initialize_world(name, rank, 2, port=port, timeout=15, verify_collectives=checked)
             if rank == 1:
                 await asyncio.sleep(15.5)
             await operations(manager, rank, name)[kind]()  # type: ignore[operator]

@@ -307,8 +307,8 @@ async def test_what_begins_late_in_a_view_that_has_ended_fails_there_and_not_in_
         port = one.listen()
         for number in (1, 2):
             world, _ = await asyncio.gather(
-                one.initialize_world("w", 0, 2, port=port, epoch=number),
-                other.initialize_world("w", 1, 2, port=port, epoch=number),
+                one.initialize_world("w", 0, 2, port=port, generation=number),
+                other.initialize_world("w", 1, 2, port=port, generation=number),
             )
             if number == 1:
                 ended = ViewWorld(0, 2, world)

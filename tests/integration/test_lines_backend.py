@@ -12,7 +12,10 @@ from multiworld import JoinError, WorldError, WorldManager
 
 @pytest.fixture
 async def managers() -> AsyncIterator[tuple[WorldManager, WorldManager]]:
-    async with WorldManager(checked=False) as host, WorldManager(checked=False, bind_host="127.0.0.2") as guest:
+    async with (
+        WorldManager(verify_collectives=False) as host,
+        WorldManager(verify_collectives=False, bind_host="127.0.0.2") as guest,
+    ):
         yield host, guest
 
 
@@ -81,7 +84,7 @@ async def test_members_say_so_when_they_were_given_different_backends(
     host, guest = managers
     port = host.listen()
     hosting = asyncio.create_task(host.initialize_world("w", 0, 2, "tcp", port=port))
-    told = "rank 0 is unchecked with backend cpu:lines, we are unchecked with backend cpu:c10d-gloo"
+    told = "rank 0 has backend=cpu:tcp, verify_collectives=False, store=False; we have backend=cpu:c10d-gloo,"
     with pytest.raises(JoinError, match=told):
         await guest.initialize_world("w", 1, 2, "c10d-gloo", port=port)
     (ending,) = await asyncio.gather(hosting, return_exceptions=True)
@@ -98,7 +101,7 @@ async def test_connections_leave_from_the_address_that_was_bound(managers: tuple
 
 def peers_of(host: WorldManager) -> list[str]:
     """Who is connected to the host's only open port, from the kernel's table."""
-    (port,) = {port for _, port in host._doors._doors}
+    (port,) = {port for _, port in host._listeners._listeners}
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     found = []
     for columns in map(str.split, lines):

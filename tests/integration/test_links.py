@@ -94,7 +94,7 @@ class Pair:
     async def session(self, link: WorkerLink) -> Session:
         offer = JoinOffer(link.world_name, link.epoch)
         world = await self.worker.initialize_world(
-            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, epoch=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.epoch
         )
         session = Session(world, self.engine)
         self.tasks.append(asyncio.create_task(session.run()))
@@ -103,7 +103,10 @@ class Pair:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with WorldManager(secret="s", checked=False) as leader, WorldManager(secret="s", checked=False) as worker:
+    async with (
+        WorldManager(secret="s", verify_collectives=False) as leader,
+        WorldManager(secret="s", verify_collectives=False) as worker,
+    ):
         made = Pair(leader, worker, leader.listen("127.0.0.1", 0), Engine(torch.device("cpu")))
         yield made
         for task in made.tasks:
@@ -312,7 +315,7 @@ async def take_order(channel: Channel) -> None:
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
     """A worker that says what the test says."""
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.epoch
     )
     return Channel(world, 0, lambda _: None)
 

@@ -115,12 +115,12 @@ async def test_operation_waits_for_what_was_queued_on_the_stream_before(manager:
 
 @needs_gpu
 async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) -> None:
-    for epoch in range(1, 6):
+    for generation in range(1, 6):
         world = await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
-        assert world.epoch == epoch
+        assert world.generation == generation
         tensor = torch.ones(1024, device=_device())
         await manager.communicator.all_reduce(tensor, world_name="w")
-        world.break_(Cause.ABORTED, 0, "test")
+        world.fail(Cause.ABORTED, 0, "test")
         assert await asyncio.to_thread(world.reclaimed.wait, 60)
         assert world.state is WorldState.BROKEN
         with pytest.raises(BrokenWorldException):
@@ -131,7 +131,7 @@ async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) ->
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "c10d-gloo"])
 @pytest.mark.parametrize("checked", [False, True])
 async def test_gloo_carries_tensors_of_the_gpu(backend: str, checked: bool) -> None:
-    async with WorldManager(checked=checked) as first, WorldManager(checked=checked) as second:
+    async with WorldManager(verify_collectives=checked) as first, WorldManager(verify_collectives=checked) as second:
         port = first.listen()
 
         async def part(manager: WorldManager, rank: int) -> torch.Tensor:

@@ -89,7 +89,7 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
 async def test_join_is_given_up_when_the_host_does_not_know_the_secret(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as listener:
         posing = asyncio.create_task(impostor(listener, Frame(Kind.WELCOME, (b"\0" * 32,))))
-        with pytest.raises(JoinError, match="the host does not know the secret"):
+        with pytest.raises(JoinError, match="the server does not know the secret"):
             await manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
         await posing
 
@@ -116,7 +116,7 @@ async def test_join_fails_after_its_timeout_naming_what_was_tried(manager: World
         await manager.initialize_world("w", 1, 2, port=port, timeout=0.3)
     with pytest.raises(JoinError, match=r"does-not-exist\.invalid cannot be resolved"):
         await manager.initialize_world("w", 1, 2, addr="does-not-exist.invalid", port=port, timeout=3)
-    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come"):
+    with pytest.raises(JoinError, match=r"ranks 1, 2 did not join"):
         await manager.initialize_world("w", 0, 3, port=manager.listen(), timeout=0.3)
     assert manager.worlds["w"].state is WorldState.BROKEN
 
@@ -126,8 +126,8 @@ async def test_join_says_that_the_host_answered_when_only_the_world_did_not_star
     async with WorldManager() as guest:
         with pytest.raises(JoinError, match="rank 0 answered, but the world did not start there"):
             await guest.initialize_world("w", 1, 2, port=port, timeout=1)
-        with pytest.raises(JoinError, match="rank 0 answered, but epoch 7 did not start there"):
-            await guest.initialize_world("w", 1, 2, port=port, timeout=1, epoch=7)
+        with pytest.raises(JoinError, match="rank 0 answered, but generation 7 did not start there"):
+            await guest.initialize_world("w", 1, 2, port=port, timeout=1, generation=7)
 
 
 async def test_hosting_on_a_busy_port_says_which_and_leaves_the_name_free(manager: WorldManager) -> None:
@@ -142,10 +142,10 @@ async def test_hosting_on_a_busy_port_says_which_and_leaves_the_name_free(manage
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"rank": 2}, ValueError, "rank 2 does not exist in a world of 2"),
+        ({"rank": 2}, ValueError, "rank 2 does not exist in a world of size 2"),
         ({"rank": -1}, ValueError, "rank -1 does not exist"),
-        ({"world_size": 0}, ValueError, "in a world of 0"),
-        ({"port": 65536}, ValueError, "65536 is no port"),
+        ({"world_size": 0}, ValueError, "in a world of size 0"),
+        ({"port": 65536}, ValueError, "65536 is not a port"),
         ({"backend": "mpi"}, UnsupportedBackendError, "unknown backend 'mpi'"),
         ({"addr": "192.0.2.1"}, OSError, "cannot listen on 192.0.2.1"),
     ],
@@ -160,7 +160,7 @@ async def test_what_cannot_be_is_refused_and_leaves_nothing_behind(
         await manager.initialize_world("w", **wanted)
     assert "w" not in manager.worlds
     bind("127.0.0.1", port).close()
-    assert (await manager.initialize_world("w", 0, 1, port=port)).epoch == 1
+    assert (await manager.initialize_world("w", 0, 1, port=port)).generation == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["host", "guest"])
@@ -194,10 +194,10 @@ async def test_a_join_raises_closed_when_its_world_is_closed_meanwhile(rank: int
 
 
 async def until_missing(manager: WorldManager, world: str, ranks: list[int]) -> None:
-    """Return once exactly these ranks have no seat yet in the world that we host."""
+    """Return once exactly these ranks have not yet joined the world that we host."""
     while True:
-        watch = manager.worlds[world]._watch if world in manager.worlds else None
-        if isinstance(watch, HostSession) and watch.missing() == ranks:
+        monitor = manager.worlds[world]._monitor if world in manager.worlds else None
+        if isinstance(monitor, HostSession) and monitor.missing() == ranks:
             return
         await asyncio.sleep(0.005)
 
@@ -328,14 +328,14 @@ async def test_members_meet_anew_when_a_store_still_has_the_keys_of_an_earlier_g
             )
             assert tensor.tolist() == [generation] * 4
             await asyncio.gather(*(each.close_world("w") for each in (host, guest)))
-            assert all(world.epoch == generation for world in joined)
+            assert all(world.generation == generation for world in joined)
 
 
 async def test_world_does_not_form_when_one_member_alone_has_a_store() -> None:
     async with WorldManager() as host, WorldManager() as guest:
         port = host.listen()
         hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port, timeout=5))
-        with pytest.raises(JoinError, match="and a store of its own"):
+        with pytest.raises(JoinError, match=r"store=False; we have .* store=True"):
             await guest.initialize_world("w", 1, 2, port=port, store=HashStore(), timeout=5)
         hosting.cancel()
         await asyncio.gather(hosting, return_exceptions=True)

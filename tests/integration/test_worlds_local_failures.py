@@ -153,7 +153,7 @@ async def test_callers_are_answered_when_no_thread_frees_their_world(
     await asyncio.sleep(0)
     with monkeypatch.context() as patch:
         patch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        world._watchdog.call_soon(world.break_, Cause.ABORTED, 0, "for the test")
+        world._watchdog.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await coming

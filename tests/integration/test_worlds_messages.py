@@ -218,7 +218,7 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_mid
     await form("w", manager.listen(), manager, victim)
     neighbour = await spawn()
     await form("v", manager.listen(), manager, neighbour)
-    ours = manager.world("w")._traffic._lines[1]
+    ours = manager.world("w")._executor._lines[1]
     if sends:
         operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
         victim.start("send", world="w", dst=0, count=BIG)
@@ -302,8 +302,8 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
         async with asyncio.timeout(PATIENCE_S):
             while address is None or address.fileno() < 0:
                 await asyncio.sleep(0.01)
-                meeting = second.world("w").forming.meeting
-                value = second.world("w")._store._values.get("multiworld/line/1") if meeting is not None else None
+                mesh = second.world("w").bootstrap.mesh
+                value = second.world("w")._store._values.get("multiworld/address/1") if mesh is not None else None
                 if value is not None:
                     line_port = int(value.split()[0])
                     address = socket.create_connection(("127.0.0.1", line_port))
@@ -315,8 +315,8 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
             ("wrong", Hello("w", 2, 3, 1, peer=1), b"wrong secret"),
             ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
             ("right", Hello("w", 2, 3, 2, peer=1), b"does not form here"),
-            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 calls rank 1 of 3"),
-            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 calls"),
+            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 must not connect to rank 1 of 3"),
+            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 must not connect"),
             ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
         ):
             rejection = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
@@ -355,7 +355,7 @@ async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_t
         await peer.stopped()
         coming = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
         await asyncio.sleep(0)
-        manager.world("w")._traffic._lines[1]._sock.shutdown(socket.SHUT_RDWR)
+        manager.world("w")._executor._lines[1]._sock.shutdown(socket.SHUT_RDWR)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException) as caught:
                 await coming

@@ -83,13 +83,13 @@ async def test_a_member_joins_under_a_host_name(spawn: Spawn, manager: WorldMana
     await joining
 
 
-async def test_a_name_is_free_at_once_under_the_next_epoch_when_its_world_was_closed(
+async def test_a_name_is_free_at_once_for_the_next_generation_when_its_world_was_closed(
     spawn: Spawn, manager: WorldManager
 ) -> None:
     port = manager.listen()
     peer = await spawn()
-    for epoch in (1, 2, 3):
-        assert await form("w", port, manager, peer) == epoch
+    for generation in (1, 2, 3):
+        assert await form("w", port, manager, peer) == generation
         manager.remove_world("w")
         assert (await peer.do("told", kind="broken", world="w"))[3:] == ["left", 0]
         await peer.do("remove", world="w")
@@ -102,30 +102,32 @@ async def test_a_world_without_a_kept_port_reopens_it_at_once_when_it_was_closed
     port = manager.listen()
     await manager.aclose()  # a port that was free a moment ago
     peer = await spawn()
-    for epoch in (1, 2, 3):
-        assert await form("w", port, manager, peer) == epoch
+    for generation in (1, 2, 3):
+        assert await form("w", port, manager, peer) == generation
         await peer.do("remove", world="w")
         manager.remove_world("w")
 
 
-async def test_a_stale_epoch_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
+async def test_a_stale_generation_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     stale, early = await spawn(), await spawn()
-    waiting = early.start("join", world="w", rank=1, size=2, port=port, epoch=8)
-    refused = stale.start("join", world="w", rank=1, size=2, port=port, epoch=6)
-    forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, epoch=7))
-    with pytest.raises(JoinError, match=r"epoch 6 .* the current one is 7"):
+    waiting = early.start("join", world="w", rank=1, size=2, port=port, generation=8)
+    refused = stale.start("join", world="w", rank=1, size=2, port=port, generation=6)
+    forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, generation=7))
+    with pytest.raises(JoinError, match=r"generation 6 .* the current one is 7"):
         await refused
     await early.do("threads")
     assert not waiting.done()
     forming.cancel()
     await asyncio.gather(forming, return_exceptions=True)
-    assert (await manager.initialize_world("w", 0, 2, port=port)).epoch == 8
+    assert (await manager.initialize_world("w", 0, 2, port=port)).generation == 8
     assert await waiting == 8
 
 
-async def test_a_member_with_any_epoch_joins_when_the_host_has_restarted(spawn: Spawn, manager: WorldManager) -> None:
-    """The host's count of epochs starts again at 1 with its process."""
+async def test_a_member_with_any_generation_joins_when_the_host_has_restarted(
+    spawn: Spawn, manager: WorldManager
+) -> None:
+    """The host's count of generations starts again at 1 with its process."""
     port = manager.listen()
     peer = await spawn()
     assert await form("w", port, manager, peer) == 1
@@ -190,10 +192,10 @@ async def test_both_sides_end_closed_when_they_close_at_the_same_time(spawn: Spa
         await closing
 
 
-async def test_an_operation_on_a_closed_world_says_so(manager: WorldManager) -> None:
+async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) -> None:
     world = await manager.initialize_world("w", 0, 1, port=manager.listen())
     world.close()
     with pytest.raises(WorldClosedError, match="closed by this process"):
-        manager.raise_if_ended("w")
+        await manager.communicator.barrier("w")
     with pytest.raises(ValueError, match="rank 1 is no peer"):
         await manager.communicator.send(torch.ones(1), 1, "w")

@@ -274,12 +274,12 @@ async def test_death_of_a_member_is_seen_as_its_end_when_a_child_that_it_forked_
 
 
 async def test_worlds_that_ended_are_forgotten_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld.manager._ENDED_KEPT", 3)
+    monkeypatch.setattr("multiworld.manager._MAX_ENDED", 3)
     async with WorldManager() as manager:
         port = manager.listen()
         for number in range(6):
             world = await manager.initialize_world(f"w{number}", 0, 1, port=port)
-            world.break_(Cause.ABORTED, 0, "for the test")
+            world.fail(Cause.ABORTED, 0, "for the test")
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
@@ -345,7 +345,7 @@ async def test_watchdog_goes_on_and_a_world_is_freed_later_when_no_thread_can_be
             await form(name, port, host, guest)
         falls = host.world("falls")
         monkeypatch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        guest.world("falls").break_(Cause.ABORTED, 1, "for the test")
+        guest.world("falls").fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             await enough.wait()
         assert await asyncio.to_thread(falls.reclaimed.wait, PATIENCE_S)
@@ -358,7 +358,7 @@ async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_le
     """Gloo's destructor waits for a send that never ends; NCCL's abort may hang."""
     freed = threading.Event()
     monkeypatch.setattr("multiworld.world.abort_process_group", lambda *_: freed.wait(PATIENCE_S))
-    monkeypatch.setattr("multiworld.world._RECLAIM_S", 0.05)
+    monkeypatch.setattr("multiworld.world._TEARDOWN_S", 0.05)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -373,7 +373,7 @@ async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_le
         broadcasting = asyncio.create_task(host.communicator.broadcast(torch.zeros(0), 1, "w"))
         await asyncio.sleep(0)
         worlds = [manager.world("w") for manager in (host, guest)]
-        worlds[1].break_(Cause.ABORTED, 1, "for the test")
+        worlds[1].fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await broadcasting

@@ -235,7 +235,7 @@ def test_worker_says_what_it_cannot_reach_and_goes_on_trying(site: Site) -> None
     ) as worker:
         log, waiting = site.log("lost"), threading.Event()
         for leader, complaint in complaints.items():
-            told = f"leader={leader} cannot be joined: {leader} cannot be asked: "
+            told = f"leader={leader} cannot be joined: {leader} cannot be queried: "
             while told not in log.read_text():  # the test's own timeout bounds it
                 assert worker.poll() is None
                 waiting.wait(0.1)

@@ -137,7 +137,7 @@ class TorturePart:
             return
         rank, size = planned.members.index(self._process), len(planned.members)
         self._joined[planned.name] = await self.manager.initialize_world(
-            planned.name, rank, size, planned.backend, port=port, timeout=PATIENCE_S, checked=planned.checked
+            planned.name, rank, size, planned.backend, port=port, timeout=PATIENCE_S, verify_collectives=planned.checked
         )
 
     async def _live_through(self, planned: PlannedWorld) -> dict[str, Any]:
@@ -283,8 +283,8 @@ class TorturePart:
 
     async def _fire_lose(self, fault: Fault) -> None:
         world = self._joined[fault.world]
-        assert world._watch is not None
-        _shut_down(world._watch.lifelines[fault.peer]._sock)
+        assert world._monitor is not None
+        _shut_down(world._monitor.connections[fault.peer]._sock)
 
     def _call_of(
         self, fault: Fault, planned: PlannedWorld, rank: int, others: list[asyncio.Future[None]]
@@ -313,7 +313,7 @@ class TorturePart:
             for each in (*random_of(f"{self._seed_and_round}/cancelled").sample(others, len(others) // 2), future):
                 asyncio.get_running_loop().call_later(fault.delay_s, each.cancel)
         elif fault.kind == "cut":
-            _shut_down(self._joined[world]._traffic._lines[fault.peer]._sock)
+            _shut_down(self._joined[world]._executor._lines[fault.peer]._sock)
         return future
 
 

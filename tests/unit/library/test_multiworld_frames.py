@@ -37,11 +37,11 @@ def test_garbage_gives_frames_or_an_error_and_never_more_memory_than_allowed(gar
 @pytest.mark.parametrize(
     ("stream", "text"),
     [
-        (length(101), "a frame of 101 bytes, at most 100 are allowed"),
+        (length(101), "a frame of 101 bytes; at most 100 are allowed"),
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes"),
         (length(0), "unknown frame kind"),
         (length(1) + b"\xff", "unknown frame kind"),
-        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "a field's length is cut off"),
+        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "the length of a field is incomplete"),
         (length(6) + bytes([Kind.STORE_SET]) + length(2) + b"x", "a field is longer than its frame"),
     ],
     ids=["long", "http", "empty", "kind", "cut_off", "field"],
@@ -74,16 +74,16 @@ def test_what_is_missing_is_known_so_that_no_more_needs_to_be_read() -> None:
         stream = stream[at:]
     assert come == [frame, Frame(Kind.HEARTBEAT)]
     assert stream == b"what is no frame any more"
-    assert not reader.holds_part
+    assert not reader.has_partial_frame
 
 
 def test_what_is_held_is_right_while_frames_are_given() -> None:
     """A connection is handed over in the middle of it."""
     reader = FrameReader()
-    held = [reader.holds_part for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
+    held = [reader.has_partial_frame for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
     assert held == [True, True]
     assert list(reader.feed(HEARTBEAT_BYTES[2:])) == [Frame(Kind.HEARTBEAT)]
-    assert not reader.holds_part
+    assert not reader.has_partial_frame
     frames = reader.feed(HEARTBEAT_BYTES)
     next(frames)
-    assert not reader.holds_part
+    assert not reader.has_partial_frame

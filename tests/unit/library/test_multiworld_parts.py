@@ -18,8 +18,8 @@ from multiworld.events import EventStream
 from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
 from multiworld.execution.threads import DaemonThread
-from multiworld.membership import generations as epochs
-from multiworld.membership.generations import Epochs
+from multiworld.membership import generations
+from multiworld.membership.generations import Generations
 from multiworld.membership.store import ControlStore
 
 PATIENCE_S = 30.0
@@ -78,7 +78,7 @@ def test_waiting_ends_after_its_time_but_not_before_the_stores_own() -> None:
     with pytest.raises(DistStoreError, match=r"no value for \['key'\] after 0.0 s"):
         ControlStore(lambda _key, _value: None).wait(["key"], timedelta(milliseconds=1))
     with pytest.raises(DistStoreError, match=r"after 0.2 s"):
-        ControlStore(lambda _key, _value: None, patience_s=0.2).wait(["key"], timedelta(milliseconds=1))
+        ControlStore(lambda _key, _value: None, min_timeout_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
 # -- waiters -----------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ async def test_every_reader_gets_every_event_from_its_subscription_on() -> None:
     threading.Thread(target=publish).start()
     assert (await anext(first)).kind == "joined"
     for reader in (first, second):
-        assert [(await anext(reader)).epoch for _ in range(100)] == list(range(100))
+        assert [(await anext(reader)).generation for _ in range(100)] == list(range(100))
     stream.publish(None)
     assert [event async for event in first] == []
 
@@ -216,18 +216,18 @@ def test_publishing_to_a_loop_that_has_ended_is_harmless() -> None:
     del reader
 
 
-# -- epochs ------------------------------------------------------------------------------------------------------------------
+# -- generations -------------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_of_a_name_grow_when_it_is_used_again() -> None:
-    taken = Epochs()
+def test_generations_of_a_name_grow_when_it_is_used_again() -> None:
+    taken = Generations()
     assert [taken.take("a"), taken.take("a"), taken.take("b"), taken.take("a", 7), taken.take("a")] == [1, 2, 1, 7, 8]
     assert (taken.take("a", 3), taken.take("a")) == (3, 9)
 
 
-def test_epochs_grow_and_take_bounded_room_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "_NAMES", 100)
-    taken = Epochs()
+def test_generations_grow_and_take_bounded_room_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "_NAMES", 100)
+    taken = Generations()
     assert taken.take("first", 41) == 41
     for number in range(1000):
         taken.take(str(number))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from multiworld import AskError, WorldManager, ask
-from multiworld.membership import acceptor as reception_module
+from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import bind
 
 
@@ -83,7 +83,7 @@ async def test_asking_ends_after_its_timeout_when_the_answerer_does_not(host: Wo
 async def test_who_asks_is_shown_out_when_no_answer_is_found_in_time(
     host: WorldManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(acceptor_module, "_ANSWER_S", 0.1)
 
     async def ponder(question: str, host: str) -> bytes:
         await asyncio.Event().wait()
@@ -116,7 +116,7 @@ async def test_an_answer_that_comes_after_who_asked_has_gone_is_harmless(host: W
 async def test_asking_nobody_says_so() -> None:
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be asked"):
+    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be queried"):
         await ask("127.0.0.1", port, "?")
 
 
@@ -131,7 +131,7 @@ async def test_asking_something_else_says_so(greeting: bytes) -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(AskError, match="cannot be asked"):
+        with pytest.raises(AskError, match="cannot be queried"):
             await ask("127.0.0.1", port, "?")
 
 
@@ -146,10 +146,10 @@ async def test_secret_can_be_changed_while_others_still_know_the_former_one(host
 
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
-    host.let_in(b"new", b"right")
+    host.set_accepted_secrets(b"new", b"right")
     for secret in (b"new", b"right"):
         assert await ask("127.0.0.1", port, "?", secret=secret) == b"?"
-    host.let_in(b"new")
+    host.set_accepted_secrets(b"new")
     assert await ask("127.0.0.1", port, "?", secret=b"new") == b"?"
     with pytest.raises(PermissionError):
         await ask("127.0.0.1", port, "?", secret=b"right")

@@ -27,19 +27,19 @@ def watchdog() -> Iterator[WatchDog]:
 
 
 class Owner:
-    """Writes down what a lifeline tells it."""
+    """Writes down what a control connection reports."""
 
     def __init__(self) -> None:
         self.told: SimpleQueue[object] = SimpleQueue()
 
-    def on_frame(self, lifeline: ControlConnection, frame: Frame) -> None:
+    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         if frame.kind is Kind.MEMBER_FAILED:
             raise ValueError("a frame that our side cannot handle")
         if frame.kind is Kind.LEFT:
             raise FrameError("unexpected")
         self.told.put(frame)
 
-    def on_lost(self, lifeline: ControlConnection, reason: str) -> None:
+    def on_lost(self, connection: ControlConnection, reason: str) -> None:
         self.told.put(reason)
 
     def next(self) -> object:
@@ -47,7 +47,7 @@ class Owner:
 
 
 class Ends:
-    """A lifeline and the plain socket at its other end."""
+    """A control connection and the plain socket at its other end."""
 
     def __init__(self, watchdog: WatchDog) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -56,7 +56,7 @@ class Ends:
         self.owner = Owner()
         self._made: SimpleQueue[ControlConnection] = SimpleQueue()
         watchdog.call_soon(lambda: self._made.put(ControlConnection(watchdog, ours, self.owner)))
-        self.lifeline = self._made.get(timeout=PATIENCE_S)
+        self.connection = self._made.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_stall_of_our_own_is_not_held_against_the_peers(watchdog: WatchDog, en
     silences: SimpleQueue[float] = SimpleQueue()
 
     def measure() -> None:
-        silences.put(watchdog.now_s - ends.lifeline.last_heard_s)
+        silences.put(watchdog.now_s - ends.connection.last_received_s)
 
     watchdog.call_soon(watchdog.call_later, 0.05, measure)
     silences.get(timeout=PATIENCE_S)
@@ -158,9 +158,9 @@ def test_frames_arrive_and_the_end_is_told_once(ends: Ends) -> None:
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "it sent garbage: a frame of"),
-        (Frame(Kind.LEFT).encode(), "it sent garbage: unexpected"),
-        (Frame(Kind.MEMBER_FAILED).encode(), "what it sent could not be handled"),
+        (b"GET / HTTP/1.1\r\n\r\n", "it sent an invalid frame: a frame of"),
+        (Frame(Kind.LEFT).encode(), "it sent an invalid frame: unexpected"),
+        (Frame(Kind.MEMBER_FAILED).encode(), "its frame could not be handled"),
     ],
     ids=["garbage", "refused", "our own bug"],
 )
@@ -175,15 +175,15 @@ def test_the_lifeline_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: s
 def test_the_lifeline_is_lost_when_its_peer_reads_nothing(watchdog: WatchDog, ends: Ends) -> None:
     data = Frame(Kind.STORE_SET, (b"key", b"v" * (MAX_FRAME_BYTES - 100))).encode()
     for _ in range(50):
-        watchdog.call_soon(ends.lifeline.send, data)
-    assert ends.owner.next() == "it reads nothing that we send"
-    assert len(ends.lifeline._outbox) <= 6 * MAX_FRAME_BYTES
+        watchdog.call_soon(ends.connection.send, data)
+    assert ends.owner.next() == "it does not read what we send"
+    assert len(ends.connection._outbox) <= 6 * MAX_FRAME_BYTES
 
 
 def test_a_closed_lifeline_still_delivers_what_was_sent_before(watchdog: WatchDog, ends: Ends) -> None:
     data = b"x" * 3_000_000  # more than the sockets hold: the rest goes out after `close`
-    watchdog.call_soon(ends.lifeline.send, data)
-    watchdog.call_soon(ends.lifeline.close)
+    watchdog.call_soon(ends.connection.send, data)
+    watchdog.call_soon(ends.connection.close)
     received = 0
     while piece := ends.peer.recv(1 << 16):
         received += len(piece)
