@@ -27,7 +27,7 @@ from multiworld.execution.failures import ConnectionLostError, described, lost_c
 from multiworld.execution.process_group import FOREVER, NCCL_ABORT_S, NCCL_POLL_S
 from multiworld.execution.serial_queue import SerialQueue
 from multiworld.ops.operation import Operation, Part, Plan
-from multiworld.transport.connection import PeerConnection, Transfer, message_head, sealed
+from multiworld.transport.connection import HEAD, MESSAGE, PeerConnection, Transfer, message_head, sealed
 from multiworld.transport.poller import Poller, poller_of
 
 _Posted = TypeVar("_Posted")
@@ -182,7 +182,11 @@ class OperationExecutor:
         """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
         plan = operation.plan
         assert plan.buffer is not None
-        letter = Transfer(operation, message_head(plan.signature, plan.tag, plan.size_bytes))
+        if plan.header is None:
+            head = message_head(plan.signature, plan.tag, plan.size_bytes)
+        else:
+            head = HEAD.pack(MESSAGE, plan.tag, plan.size_bytes, plan.header)
+        letter = Transfer(operation, head)
         if not plan.staged:
             letter.put(plan.buffer())
         self._lines[plan.peer].send(letter, plan.tag)
@@ -192,9 +196,9 @@ class OperationExecutor:
     def _expect(self, operation: Operation) -> None:
         """Post a receive on its connection."""
         plan = operation.plan
-        assert plan.buffer is not None
-        letter = Transfer(operation, sealed(plan.signature))
-        letter.put(plan.buffer())
+        letter = Transfer(operation, sealed(plan.signature), accept=plan.accept)
+        if plan.buffer is not None:
+            letter.put(plan.buffer())
         self._lines[plan.peer].receive(letter, plan.tag)
 
     # -- pending messages --------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
 from multiworld.membership.monitor import HostSession, MembershipMonitor
 from multiworld.membership.store import ControlStore
 from multiworld.ops import p2p as messages
+from multiworld.ops.messages import recv_message, send_message
 from multiworld.ops.operation import Operation, Plan
 from multiworld.ops.validation import Ranks
 from multiworld.transport.poller import Poller, poller_of
@@ -188,6 +189,21 @@ class World:
     def start_recv(self, tensor: Tensor, src: int, *, tag: int = 0, timeout_s: float | None = None) -> Operation:
         """Start a receive and return at once. Await the returned operation."""
         return self._traffic.start(messages.recv(self.ranks, tensor, src, tag), timeout_s)
+
+    def start_send_message(
+        self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
+    ) -> Operation:
+        """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes."""
+        return self._traffic.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
+
+    async def recv_message(
+        self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
+    ) -> None:
+        """Receive a message of unknown size: `accept(header, size_bytes)` returns the tensor for its payload.
+
+        If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/messages.py.
+        """
+        await self._traffic.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
         """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""

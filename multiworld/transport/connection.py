@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -70,11 +71,13 @@ class Transfer:
         freight: the operation, or part of a collective, that completes with this transfer.
         head: for a send, the complete head; for a receive, the expected signature as encoded by `sealed`.
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
+        accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/messages.py.
     """
 
     freight: Operation | Part
     head: bytes
     memory: memoryview | None = None
+    accept: Callable[[bytes, int], Tensor] | None = None
 
     def put(self, data: Tensor) -> None:
         """Use the memory of `data`, a contiguous tensor on the host."""
@@ -268,6 +271,13 @@ class PeerConnection:
         letter = letters.popleft()
         if not letters:
             del self._receives[tag]
+        if letter.accept is not None:
+            try:
+                letter.put(letter.accept(signature, size))
+            except ValueError as error:
+                self._refuse(str(error))
+                return 0
+            letter.head = signature
         memory = letter.memory
         assert memory is not None
         if size != len(memory) or signature != letter.head:

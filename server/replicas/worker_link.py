@@ -92,7 +92,7 @@ class WorkerLink:
         id: world name and generation, "s0.r1#3". Never reused.
         state: as `ReplicaState`; the listener is told every change. A spare is "ready" too.
         cause, detail: why it ended, once `state` is "broken".
-        leader_unresponsive: whether the worker reported missed heartbeats of the leader.
+        leader_unresponsive: whether the leader failed, not the worker, for example because the worker reported missed heartbeats.
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
@@ -167,7 +167,7 @@ class WorkerLink:
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
-            self.leader_unresponsive = ending.rank == LEADER_RANK
+            self.leader_unresponsive = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
@@ -288,12 +288,17 @@ class WorkerLink:
 
     async def _expect(self, kind: MessageKind, plan: StagePlan) -> Message:
         message = await self._reply()
-        if message.kind is MessageKind.FAILED:
-            raise SelfTestError(f"{self.worker} cannot serve stage {plan.spec.index}: {message.reason()}")
         if message.kind is MessageKind.LEAVING:
             raise SelfTestError("the worker left before it was ready")
-        if message.kind is not kind:
+        if message.kind not in (kind, MessageKind.FAILED):
             raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        number, stage = plan.number, plan.spec.index
+        if (message.version, message.stage) != (number, stage):
+            raise WireError(
+                f"{message.kind.name} of stage {message.stage}, version {message.version}; expected stage {stage}, version {number}"
+            )
+        if message.kind is MessageKind.FAILED:
+            raise SelfTestError(f"{self.worker} cannot serve stage {stage}: {message.reason()}")
         return message
 
     async def _reply(self) -> Message:
