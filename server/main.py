@@ -19,6 +19,8 @@ from fastapi import FastAPI
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.http.connection_table import ConnectionTable
+from multiworld_serving.common.http.server import HttpServer, bind, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, start_tracing
 from multiworld_serving.common.tracing.provider import close_on_exit
@@ -35,9 +37,7 @@ from multiworld_serving.server.auth.credential_reloader import (
 )
 from multiworld_serving.server.auth.join_tokens import JoinTokens
 from multiworld_serving.server.frontends.manager import FrontendManager
-from multiworld_serving.server.http.connection_table import ConnectionTable
 from multiworld_serving.server.http.limits import connection_limits, request_limits
-from multiworld_serving.server.http.server import HttpServer, bind, serving, within_descriptor_limit
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics

@@ -16,6 +16,8 @@ import torch
 import uvloop
 
 from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.http.connection_table import ConnectionTable
+from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.common.tracing import start_tracing
 from multiworld_serving.common.tracing.provider import close_on_exit
 from multiworld_serving.server.api.app import create_inference_app
@@ -26,9 +28,7 @@ from multiworld_serving.server.frontends.credential_files import load_credential
 from multiworld_serving.server.frontends.frames import Frame, FrameConnection, FrameKind
 from multiworld_serving.server.frontends.remote_predictor import RemotePredictor
 from multiworld_serving.server.frontends.remote_recorder import RemoteRequestRecorder
-from multiworld_serving.server.http.connection_table import ConnectionTable
 from multiworld_serving.server.http.limits import connection_limits, request_limits
-from multiworld_serving.server.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import ServedModel
 from multiworld_serving.server.settings import ServeSettings

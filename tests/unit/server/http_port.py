@@ -12,10 +12,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.server import HttpServer, bind, serving
 from multiworld_serving.server.api.app import create_app
-from multiworld_serving.server.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.http.server import HttpServer, bind, serving
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 

@@ -12,13 +12,13 @@ import pytest
 
 from multiworld_serving.common.config import UserError, load
 from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import CredentialReloader, read_credentials
 from multiworld_serving.server.auth.join_tokens import JoinTokens
 from multiworld_serving.server.frontends.frames import FrameConnection
 from multiworld_serving.server.frontends.manager import FrontendManager, FrontendSession
 from multiworld_serving.server.frontends.process import _Frontend
-from multiworld_serving.server.http.server import HttpServer
 from multiworld_serving.server.settings import ServeSettings
 from tests.certificates import Authority
 

@@ -123,6 +123,7 @@ async def test_a_busy_port_is_an_error_in_the_log_and_no_more(
             assert port is None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
+    assert "another --metrics-port (0 selects a free port) or --metrics-host" in record.getMessage()
 
 
 class NVMLError(Exception):

@@ -12,8 +12,7 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from multiworld_serving.common.strict_http import ErrorResponse, StrictHttpProtocol
-from multiworld_serving.server.http.connection_table import (
+from multiworld_serving.common.http.connection_table import (
     FULL,
     HEAD_TOO_LARGE,
     PIPELINED,
@@ -21,6 +20,7 @@ from multiworld_serving.server.http.connection_table import (
     ConnectionTable,
     Phase,
 )
+from multiworld_serving.common.http.strict import ErrorResponse, StrictHttpProtocol
 
 _MAX_PIPELINED = 16
 """Maximum number of requests that wait on one connection behind the current one."""

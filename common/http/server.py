@@ -11,15 +11,15 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Literal, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.server.http.connection_table import Connection, ConnectionLimits, ConnectionTable
-from multiworld_serving.server.http.protocol import BoundedHttpProtocol
-from multiworld_serving.server.http.tls_listener import TlsListener
+from multiworld_serving.common.http.connection_table import Connection, ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.protocol import BoundedHttpProtocol
+from multiworld_serving.common.http.tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class HttpServer(uvicorn.Server):
         connections: table of this port's connections, initially empty.
         sock: bound and listening.
         context: for TLS; None = plain HTTP.
+        lifespan: "off" for an application without ASGI lifespan events.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class HttpServer(uvicorn.Server):
         *,
         context: ssl.SSLContext | None = None,
         access_log: bool = False,
+        lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         self.connections = connections
-        super().__init__(_config(app, connections.limits, access_log=access_log))
+        super().__init__(_config(app, connections.limits, access_log=access_log, lifespan=lifespan))
         self.listening = asyncio.Event()
         self.stopped = asyncio.Event()
         self._sock = sock
@@ -112,12 +114,14 @@ async def _sweep(connections: ConnectionTable) -> None:
         connections.sweep(loop.time())
 
 
-def _config(app: ASGIApp, limits: ConnectionLimits, *, access_log: bool) -> uvicorn.Config:
+def _config(
+    app: ASGIApp, limits: ConnectionLimits, *, access_log: bool, lifespan: Literal["auto", "off"]
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",
         ws="none",
-        lifespan="auto",
+        lifespan=lifespan,
         log_config=None,
         log_level=logging.WARNING if not access_log else None,
         access_log=access_log,
@@ -139,8 +143,8 @@ def within_descriptor_limit(limits: ConnectionLimits) -> ConnectionLimits:
     return ConnectionLimits(**{**vars(limits), "max_connections": most // 2})
 
 
-def bind(host: str, port: int, option: str) -> socket.socket:
-    """A listening socket. Raises UserError, which names the option of the port, if the port is not available."""
+def bind(host: str, port: int, option: str, host_option: str = "--host") -> socket.socket:
+    """A listening socket. Raises UserError, which names the options of port and host, if the port is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,7 +155,7 @@ def bind(host: str, port: int, option: str) -> socket.socket:
         sock.close()
         raise UserError(
             f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or choose another "
-            f"{option} (0 selects a free port) or --host"
+            f"{option} (0 selects a free port) or {host_option}"
         ) from error
     sock.setblocking(False)
     return sock
