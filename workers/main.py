@@ -32,12 +32,10 @@ from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-EXIT_STUCK = 70
-
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
-    70 (EXIT_STUCK) when the model hangs or the host is out of memory.
+    70 (EXIT_STUCK) when the model hangs or the host is out of memory. A process whose event loop is blocked ends with 70, too.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
@@ -67,6 +65,9 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+            if settings.loop_stall_timeout_s:
+                limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
+                stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
@@ -91,7 +92,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     if refusals:  # raised here, because `except*` would wrap it into a group again
         raise refusals[0]
     logger.info("stopped")
-    return EXIT_STUCK if stuck else 0
+    return exit_timer.EXIT_STUCK if stuck else 0
 
 
 def _shared_cores(settings: WorkerSettings) -> SharedCores | None:
