@@ -17,13 +17,12 @@ import uvloop
 from fastapi import FastAPI
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.common.config.systemd import notify_systemd
 from multiworld_serving.common.http.connection_table import ConnectionTable
 from multiworld_serving.common.http.server import HttpServer, bind, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels, guarded
-from multiworld_serving.common.tracing import Tracing, start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.models import LoadedModel, Tuning, load_model
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app

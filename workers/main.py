@@ -14,10 +14,9 @@ import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.common.tracing import Tracing, start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores

@@ -16,8 +16,7 @@ from multiworld_serving.models.optimize.execution_modes import (
 )
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
-from multiworld_serving.models.optimize.selection import OptimizedStage, optimize
-from multiworld_serving.models.optimize.tolerance import TOLERANCE, deviation
+from multiworld_serving.models.optimize.selection import TOLERANCE, OptimizedStage, deviation, optimize
 
 __all__ = [
     "NO_TUNING",

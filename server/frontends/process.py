@@ -18,8 +18,7 @@ import uvloop
 from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
 from multiworld_serving.common.http.connection_table import ConnectionTable
 from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
-from multiworld_serving.common.tracing import start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import close_on_exit, start_tracing
 from multiworld_serving.server.api.app import create_inference_app
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import Credentials
