@@ -90,9 +90,8 @@ class BoundedHttpProtocol(StrictHttpProtocol):
     def _parse(self, data: bytes) -> None:
         steps = self._steps
         super()._parse(data)
-        if (
-            self._steps == steps
-        ):  # inside a head, between the chunks of a body or after them: the parser buffers it, or drops it
+        # Inside a head, or between or after the chunks of a body, the parser buffers or drops the data.
+        if self._steps == steps:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > self._limits.max_header_bytes:
                 self._rejection = self._rejection or self._too_large()

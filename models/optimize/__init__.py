@@ -6,11 +6,7 @@ Start reading at `selection` and `execution_modes`.
 from multiworld_serving.models.optimize.compiling import UNAVAILABLE, CompiledStageCache, CompileError, CompileRequest
 from multiworld_serving.models.optimize.execution_modes import (
     NO_TUNING,
-    OPTIMIZE,
-    PRECISION,
     ExecutionMode,
-    Optimize,
-    Precision,
     Tuning,
     compiled_mode,
 )
@@ -20,18 +16,14 @@ from multiworld_serving.models.optimize.selection import TOLERANCE, OptimizedSta
 
 __all__ = [
     "NO_TUNING",
-    "OPTIMIZE",
-    "PRECISION",
     "TOLERANCE",
     "UNAVAILABLE",
     "CompileError",
     "CompileRequest",
     "CompiledStageCache",
     "ExecutionMode",
-    "Optimize",
     "OptimizedStage",
     "PaddedStage",
-    "Precision",
     "Tuning",
     "compiled_mode",
     "deviation",
