@@ -34,7 +34,10 @@ def run(step: Step) -> None:
 def member_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--number", type=int, choices=range(MEMBERS), help="number of this member; without it, run the rendezvous server"
+        "--number",
+        type=int,
+        choices=range(MEMBERS),
+        help="number of this member; without it, run the rendezvous server",
     )
     add_network_options(parser)
     return parser

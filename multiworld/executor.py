@@ -29,7 +29,7 @@ from multiworld.ops.operation import Operation, Plan, SubOperation
 from multiworld.ops.pending import OperationWorld, PendingOperations
 from multiworld.transport.connection import PeerConnection, Transfer
 from multiworld.transport.poller import Poller, poller_of
-from multiworld.transport.wire import encode_signature, message_head
+from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
 
 class OperationExecutor(PendingOperations):
@@ -125,7 +125,11 @@ class OperationExecutor(PendingOperations):
         """Queue a send on its connection. It is queued before its data is copied from a device, to keep the order of messages."""
         plan = operation.plan
         assert plan.buffer is not None
-        transfer = Transfer(operation, message_head(plan.signature, plan.tag, plan.size_bytes))
+        if plan.header is None:
+            head = message_head(plan.signature, plan.tag, plan.size_bytes)
+        else:
+            head = HEAD.pack(MESSAGE, plan.tag, plan.size_bytes, plan.header)
+        transfer = Transfer(operation, head)
         if not plan.staged:
             transfer.set_data(plan.buffer())
         self._connections[plan.peer].send(transfer, plan.tag)
@@ -143,9 +147,9 @@ class OperationExecutor(PendingOperations):
     def _start_receive(self, operation: Operation) -> None:
         """Post a receive on its connection."""
         plan = operation.plan
-        assert plan.buffer is not None
-        transfer = Transfer(operation, encode_signature(plan.signature))
-        transfer.set_data(plan.buffer())
+        transfer = Transfer(operation, encode_signature(plan.signature), accept=plan.accept)
+        if plan.buffer is not None:
+            transfer.set_data(plan.buffer())
         self._connections[plan.peer].receive(transfer, plan.tag)
 
     def on_transferred(self, operation: Operation | SubOperation) -> None:

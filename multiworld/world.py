@@ -32,6 +32,7 @@ from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
 from multiworld.membership.monitor import HostSession, MembershipMonitor
 from multiworld.membership.store import ControlStore
 from multiworld.ops import p2p
+from multiworld.ops.messages import recv_message, send_message
 from multiworld.ops.operation import Operation, Plan
 from multiworld.ops.validation import Ranks
 from multiworld.transport.poller import Poller, poller_of
@@ -194,6 +195,21 @@ class World:
         """Start a receive and return at once. Await the returned operation."""
         return self._executor.start(p2p.recv(self.ranks, tensor, src, tag), timeout_s)
 
+    def start_send_message(
+        self, header: bytes, payload: Tensor | None, dst: int, *, tag: int = 0, timeout_s: float | None = None
+    ) -> Operation:
+        """Start a send of a message for `recv_message` and return at once. `header` has at most 48 bytes."""
+        return self._executor.start(send_message(self.ranks, header, payload, dst, tag), timeout_s)
+
+    async def recv_message(
+        self, accept: Callable[[bytes, int], Tensor], src: int, *, tag: int = 0, timeout_s: float | None = None
+    ) -> None:
+        """Receive a message of unknown size: `accept(header, size_bytes)` returns the tensor for its payload.
+
+        If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/messages.py.
+        """
+        await self._executor.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
+
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
         """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""
         return self._executor.start(plan, timeout_s)
@@ -205,7 +221,7 @@ class World:
     def on_connection_failed(self, peer: int, detail: str) -> None:
         self._watchdog.call_soon(self._await_cause, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
 
-    def on_line_nonsense(self, peer: int, detail: str) -> None:
+    def on_protocol_error(self, peer: int, detail: str) -> None:
         self._watchdog.call_soon(self.fail, Cause.ERROR, peer, detail)
 
     def on_local_failure(self, detail: str) -> None:
@@ -311,7 +327,7 @@ class World:
         if self._teardown_started:
             return
         if not self._executor.draining or self._drained.is_set():
-            self._executor.answer_all()
+            self._executor.close()
         self._start_teardown()
 
     def wait_until_reclaimed(self, timeout_s: float) -> None:
@@ -331,7 +347,7 @@ class World:
         try:
             self._free()
         finally:  # also when something could not be freed
-            self._executor.answer_all()
+            self._executor.close()
 
     def _free(self) -> None:
         """Free everything, on the teardown thread: aborting Gloo takes milliseconds, and aborting NCCL may hang."""

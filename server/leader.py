@@ -79,7 +79,7 @@ class Leader:
         self._versions = VersionTable(plan)
         self._manager = WorldManager(
             secret=settings.secret,
-            checked=False,  # the message headers of the links carry the sizes
+            verify_collectives=False,  # the message headers of the links carry the sizes
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
@@ -205,7 +205,7 @@ class Leader:
 
     def set_accepted_secrets(self, *secrets: bytes) -> None:
         """Accept only these secrets from joining workers. Connected workers stay connected."""
-        self._manager.let_in(*secrets)
+        self._manager.set_accepted_secrets(*secrets)
 
     async def load_version(self, weights: str | None) -> ModelVersion:
         """Switch to another version without failing a request. Puts an unloaded model back into service.

@@ -17,10 +17,10 @@ import uvloop
 
 from multiworld import AskError
 from multiworld_serving.common.config import SettingsError, UserError, kill_on_parent_death, raise_descriptor_limit
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
-from multiworld_serving.common.tracing import Tracing, start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
 from multiworld_serving.models import LoadedModel, Tuning, load_model
 from multiworld_serving.server.frontends.sessions import FrontendSessions
@@ -33,7 +33,6 @@ from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 
 logger = logging.getLogger(__name__)
 

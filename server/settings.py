@@ -5,7 +5,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import SecretStr, field_validator, model_validator
 
@@ -22,6 +22,11 @@ from multiworld_serving.common.config.addresses import (
 _TUNING_S = 2.0
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
+
+
+def _admin_port() -> Any:
+    text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
+    return setting(8002, "Network", text, ge=0, le=65535)
 
 
 class _ServiceSettings(Settings):
@@ -264,13 +269,7 @@ class HttpSettings(_ServiceSettings):
         "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
     )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
-    metrics_port: int | None = setting(
-        8002,
-        "Network",
-        "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one.",
-        ge=0,
-        le=65535,
-    )
+    metrics_port: int = _admin_port()
     metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
     api_keys_file: Path | None = setting(
         None,
@@ -417,6 +416,8 @@ class ServeSettings(HttpSettings, LeaderSettings):
     """Settings of `multiworld serve`, which starts leaders, frontends and local workers."""
 
     section: ClassVar[str] = "serve"
+
+    metrics_port: int = _admin_port()
 
     leaders: int = setting(
         1,

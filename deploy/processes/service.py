@@ -21,9 +21,10 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import Settings, UserError, raise_descriptor_limit
+from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.common.config.systemd import notify_systemd
 from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.metrics.families import Counter, Families
 from multiworld_serving.deploy.processes.environment import (
     PROGRAM,
@@ -35,7 +36,6 @@ from multiworld_serving.deploy.processes.environment import (
 from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
-from multiworld_serving.server.http.listener import bind
 from multiworld_serving.server.settings import JOIN_PORT_STEP, FrontendSettings, LeaderSettings, ServeSettings
 
 logger = logging.getLogger(__name__)

@@ -85,7 +85,7 @@ class Leader:
             except WorldError as error:
                 print(f"{name} did not form, trying again: {error}")
                 await asyncio.sleep(RETRY_S)
-        print(f"{name} joined, generation {world.epoch}")
+        print(f"{name} joined, generation {world.generation}")
         self._free.put_nowait(name)
 
 

@@ -211,7 +211,7 @@ class MemberAgent:
         if self._forming is not None:
             self._forming.cancel()
         world = self._manager.worlds.get(self._name)
-        if world is not None and world.epoch == view_number:
+        if world is not None and world.generation == view_number:
             self._manager.remove_world(self._name)
 
     async def _form_world(self, view: View, previous: asyncio.Task[None] | None) -> None:
@@ -223,7 +223,7 @@ class MemberAgent:
             if size > 1:
                 await self._manager.initialize_world(
                     self._name, rank, size, "gloo", first.host, first.port, self._config.form_timeout_s,
-                    epoch=view.number, checked=False,
+                    generation=view.number, verify_collectives=False,
                 )  # fmt: skip
         except (WorldError, OSError) as error:
             logger.info("world=%s view=%d did not form: %s", self._name, view.number, error)
@@ -236,9 +236,9 @@ class MemberAgent:
         """Report to the member state that the world of the current view broke."""
         async for event in self._manager.events():
             view = self.state.view
-            if event.kind == "broken" and event.world_name == self._name and event.epoch == view.number:
+            if event.kind == "broken" and event.world_name == self._name and event.generation == view.number:
                 world = self._manager.worlds.get(self._name)
-                failure = world.failure if world is not None and world.epoch == event.epoch else None
+                failure = world.failure if world is not None and world.generation == event.generation else None
                 self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
 
     # -- the rendezvous server -----------------------------------------------------------------------------------------

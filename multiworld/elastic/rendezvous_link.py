@@ -30,7 +30,9 @@ class RendezvousLink:
 
     async def open(self, addr: str, port: int, timeout_s: float) -> None:
         """Connect to the peer and start the sender task. Raises the errors of `initialize_world`."""
-        await self._manager.initialize_world(self.name, 1 - self._peer, 2, "gloo", addr, port, timeout_s, checked=False)
+        await self._manager.initialize_world(
+            self.name, 1 - self._peer, 2, "gloo", addr, port, timeout_s, verify_collectives=False
+        )
         self._sender = asyncio.get_running_loop().create_task(self._send_queued())
 
     def send(self, message: Message) -> None:

@@ -290,7 +290,7 @@ class ElasticWorld:
         if not self._state.is_in(view_number):
             raise self._agent.view_ended(view_number)
         world = self._manager.world(self.name) if self.size > 1 else None
-        if world is not None and world.epoch != view_number:
+        if world is not None and world.generation != view_number:
             raise self._agent.view_ended(view_number)
         return ViewWorld(self.rank, self.size, world)
 

@@ -34,6 +34,7 @@ class Plan:
         peer: the other rank of a send or receive; -1 for a collective.
         tag, size_bytes: tag and size of a send or receive.
         buffer: for a send or receive, returns the contiguous tensor to send from or to receive into, on the host if `staged`.
+        header, accept: for a message with a header; see multiworld/ops/messages.py.
         algorithm: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
     """
@@ -48,6 +49,8 @@ class Plan:
     tag: int = 0
     size_bytes: int = 0
     buffer: Callable[[], Tensor] | None = None
+    header: bytes | None = None
+    accept: Callable[[bytes, int], Tensor] | None = None
     algorithm: Callable[[], Algorithm] | None = None
     splits_bytes: tuple[list[int], list[int]] | None = None
 

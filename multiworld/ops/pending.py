@@ -18,7 +18,7 @@ class OperationWorld(Protocol):
     def ending(self) -> WorldError | None:
         """A new instance of the error that the world ended with; None while the world is usable."""
 
-    def break_(self, cause: Cause, rank: int, detail: str = "") -> None:
+    def fail(self, cause: Cause, rank: int, detail: str = "") -> None:
         """Break the world. `rank` is the member that caused it, -1 if unknown."""
         ...
 
@@ -125,11 +125,11 @@ class PendingOperations:
         """The caller's timeout has expired."""
         if operation in self._pending:
             detail = f"{operation.name} took longer than {operation.timeout_s:g} s"
-            self._world.break_(Cause.TIMEOUT, operation.peer, detail)
+            self._world.fail(Cause.TIMEOUT, operation.peer, detail)
 
     def on_cancelled(self, operation: Operation) -> WorldError | None:
         """The caller was cancelled, or its event loop shuts down: break the world. Returns the error that the world ended with."""
-        self._world.break_(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
+        self._world.fail(Cause.ABORTED, self._world.rank, f"{operation.name} cancelled")
         return self._world.ending()
 
     def _resolve(self, operations: Sequence[Operation]) -> None:

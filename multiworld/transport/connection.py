@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -60,11 +61,13 @@ class Transfer:
         operation: the operation, or the part of a collective, that completes with this transfer.
         head: for a send, the complete head; for a receive, the expected signature (`encode_signature`).
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
+        accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/messages.py.
     """
 
     operation: Operation | SubOperation
     head: bytes
     memory: memoryview | None = None
+    accept: Callable[[bytes, int], Tensor] | None = None
 
     def set_data(self, data: Tensor) -> None:
         """Use the memory of `data`, a contiguous tensor on the host."""
@@ -248,6 +251,13 @@ class PeerConnection:
             self._fail_protocol(f"it sent a message with tag {tag}, for which no receive is pending")
             return 0
         transfer = transfers[0]
+        if transfer.accept is not None:
+            try:
+                transfer.set_data(transfer.accept(signature, size))
+            except ValueError as error:
+                self._fail_protocol(str(error))
+                return 0
+            transfer.head = signature
         memory = transfer.memory
         assert memory is not None
         if size != len(memory) or signature != transfer.head:

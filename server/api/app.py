@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.oip.infer_route import InferRoute
@@ -32,7 +33,6 @@ from multiworld_serving.server.auth.authorizer import (
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
 from multiworld_serving.server.http.body import BodyReader
-from multiworld_serving.server.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker

@@ -16,8 +16,8 @@ from pydantic import SecretStr
 from multiworld_serving.common.config import SettingsError, UserError
 from multiworld_serving.common.config.keys import KeySet, keys_of_text, read_keys
 from multiworld_serving.common.config.sources import variable
+from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.http.server import HttpServer
 from multiworld_serving.server.http.tls import server_context
 from multiworld_serving.server.settings import HttpSettings
 

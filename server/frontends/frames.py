@@ -169,7 +169,7 @@ class FrameLink:
 
     def fail(self, detail: str) -> None:
         """Break the world."""
-        self.world.break_(Cause.ERROR, 1 - self.world.rank, detail)
+        self.world.fail(Cause.ERROR, 1 - self.world.rank, detail)
         self.end()
 
     def end(self) -> None:

@@ -209,7 +209,7 @@ class LeaderLink:
             *(offer.world, 1, 2, WORLD_BACKEND),
             addr=address.host,
             port=address.port,
-            epoch=offer.epoch,
+            generation=offer.epoch,
             timeout=min(15.0, self._settings.join_timeout_s),
         )
         self._welcome = False

@@ -17,11 +17,13 @@ import uvloop
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.http.connection_table import ConnectionTable
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.common.tracing import Tracing, start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
 from multiworld_serving.server.api.repository import RepositoryRoutes
@@ -35,10 +37,7 @@ from multiworld_serving.server.auth.credential_reloader import (
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
-from multiworld_serving.server.http.connection_table import ConnectionTable
 from multiworld_serving.server.http.limits import connection_limits, request_limits
-from multiworld_serving.server.http.listener import bind
-from multiworld_serving.server.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
@@ -157,7 +156,7 @@ class _Frontend:
         manager = await stack.enter_async_context(
             WorldManager(
                 secret=settings.secret,
-                checked=False,  # must equal the leader's
+                verify_collectives=False,  # must equal the leader's
                 heartbeat_interval_s=settings.heartbeat_interval_s,
                 heartbeat_timeout_s=settings.heartbeat_timeout_s,
                 loop_stall_timeout_s=settings.loop_stall_timeout_s or None,

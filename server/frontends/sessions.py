@@ -176,7 +176,7 @@ class FrontendSessions:
                 *(world_name, 0, 2, WORLD_BACKEND),
                 addr=self._host,
                 port=self._port,
-                epoch=generation,
+                generation=generation,
                 timeout=_JOIN_WORLD_S,
             )
         except (JoinError, WorldError, OSError) as error:

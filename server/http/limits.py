@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field
 
-from multiworld_serving.server.http.connection_table import ConnectionLimits
+from multiworld_serving.common.http.connection_table import ConnectionLimits
 from multiworld_serving.server.settings import HttpSettings
 
 _DECODE_THREADS = 4

@@ -84,7 +84,7 @@ class WorkerLink:
         id: world name and generation, "s0.r1#3". Never reused.
         state: as `ReplicaState`; the listener is told every change. A spare is "ready" too.
         cause, detail: why it ended, once `state` is "broken".
-        leader_unresponsive: whether the worker reported missed heartbeats of the leader.
+        leader_unresponsive: whether the leader failed, not the worker, for example because the worker reported missed heartbeats.
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
@@ -156,7 +156,7 @@ class WorkerLink:
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
-            self.leader_unresponsive = ending.rank == LEADER_RANK
+            self.leader_unresponsive = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
@@ -221,7 +221,7 @@ class WorkerLink:
     def fail(self, cause: Cause, detail: str) -> None:
         """Break this link at once from the leader's side."""
         if self._world is not None:
-            self._world.break_(cause, _WORKER_RANK, detail)
+            self._world.fail(cause, _WORKER_RANK, detail)
         self._end(cause, detail)
         if self._joining is not None:
             self._joining.cancel()
@@ -242,7 +242,7 @@ class WorkerLink:
     async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
         self._joining = asyncio.create_task(
             manager.initialize_world(
-                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, epoch=self.epoch, timeout=_JOIN_WORLD_S
+                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, generation=self.epoch, timeout=_JOIN_WORLD_S
             )
         )
         self._world = await self._joining
@@ -276,12 +276,17 @@ class WorkerLink:
 
     async def _expect(self, kind: MessageKind, plan: StagePlan) -> Message:
         message = await self._reply()
-        if message.kind is MessageKind.FAILED:
-            raise SelfTestError(f"{self.worker} cannot serve stage {plan.spec.index}: {message.reason()}")
         if message.kind is MessageKind.LEAVING:
             raise SelfTestError("the worker left before it was ready")
-        if message.kind is not kind:
+        if message.kind not in (kind, MessageKind.FAILED):
             raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        number, stage = plan.number, plan.spec.index
+        if (message.version, message.stage) != (number, stage):
+            raise WireError(
+                f"{message.kind.name} of stage {message.stage}, version {message.version}; expected stage {stage}, version {number}"
+            )
+        if message.kind is MessageKind.FAILED:
+            raise SelfTestError(f"{self.worker} cannot serve stage {stage}: {message.reason()}")
         return message
 
     async def _reply(self) -> Message:
@@ -380,7 +385,7 @@ class WorkerLink:
     async def _free(self, manager: WorldManager) -> None:
         world = self._world
         if world is not None:
-            world.break_(Cause.ABORTED, 0, self.detail)
+            world.fail(Cause.ABORTED, 0, self.detail)
             if manager.worlds.get(self.world_name) is world:
                 await manager.close_world(self.world_name)
         for task in self._sends:

@@ -113,7 +113,7 @@ def test_worker_whose_event_loop_is_blocked_is_broken_as_stalled_and_costs_nothi
             assert worker.poll() is None
         assert_nothing_lost(service, load)
         assert service.metric("multiworld_world_failures_total", cause="stalled") == 1
-        worker.kill()  # it obeys nothing else
+        assert worker.wait(WAIT_S) == 70
 
 
 def test_worker_whose_stage_always_raises_is_broken_and_kept_away(service: LocalService) -> None:

@@ -191,7 +191,7 @@ class Victim:
 def _cut(world: World, choice: int) -> None:
     """Shut one of our connections down, as the network may: the line to another member, or the connection of the heartbeats."""
     connections = world._monitor.connections.values() if world._monitor is not None else ()
-    socks = [*(line._sock for line in world._executor._lines.values()), *(each._sock for each in connections)]
+    socks = [*(line._sock for line in world._executor._connections.values()), *(each._sock for each in connections)]
     if socks:
         with contextlib.suppress(OSError):
             socks[choice % len(socks)].shutdown(socket.SHUT_RDWR)

@@ -28,7 +28,7 @@ from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfT
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
-from tests.chaos.lies import LIES, lying, raw_header
+from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -201,31 +201,31 @@ def lying_worker(link: WorkerLink, lie: str) -> Any:
 
 
 BATCH = (MessageKind.BATCH, 1, torch.uint8)
-LEADERS_LIES: dict[str, tuple[list[torch.Tensor], str]] = {
-    "size 0": ([raw_header(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0)], "0 bytes are not torch.uint8"),
+LEADERS_LIES: dict[str, tuple[RawMessage, str]] = {
+    "size 0": (claim(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0), "0 bytes are not torch.uint8"),
     "more rows than ordered": (
-        [raw_header(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32)],
+        claim(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32),
         "expected torch.uint8, 1 to 4 rows",
     ),
-    "no rows": ([raw_header(*BATCH, (0, 3, 32, 32), 0)], "expected torch.uint8, 1 to 4 rows"),
-    "other image size": ([raw_header(*BATCH, (1, 3, 33, 33), 3 * 33 * 33)], r"rows of \(3, 32, 32\), got"),
+    "no rows": (claim(*BATCH, (0, 3, 32, 32), 0), "expected torch.uint8, 1 to 4 rows"),
+    "other image size": (claim(*BATCH, (1, 3, 33, 33), 3 * 33 * 33), r"rows of \(3, 32, 32\), got"),
     "other dtype": (
-        [raw_header(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32)],
+        claim(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32),
         "expected torch.uint8",
     ),
-    "no payload": ([Message(MessageKind.BATCH, 1, version=1).header()], "got no payload"),
+    "no payload": (whole(Message(MessageKind.BATCH, 1, version=1)), "got no payload"),
     "stage that was not ordered": (
-        [Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1).header()],
+        whole(Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1)),
         "stage 1, version 1, which is not assigned",
     ),
     "weights without an order": (
-        [raw_header(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        claim(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30),
         "WEIGHTS was not",
     ),
-    "long order": ([raw_header(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 65536 rows"),
-    "long trace": ([raw_header(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 24576 rows"),
+    "long order": (claim(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 65536 rows"),
+    "long trace": (claim(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 24576 rows"),
     "drop with a payload": (
-        [raw_header(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        claim(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30),
         "expected no payload",
     ),
 }
@@ -238,13 +238,13 @@ async def test_session_ends_when_its_leader_sends_what_was_not_announced(
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    tensors, rejection = LEADERS_LIES[lie]
+    message, rejection = LEADERS_LIES[lie]
     assert link._world is not None
-    for tensor in tensors:
-        await link._world.send(tensor, 1)
+    with contextlib.suppress(BrokenWorldException):
+        await message.send(link._world, 1)
     ending = await pair.tasks[-1]
     assert isinstance(ending, BrokenWorldException)
-    assert ending.cause == Cause.ABORTED
+    assert ending.cause == Cause.ERROR
     assert re.search(rejection, ending.detail)
 
 
@@ -324,9 +324,10 @@ async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Chann
     """A scripted worker that has come to serve."""
     channel = await scripted_worker(pair, link)
     await take_order(channel)
-    await channel.send(Message.from_text(MessageKind.READY, "{}"))
+    about = {"stage": plan.spec.index, "version": plan.number}
+    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
     await channel.receive()
-    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output))
+    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, **about))
     await pair.heard.until("ready")
     return channel
 
@@ -354,7 +355,7 @@ async def test_link_breaks_when_a_worker_that_loads_a_version_answers_twice(
         BrokenWorldException
     ):  # the second one breaks the world, perhaps before it is seen to have arrived
         for _ in range(2):
-            await channel.send(Message.from_text(MessageKind.READY, "{}"))
+            await channel.send(Message.from_text(MessageKind.READY, "{}", version=second[0].number))
     await pair.heard.until("broken")
     assert link.cause == "error"
     assert "has not asked for another reply" in link.detail
@@ -376,6 +377,21 @@ async def test_link_breaks_when_a_worker_says_something_else_while_it_loads_a_ve
         with pytest.raises(LinkEndedError):
             await loading
     assert "not in flight" in link.detail
+    assert (link.state, link.cause) == ("broken", "error")
+
+
+@pytest.mark.parametrize("about", [{"version": 1}, {"stage": 1, "version": 2}])
+async def test_load_fails_when_the_worker_answers_about_another_stage_or_version(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], about: dict[str, int]
+) -> None:
+    link = pair.link(plan[0])
+    channel = await serving_script(pair, link, plan[0])
+    loading = asyncio.create_task(link.load(second[:1]))
+    await take_order(channel)
+    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError, match=r"READY of stage \d, version \d; expected stage 0, version 2"):
+            await loading
     assert (link.state, link.cause) == ("broken", "error")
 
 

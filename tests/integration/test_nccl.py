@@ -51,7 +51,9 @@ def test_operation_is_refused_when_its_tensor_is_on_a_device_that_its_world_does
     with FakeTensorMode():
         ours, other = torch.zeros(4, device="cuda:1"), torch.zeros(4, device="cuda:0")
         assert not reductions.all_reduce(ON_SECOND, ours, ReduceOp.SUM).staged
-        with pytest.raises(ValueError, match="all_reduce: the tensors are on cuda:0, world 'w' of 2 uses cuda:1"):
+        with pytest.raises(
+            ValueError, match="all_reduce: the tensors are on cuda:0, but world 'w' of size 2 uses cuda:1"
+        ):
             reductions.all_reduce(ON_SECOND, other, ReduceOp.SUM)
         with pytest.raises(ValueError, match="send: the tensors are on cuda:0"):
             messages.send(ON_SECOND, other, 1, 0)

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 from tests.integration.test_prometheus_files import check, tool
 from tests.worker_process import MeteredWorker, metered_service
 

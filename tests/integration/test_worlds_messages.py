@@ -213,12 +213,12 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_mid
     sends: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(line, "_TURN_BYTES", 1 << 16)  # of 40 MB, so that the middle lasts
+    monkeypatch.setattr(line, "_EVENT_BYTES", 1 << 16)  # of 40 MB, so that the middle lasts
     victim = await spawn()
     await form("w", manager.listen(), manager, victim)
     neighbour = await spawn()
     await form("v", manager.listen(), manager, neighbour)
-    ours = manager.world("w")._executor._lines[1]
+    ours = manager.world("w")._executor._connections[1]
     if sends:
         operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
         victim.start("send", world="w", dst=0, count=BIG)
@@ -230,7 +230,7 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_mid
         victim.signal(signal.SIGSTOP)
         await victim.stopped()
         operation = manager.communicator.isend(torch.zeros(BIG), 1, "w")
-        await until(lambda: ours._begun)
+        await until(lambda: ours._partly_written)
         victim.signal(signum)
     with pytest.raises(BrokenWorldException) as raised:
         await operation
@@ -355,7 +355,7 @@ async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_t
         await peer.stopped()
         coming = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
         await asyncio.sleep(0)
-        manager.world("w")._executor._lines[1]._sock.shutdown(socket.SHUT_RDWR)
+        manager.world("w")._executor._connections[1]._sock.shutdown(socket.SHUT_RDWR)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException) as caught:
                 await coming

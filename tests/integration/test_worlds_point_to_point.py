@@ -197,5 +197,5 @@ async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) 
     world.close()
     with pytest.raises(WorldClosedError, match="closed by this process"):
         await manager.communicator.barrier("w")
-    with pytest.raises(ValueError, match="rank 1 is no peer"):
+    with pytest.raises(ValueError, match="rank 1 is not a peer"):
         await manager.communicator.send(torch.ones(1), 1, "w")

@@ -225,10 +225,10 @@ def test_garbage_file_is_refused(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "holds a list"),
-        ({}, "holds an empty dict"),
-        ({"fc.weight": 3}, "holds a int under 'fc.weight'"),
-        (torch.zeros(3), "holds a Tensor"),
+        ([1, 2], "contains a list"),
+        ({}, "contains an empty dict"),
+        ({"fc.weight": 3}, "contains a int under 'fc.weight'"),
+        (torch.zeros(3), "contains a Tensor"),
         ({"fc.weight": torch.zeros(10**6, 1)}, "1 tensors found"),
         ({"fc.weight": torch.zeros(())}, "1 tensors found"),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.deploy.processes import notify
 from multiworld_serving.deploy.processes.notify import WATCHDOG_S, NotifyListener
 

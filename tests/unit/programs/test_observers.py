@@ -9,6 +9,9 @@ import pytest
 
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server import main as server_main
+from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestOutcome
 
 
 class Observer:
@@ -80,3 +83,23 @@ def test_frontends_are_told_when_the_reporter_fails(monkeypatch: pytest.MonkeyPa
     listeners.tell(snapshot("loading"))
     listeners.tell(snapshot("ready"))
     assert told == ["loading", "ready"]
+
+
+@pytest.mark.parametrize("broken", ["metrics", "statistics"])
+def test_request_is_recorded_without_an_exception_when_an_observer_fails(broken: str) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*_: object, **__: object) -> None:
+                raise ValueError(name)
+
+            return fail
+
+    observers: dict[str, Any] = {"metrics": Metrics(), "statistics": Statistics(), broken: Failing()}
+    recorder = LocalRequestRecorder("resnet18", **observers)
+    assert recorder.request_started("predict") in (0, None)
+    recorder.request_ended(0, RequestOutcome("v", "predict", 200, "ok", 0.1, None))
+    if broken == "statistics":
+        labels = {"model": "resnet18", "version": "v", "protocol": "predict", "code": "200", "reason": "ok"}
+        assert observers["metrics"].registry.get_sample_value("multiworld_requests_total", labels) == 1
+    else:
+        assert observers["statistics"].as_json("resnet18", "v")["inference_stats"]["fail"]["count"] == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
 
 PATIENCE_S = 60.0
 

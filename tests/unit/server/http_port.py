@@ -12,11 +12,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_app
-from multiworld_serving.server.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.http.listener import bind
-from multiworld_serving.server.http.server import HttpServer, serving
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 

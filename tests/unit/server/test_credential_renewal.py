@@ -12,10 +12,10 @@ import pytest
 
 from multiworld_serving.common.config import load
 from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth import credential_reloader
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import CredentialReloader, Credentials, read_credentials
-from multiworld_serving.server.http.server import HttpServer
 from multiworld_serving.server.settings import FrontendSettings, HttpSettings
 from tests.certificates import Authority
 

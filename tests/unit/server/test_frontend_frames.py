@@ -146,8 +146,8 @@ async def linked(on_frame: Callable[[Frame], None] | None = None) -> AsyncIterat
     came: tuple[list[Frame], list[Frame]] = ([], [])
     async with (
         asyncio.timeout(60),
-        WorldManager(secret="s", checked=False) as first,
-        WorldManager(secret="s", checked=False) as second,
+        WorldManager(secret="s", verify_collectives=False) as first,
+        WorldManager(secret="s", verify_collectives=False) as second,
     ):
         port = first.listen("127.0.0.1", 0)
         worlds = await asyncio.gather(

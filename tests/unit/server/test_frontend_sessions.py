@@ -49,7 +49,7 @@ class FakeLeader:
     """The pipeline: says how bright the channels of an image are. Can be told to fail, or to wait."""
 
     def __init__(self) -> None:
-        self.manager = WorldManager(secret=SECRET, checked=False)
+        self.manager = WorldManager(secret=SECRET, verify_collectives=False)
         self.inflight = InflightTracker()
         self.version, self.weights = ModelVersion(1, "v1"), None
         self.ready = True
@@ -129,7 +129,7 @@ class Service:
         """Start a frontend and wait until it is connected."""
         settings = self.settings(name)
         pool = LeaderPool(5.0, Metrics(), lambda _: None)
-        manager = WorldManager(secret=SECRET, checked=False)
+        manager = WorldManager(secret=SECRET, verify_collectives=False)
         link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, manager, pool)
         pool.links.append(link)
         self._running.append((asyncio.create_task(link.run()), manager))
@@ -230,7 +230,7 @@ async def test_invalid_join_request_is_answered_with_an_error(question: str) -> 
 
 
 async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
-    async with running() as service, WorldManager(secret="another", checked=False) as manager:
+    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
         settings = service.settings(secret="another")
         link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
         with pytest.raises(UserError, match="rejects this frontend's token"):
@@ -240,7 +240,7 @@ async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> N
 async def test_frontend_of_several_leaders_goes_on_when_one_does_not_take_its_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with running() as service, WorldManager(secret="another", checked=False) as manager:
+    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
         settings = service.settings(secret="another", leaders=f"127.0.0.1:{service.port},127.0.0.1:1")
         link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
         task = asyncio.create_task(link.run())

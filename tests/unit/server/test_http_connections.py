@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from multiworld_serving.server.http.connection_table import CLOSING_REASONS, ConnectionLimits, ConnectionTable, Phase
+from multiworld_serving.common.http.connection_table import CLOSING_REASONS, ConnectionLimits, ConnectionTable, Phase
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
 from tests.unit.server.http_port import Port, http_port, until
 
@@ -495,7 +495,7 @@ async def test_connection_leaves_the_table_when_it_is_reset() -> None:
 
 @pytest.mark.parametrize("after", ["close", "keep-alive"])
 async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.http.connection_table._CLOSE_S", 0.5)
+    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 0.5)
     size = 40_000_000
     async with http_port(app=Response(bytes(size)), stall_timeout_s=0.5) as port:
         client = await port.open()

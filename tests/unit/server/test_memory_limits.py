@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config import check_memory, limits
+from multiworld_serving.common.config import check_memory, process
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 100 kB left, and no container around."""
     (tmp_path / "meminfo").write_text("MemTotal: 200 kB\nMemAvailable:     100 kB\n")
-    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(process, "_CGROUP", tmp_path)
     return tmp_path
 
 

@@ -17,10 +17,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld import Cause
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
 from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
 from multiworld_serving.workers.observability.metrics import GPU_READINGS, WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 
 NAMES = {
     "multiworld_build_info": ("gauge", {"version"}),
@@ -123,6 +123,7 @@ async def test_a_busy_port_is_an_error_in_the_log_and_no_more(
             assert port is None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
+    assert "another --metrics-port (0 selects a free port) or --metrics-host" in record.getMessage()
 
 
 class NVMLError(Exception):

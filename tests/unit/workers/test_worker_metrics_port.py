@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from multiworld_serving.common.http.connection_table import ConnectionLimits
+from multiworld_serving.common.http.metrics_port import metrics_port
+from multiworld_serving.common.http import metrics_port as metrics_port_module
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 from tests.unit.server.http_port import Client
 
 OPENMETRICS = b"application/openmetrics-text; version=abc"
@@ -81,11 +83,19 @@ async def test_worker_port_goes_on_when_a_request_is_strange(line: bytes) -> Non
         assert re.findall(rb"HTTP/1\.1 (\d+) ", await client.rest()) == [b"200", b"200", b"400"]
 
 
-async def test_worker_port_refuses_when_too_many_connections_are_open() -> None:
+async def test_worker_port_replaces_an_idle_connection_when_too_many_are_open() -> None:
     async with port() as opened:
-        for _ in range(16):
-            await opened()
+        clients = [await opened() for _ in range(17)]
+        assert await clients[0].rest() == b""
+        await clients[-1].say(get(b"/healthz", b"Connection: close"))
+        assert (await clients[-1].rest()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_worker_port_closes_a_connection_when_its_headers_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port_module, "_LIMITS", ConnectionLimits(max_connections=16, header_timeout_s=0.2))
+    async with port() as opened:
         client = await opened()
-        await client.say(get(b"/metrics"))
+        await client.say(b"GET /metrics HTTP/1.1\r\nHost:")
         status, answer = await client.answer()
-        assert (status, answer["reason"]) == (503, "full")
+        assert (status, answer["reason"]) == (408, "head")
+        assert await client.rest() == b""

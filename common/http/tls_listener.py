@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from multiworld_serving.server.http.connection_table import FULL, Connection, ConnectionTable, Phase
+from multiworld_serving.common.http.connection_table import FULL, Connection, ConnectionTable, Phase
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with strict RFC 9112 checks. Requests before a rejected one are answered first.
 
-The leader, the frontends and the workers' metrics port use it. Limits and timeouts of a port are in subclasses.
+Limits and timeouts of a port are in protocol.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
-from multiworld_serving.common.strict_http import MALFORMED, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED
+from multiworld_serving.common.http.strict import MALFORMED, NOT_IMPLEMENTED, VERSION_NOT_SUPPORTED
 
 
 class Phase(Enum):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import socket
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable
 
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from multiworld_serving.common.strict_http import ErrorResponse, StrictHttpProtocol
-from multiworld_serving.workers.observability.metrics import WorkerMetrics
+from multiworld_serving.common.config import UserError
+from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.server import HttpServer, serving
+from multiworld_serving.common.http.strict import ErrorResponse
+from multiworld_serving.common.metrics import ProgramMetrics
 
 logger = logging.getLogger(__name__)
 
-_MOST_SCRAPERS = 16
-"""Concurrent connections; more are answered 503."""
-_FULL = ErrorResponse(
-    503, "full", f"more than {_MOST_SCRAPERS} connections are open here; close some, and try again later"
-)
+_LIMITS = ConnectionLimits(max_connections=16, idle_timeout_s=5.0)
 _CLOSE_S = 1
 _TEXT = "text/plain; charset=utf-8"
 
@@ -29,7 +26,7 @@ _TEXT = "text/plain; charset=utf-8"
 async def metrics_port(
     host: str,
     port: int | None,
-    metrics: WorkerMetrics,
+    metrics: ProgramMetrics,
     refresh: Callable[[], None],
     ready: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[int | None]:
@@ -40,69 +37,25 @@ async def metrics_port(
         refresh: called before each scrape to update gauges. Must not block.
         ready: returns whether the worker serves a leader now; called for each `GET /readyz`.
     """
-    sock = None if port is None else _bind(host, port)
-    if sock is None:
+    if port is None:
+        yield None
+        return
+    try:
+        sock = bind(host, port, "--metrics-port", "--metrics-host")
+    except UserError as error:
+        logger.error("no metrics: %s. The worker serves without metrics", error)  # noqa: TRY400 - the traceback adds nothing
         yield None
         return
     with sock:
+        server = HttpServer(_app(metrics, refresh, ready), sock, ConnectionTable(_LIMITS), lifespan="off")
+        server.set_graceful_timeout(_CLOSE_S)
         found: int = sock.getsockname()[1]
-        server = _Server(_config(_app(metrics, refresh, ready)))
-        task = asyncio.create_task(server.serve(sockets=[sock]))
-        logger.info("listening metrics=http://%s:%d/metrics", f"[{host}]" if ":" in host else host, found)
-        try:
+        async with serving(server):
+            logger.info("listening metrics=http://%s:%d/metrics", f"[{host}]" if ":" in host else host, found)
             yield found
-        finally:
-            server.should_exit = True
-            await task
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the worker has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-class _Protocol(StrictHttpProtocol):
-    def _check_headers(self) -> ErrorResponse | None:
-        return super()._check_headers() or (_FULL if len(self.connections) > _MOST_SCRAPERS else None)
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
-
-
-def _bind(host: str, port: int) -> socket.socket | None:
-    """A listening socket; None after logging an error if the port cannot be bound."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen()
-    except OSError as error:
-        sock.close()
-        logger.error(  # noqa: TRY400 - the traceback adds nothing
-            "no metrics: cannot listen on %s:%d: %s; the worker serves without metrics. Stop what listens there, or choose "
-            "another --metrics-port (0 takes any free one) or --metrics-host",
-            *(host, port, error.strerror or error),
-        )
-        return None
-    sock.setblocking(False)
-    return sock
-
-
-def _app(metrics: WorkerMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
+def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[], bool]) -> ASGIApp:
     def page(scope: Scope) -> tuple[bytes, str] | ErrorResponse:
         if scope["method"] not in {"GET", "HEAD"}:
             return ErrorResponse(405, "method_not_allowed", f"{scope['method']} is not allowed here; send GET or HEAD")

@@ -1,9 +1,17 @@
-"""Process limits that the programs set at start-up, and the memory that is available."""
+"""The process and its operating system: limits set at start-up, the available memory, and notifications of systemd."""
 
+import asyncio
+import contextlib
 import ctypes
+import logging
+import os
 import resource
 import signal
+import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -61,3 +69,38 @@ def _in_container() -> int | None:
         return int(limit) - used + int(statistics["inactive_file"])
     except (OSError, KeyError, ValueError):
         return None
+
+
+@contextlib.asynccontextmanager
+async def notify_systemd() -> AsyncIterator[None]:
+    """Send READY=1 when the block starts and STOPPING=1 when it ends, see sd_notify(3). Does nothing without systemd.
+
+    With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    own_pid = str(os.getpid())
+    if not address or os.environ.get("WATCHDOG_PID", own_pid) != own_pid:  # set for the parent process
+        yield
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        _notify(sock, address, "READY=1")
+        heartbeats = asyncio.create_task(_send_heartbeats(sock, address))
+        try:
+            yield
+        finally:
+            heartbeats.cancel()
+            _notify(sock, address, "STOPPING=1")
+
+
+async def _send_heartbeats(sock: socket.socket, address: str) -> None:
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    while limit_us.isdecimal() and int(limit_us):
+        _notify(sock, address, "WATCHDOG=1")
+        await asyncio.sleep(int(limit_us) / 2e6)
+
+
+def _notify(sock: socket.socket, address: str, state: str) -> None:
+    try:
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+    except OSError as error:
+        logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)

@@ -12,8 +12,7 @@ from typing import Any, Final
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from multiworld_serving.common.strict_http import ErrorResponse, StrictHttpProtocol
-from multiworld_serving.server.http.connection_table import (
+from multiworld_serving.common.http.connection_table import (
     FULL,
     HEAD_TOO_LARGE,
     PIPELINED,
@@ -21,6 +20,7 @@ from multiworld_serving.server.http.connection_table import (
     ConnectionTable,
     Phase,
 )
+from multiworld_serving.common.http.strict import ErrorResponse, StrictHttpProtocol
 
 _MAX_PIPELINED = 16
 """Maximum number of requests that wait on one connection behind the current one."""
@@ -90,9 +90,8 @@ class BoundedHttpProtocol(StrictHttpProtocol):
     def _parse(self, data: bytes) -> None:
         steps = self._steps
         super()._parse(data)
-        if (
-            self._steps == steps
-        ):  # inside a head, between the chunks of a body or after them: the parser buffers it, or drops it
+        # Inside a head, or between or after the chunks of a body, the parser buffers or drops the data.
+        if self._steps == steps:
             self._unparsed_bytes += len(data)
             if self._unparsed_bytes > self._limits.max_header_bytes:
                 self._rejection = self._rejection or self._too_large()

@@ -1,4 +1,4 @@
-"""Exports spans with the OpenTelemetry SDK: batches over OTLP/HTTP, from a background thread.
+"""Exports spans with the OpenTelemetry SDK, which is optional (extra `otel`): batches over OTLP/HTTP, from a background thread.
 
 The exporter reads other options (headers, certificates, compression) from the OTEL_EXPORTER_OTLP_… environment variables.
 """

@@ -11,15 +11,15 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Literal, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from multiworld_serving.server.http.connection_table import Connection, ConnectionLimits, ConnectionTable
-from multiworld_serving.server.http.listener import BACKLOG
-from multiworld_serving.server.http.protocol import BoundedHttpProtocol
-from multiworld_serving.server.http.tls_listener import TlsListener
+from multiworld_serving.common.http.connection_table import Connection, ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.listener import BACKLOG
+from multiworld_serving.common.http.protocol import BoundedHttpProtocol
+from multiworld_serving.common.http.tls_listener import TlsListener
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
         connections: table of this port's connections, initially empty.
         sock: bound and listening.
         context: for TLS; None = plain HTTP.
+        lifespan: "off" for an application without ASGI lifespan events.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class HttpServer(uvicorn.Server):
         *,
         context: ssl.SSLContext | None = None,
         access_log: bool = False,
+        lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         self.connections = connections
-        super().__init__(_config(app, connections.limits, access_log=access_log))
+        super().__init__(_config(app, connections.limits, access_log=access_log, lifespan=lifespan))
         self.listening = asyncio.Event()
         self.stopped = asyncio.Event()
         self._sock = sock
@@ -111,12 +113,14 @@ async def _sweep(connections: ConnectionTable) -> None:
         connections.sweep(loop.time())
 
 
-def _config(app: ASGIApp, limits: ConnectionLimits, *, access_log: bool) -> uvicorn.Config:
+def _config(
+    app: ASGIApp, limits: ConnectionLimits, *, access_log: bool, lifespan: Literal["auto", "off"]
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",
         ws="none",
-        lifespan="auto",
+        lifespan=lifespan,
         log_config=None,
         log_level=logging.WARNING if not access_log else None,
         access_log=access_log,
