@@ -1,4 +1,4 @@
-"""Members of elastic worlds are killed, frozen and cut off in the middle of their all-reduces; the others finish, with the same bits."""
+"""Members of elastic worlds are killed, frozen and cut off during all-reduces; the others finish with identical bits."""
 
 import asyncio
 import contextlib
@@ -51,14 +51,14 @@ def reduce_all(everybody: list[Member], counts: list[int] = COUNTS, **settings: 
 
 
 def values(weights: list[float], took_part: list[int], lost: float = 0.0) -> list[float]:
-    """What the tensors must hold: sums with the lost member's part where it took part."""
+    """The expected tensors: sums that include the lost member's values if it contributed."""
     total = sum(weights)
     return [(total + (lost if size > len(weights) else 0)) * (index + 1) for index, size in enumerate(took_part)]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("messages", [1, 9, 20])
-async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
+async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
     spawn: Spawn, victim: int, messages: int
 ) -> None:
     async with rendezvous(first_size=4) as holder:
@@ -79,7 +79,9 @@ async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
 
 
 @pytest.mark.parametrize("quantization", [None, "min_max"])
-async def test_averages_are_of_those_who_took_part_when_one_is_killed(spawn: Spawn, quantization: str | None) -> None:
+async def test_averages_use_the_number_of_contributors_when_one_is_killed(
+    spawn: Spawn, quantization: str | None
+) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[1].do("elastic_fault", signum=signal.SIGKILL, messages=4)
@@ -92,7 +94,7 @@ async def test_averages_are_of_those_who_took_part_when_one_is_killed(spawn: Spa
         assert 2 in outcomes[0]["took_part"]
 
 
-async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_finished(spawn: Spawn) -> None:
+async def test_survivors_finish_when_the_only_member_that_knew_of_completion_is_killed(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault_at_close")
@@ -104,7 +106,7 @@ async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_f
             assert outcome["took_part"] == [3] * len(COUNTS)
 
 
-async def test_empty_tensors_have_the_participants_of_the_results_when_the_round_is_closed_by_fewer_members(
+async def test_empty_tensors_report_the_contributors_of_the_results_when_members_are_lost(
     spawn: Spawn,
 ) -> None:
     async with rendezvous(first_size=3) as holder:
@@ -117,7 +119,7 @@ async def test_empty_tensors_have_the_participants_of_the_results_when_the_round
             assert outcome["took_part"] == [3, 3, 3]
 
 
-async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_comes_back_at_a_boundary(
+async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
     spawn: Spawn,
 ) -> None:
     async with rendezvous(first_size=3) as holder:
@@ -148,7 +150,7 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
         assert outcomes[0]["took_part"] == [3] * len(COUNTS)
 
 
-async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
+async def test_last_member_reports_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         for member in everybody[:2]:
@@ -162,7 +164,7 @@ async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spa
         assert (again["success"], again["size"], set(again["took_part"])) == (False, 1, {0})
 
 
-async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_member_is_killed(
+async def test_world_regroups_when_the_rendezvous_is_restarted_and_a_member_is_killed(
     spawn: Spawn, tmp_path: Path
 ) -> None:
     state = tmp_path / "state.json"
@@ -191,7 +193,7 @@ async def test_no_member_is_lost_when_the_rendezvous_cannot_write_its_state(
     assert "the state cannot be written" in caplog.text
 
 
-async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(spawn: Spawn) -> None:
+async def test_all_survivors_fail_alike_when_the_rendezvous_lost_its_state(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         port = holder.port
         everybody = await joined(spawn, 3, port)
@@ -203,7 +205,7 @@ async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(s
                 await task
 
 
-async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
+async def test_all_survivors_fail_within_the_regroup_timeout_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port, reform_timeout_s=3.0)
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
@@ -212,7 +214,7 @@ async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rend
             await task
 
 
-async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
+async def test_minority_does_not_continue_when_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
     async with rendezvous(first_size=3, addr=HOST) as holder:
         proxy = Proxy(HOST, holder.port)
         try:
@@ -237,7 +239,7 @@ async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rende
             await proxy.close()
 
 
-async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None:
+async def test_all_members_fail_alike_when_their_calls_differ(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         tasks = [
@@ -249,7 +251,7 @@ async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None
                 await task
 
 
-async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: Spawn) -> None:
+async def test_others_continue_when_one_member_exceeds_its_own_timeout(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         hasty = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS, timeout_s=0.5)
@@ -259,7 +261,7 @@ async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: S
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) -> None:
+async def test_others_continue_when_one_member_cancels_its_call(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         waiting = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS)
@@ -269,7 +271,7 @@ async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) 
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_survivors_form_again_by_themselves_when_nothing_is_under_way(spawn: Spawn) -> None:
+async def test_survivors_regroup_when_no_operation_is_in_flight(spawn: Spawn) -> None:
     async with rendezvous(first_size=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         everybody[0].kill()

@@ -1,4 +1,4 @@
-"""What a cluster is told: valid by the schemas of Kubernetes, agreeing with the settings, and made from one source."""
+"""Kubernetes manifests: valid by the schemas, consistent with the settings, and generated from one source."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def pod(resources: list[Resource], name: str) -> Resource:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
+def test_base_matches_the_strict_schemas(version: str) -> None:
     checked = [each for each in of_base() if each["apiVersion"] != OPERATOR]
     assert {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"} <= {
         each["kind"] for each in checked
@@ -81,7 +81,7 @@ def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
         kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
+def test_strict_schemas_reject_a_misspelled_field() -> None:
     (deployment,) = [
         each for each in of_base() if each["metadata"]["name"] == "multiworld-worker" and each["kind"] == "Deployment"
     ]
@@ -90,7 +90,7 @@ def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
 
 
-def test_overlay_is_valid_by_the_strict_schemas(overlay: list[Resource]) -> None:
+def test_overlay_matches_the_strict_schemas(overlay: list[Resource]) -> None:
     for resource in overlay:
         if resource["apiVersion"] != OPERATOR:
             kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
@@ -118,7 +118,7 @@ def settings() -> tuple[ServeSettings, WorkerSettings]:
     )
 
 
-def test_settings_are_ones_that_the_programs_take_and_ports_are_theirs() -> None:
+def test_settings_and_ports_match_the_programs() -> None:
     serve, worker = settings()
     assert tomllib.loads((BASE / "multiworld.toml").read_text())["serve"]["external_workers"] is True
     leader_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-leader"))}
@@ -135,7 +135,7 @@ def ports(template: Resource) -> list[Resource]:
     return [port for container in template["spec"]["containers"] for port in container["ports"]]
 
 
-def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_goes_below() -> None:
+def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
     serve, _ = settings()
     workers = find(of_base(), "Deployment", "multiworld-worker")["spec"]
     assert "replicas" not in workers, "each `kubectl apply` would take back what the autoscaler has added"
@@ -145,18 +145,18 @@ def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_g
 
 
 @pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_of_a_lost_node_are_made_anew_soon(overlay: list[Resource], name: str) -> None:
+def test_pods_of_a_lost_node_are_replaced_soon(overlay: list[Resource], name: str) -> None:
     tolerated = {each["key"]: each.get("tolerationSeconds") for each in pod(overlay, name)["spec"]["tolerations"]}
     assert {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}.items() <= tolerated.items()
 
 
-def test_worker_computes_on_as_many_cores_as_it_requests(overlay: list[Resource]) -> None:
+def test_worker_uses_as_many_threads_as_it_requests_cores(overlay: list[Resource]) -> None:
     _, worker = settings()
     (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
     assert container["resources"]["requests"]["cpu"] == str(worker.threads)
 
 
-def test_pods_are_given_the_time_that_draining_takes() -> None:
+def test_termination_grace_period_covers_draining() -> None:
     serve, _ = settings()
     leader = pod(of_base(), "multiworld-leader")["spec"]
     before = int(leader["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -165,7 +165,7 @@ def test_pods_are_given_the_time_that_draining_takes() -> None:
 
 
 @pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
+def test_pods_meet_the_namespace_security_restrictions(name: str) -> None:
     spec = pod(of_base(), name)["spec"]
     assert (
         find(of_base(), "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
@@ -187,7 +187,7 @@ def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
     assert mounted == {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
 
 
-def test_probes_ask_what_there_is() -> None:
+def test_probes_use_existing_routes() -> None:
     leader, worker = (
         pod(of_base(), name)["spec"]["containers"][0] for name in ("multiworld-leader", "multiworld-worker")
     )
@@ -207,7 +207,7 @@ def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
     }
 
 
-def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
+def test_selectors_match_the_intended_pods() -> None:
     base = of_base()
     leader, worker = {"multiworld-leader"}, {"multiworld-worker"}
     assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == leader
@@ -225,7 +225,7 @@ def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
     assert labels[monitored["jobLabel"]] == "multiworld-leader", "the job's name in rules and dashboards"
 
 
-def test_network_policies_let_only_workers_join_and_only_the_leader_be_joined() -> None:
+def test_network_policies_allow_only_workers_to_join_and_only_at_the_leader() -> None:
     base = of_base()
     leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
     by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in leader["ingress"]}
@@ -250,8 +250,8 @@ ENDPOINT_FIELDS = {"port", "path", "interval", "scrapeTimeout", "relabelings", "
 RELABELING_FIELDS = {"sourceLabels", "targetLabel", "replacement", "regex", "action", "separator"}
 
 
-def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None:
-    """Its schemas are not in the package of Kubernetes': these are the fields of its API reference that are in use here."""
+def test_operator_resources_have_only_documented_fields() -> None:
+    """The Kubernetes schema package does not contain these resources; the allowed fields come from the operator's API reference."""
     customs = [each for each in of_base() if each["apiVersion"] == OPERATOR]
     assert {each["kind"] for each in customs} == set(MONITOR_FIELDS)
     for resource in customs:
@@ -264,7 +264,7 @@ def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None
                 assert relabeling.keys() <= RELABELING_FIELDS
 
 
-def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -> None:
+def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> None:
     assert RESOURCE.read_text() == rendered(), "python -m multiworld_serving.deploy.kubernetes.rules"
     spec = yaml.safe_load(RESOURCE.read_text())["spec"]
     sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
@@ -274,7 +274,7 @@ def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -
     check(tool("promtool"), "check", "rules", rules)
 
 
-def test_adapter_gives_the_metric_that_the_autoscaler_asks_for() -> None:
+def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
     wanted = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]["metrics"][0]["external"][
         "metric"

@@ -1,4 +1,4 @@
-"""Worlds whose operations all go over the library's own connections: c10d builds nothing, and nobody listens but rank 0."""
+"""Worlds that use only the library's own connections: no c10d group is built, and only rank 0 listens."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,12 +28,12 @@ async def form(managers: tuple[WorldManager, WorldManager], *backends: str, time
 
 
 def listening() -> set[str]:
-    """Local addresses of this process's network that listen, as the kernel writes them."""
+    """Local listening addresses of this network namespace, in the kernel's format."""
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     return {columns[1] for columns in map(str.split, lines) if columns[3] == "0A"}
 
 
-async def test_messages_go_both_ways_when_a_world_has_lines_alone(managers: tuple[WorldManager, WorldManager]) -> None:
+async def test_messages_pass_both_ways_with_the_tcp_backend(managers: tuple[WorldManager, WorldManager]) -> None:
     await form(managers, "tcp", "tcp")
     sent, received = torch.arange(1000.0), torch.empty(1000)
     for source, target in (managers, managers[::-1]):
@@ -44,7 +44,7 @@ async def test_messages_go_both_ways_when_a_world_has_lines_alone(managers: tupl
         assert torch.equal(received, sent * (rank + 1))
 
 
-async def test_collectives_need_no_group_of_c10d(managers: tuple[WorldManager, WorldManager]) -> None:
+async def test_collectives_need_no_c10d_group(managers: tuple[WorldManager, WorldManager]) -> None:
     await form(managers, "tcp", "tcp")
     tensors = [torch.arange(200_000.0) * (rank + 1) for rank in range(2)]
     await asyncio.gather(
@@ -57,7 +57,7 @@ async def test_collectives_need_no_group_of_c10d(managers: tuple[WorldManager, W
     await asyncio.gather(*(manager.communicator.barrier("w") for manager in managers))
 
 
-async def test_world_is_made_without_a_thread_or_connection_of_gloo_when_the_backend_is_gloo(
+async def test_gloo_world_without_collectives_uses_no_gloo_thread_or_connection(
     managers: tuple[WorldManager, WorldManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -75,7 +75,7 @@ async def test_world_is_made_without_a_thread_or_connection_of_gloo_when_the_bac
     assert [[each.tolist() for each in result] for result in results] == [[[0.0] * 3, [1.0] * 3]] * 2
 
 
-async def test_members_say_so_when_they_were_given_different_backends(
+async def test_members_report_an_error_when_their_backends_differ(
     managers: tuple[WorldManager, WorldManager],
 ) -> None:
     host, guest = managers
@@ -88,7 +88,7 @@ async def test_members_say_so_when_they_were_given_different_backends(
     assert isinstance(ending, WorldError), "rank 0 learns of it at once"
 
 
-async def test_connections_leave_from_the_address_that_was_bound(managers: tuple[WorldManager, WorldManager]) -> None:
+async def test_connections_use_the_bound_source_address(managers: tuple[WorldManager, WorldManager]) -> None:
     before = listening()
     await form(managers, "tcp", "tcp")
     assert len(listening() - before) == 1, "rank 0's port, and none of c10d's"
@@ -97,7 +97,7 @@ async def test_connections_leave_from_the_address_that_was_bound(managers: tuple
 
 
 def peers_of(host: WorldManager) -> list[str]:
-    """Who is connected to the host's only open port, from the kernel's table."""
+    """Peers connected to the host's only open port, from the kernel's table."""
     (port,) = {port for _, port in host._doors._doors}
     lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
     found = []
@@ -109,7 +109,7 @@ def peers_of(host: WorldManager) -> list[str]:
     return found
 
 
-async def test_address_that_is_not_ours_is_named_when_it_cannot_be_bound() -> None:
+async def test_foreign_bind_address_is_named_in_the_error() -> None:
     async with WorldManager() as host, WorldManager(bind_host="192.0.2.7") as guest:
         with pytest.raises(JoinError, match="Cannot assign requested address"):
             await guest.initialize_world("w", 1, 2, "tcp", port=host.listen(), timeout=0.5)

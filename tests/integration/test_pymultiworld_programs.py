@@ -1,4 +1,4 @@
-"""Programs written for pymultiworld run unchanged: processes of their own that know nothing else of this library."""
+"""Programs written for pymultiworld run unchanged, as separate processes that know nothing else of this library."""
 
 import re
 import socket
@@ -19,7 +19,7 @@ Start = Callable[..., "Program"]
 
 
 class Program:
-    """One process of a pymultiworld application. What it prints goes to a file."""
+    """One process of a pymultiworld application. Its output goes to a file."""
 
     def __init__(self, folder: Path, index: int, *arguments: str) -> None:
         self._out, self._err = folder / f"{index}.out", folder / f"{index}.err"
@@ -34,7 +34,7 @@ class Program:
 
     @property
     def complaints(self) -> list[str]:
-        """What it wrote to stderr, without torch's own warnings."""
+        """Its stderr without torch's own warnings."""
         return [line for line in self._err.read_text().splitlines() if "Warning" not in line and "NumPy" not in line]
 
     def prints(self, words: str) -> None:
@@ -65,7 +65,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A port for a program that must be told one. Held until the programs start, so that nobody else here takes it."""
+    """A port for a program that needs one in advance. Reserved until the programs start."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
