@@ -1,4 +1,4 @@
-"""The Python client against a real service, with every kind of input."""
+"""The Python client against a running service, with every kind of input."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_unreachable_error_is_raised_when_nothing_listens() -> None:
             await aio_client.predict(b"\xff\xd8\xff")
 
 
-def test_client_imports_neither_heavy_libraries_nor_the_service() -> None:
+def test_client_imports_no_heavy_libraries_and_nothing_of_the_service() -> None:
     unwanted = {"torch", "numpy", "PIL", "multiworld", "multiworld_serving"}
     program = f"import multiworld_client, sys; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

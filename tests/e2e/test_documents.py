@@ -1,4 +1,4 @@
-"""Code blocks of the documentation run, with a smaller model; all other commands parse."""
+"""Code blocks of the documentation run with a smaller model; all other documented commands parse."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights
 
 
 class Page(NamedTuple):
-    """
-    Attributes:
-        changes: see `PageRunner`.
-        serves: whether the page starts its own service.
+    """Attributes:
+    changes: see `PageRunner`.
+    serves: whether the page starts its own service.
     """
 
     changes: dict[str, str]
@@ -57,7 +56,7 @@ def photo() -> bytes:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_code_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = PAGES[name]
     (tmp_path / "photo.jpg").write_bytes(photo())
     service = None if page.serves else request.getfixturevalue("running")
