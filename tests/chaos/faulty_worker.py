@@ -1,7 +1,7 @@
-"""A real worker with one fault in its computing, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
+"""A worker with one fault in its computation, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
 
-The fault is in this process alone; joining, links and everything else are the worker's own. With a fault of tests/chaos/lies.py it
-computes right, and lies about it.
+Only this process is faulty; joining, links and everything else work normally. With a fault of tests/chaos/lies.py it computes
+correctly and sends a false result.
 """
 
 import os
@@ -74,11 +74,11 @@ def _faulty(fault: str, forward: Forward) -> Forward:
 
 
 def _stall_at_the_first_request() -> None:
-    """Block the event loop, while the watchdog's thread goes on beating."""
+    """Block the event loop while the heartbeat thread continues."""
     answer = worker_session.Session._answer
 
     async def block(session: worker_session.Session, message: Message, parents: list[TraceContext]) -> None:
-        if message.batch:  # 0 is the canary
+        if message.batch:  # 0 is the join self-test
             time.sleep(3600)  # noqa: ASYNC251
         await answer(session, message, parents)
 

@@ -1,4 +1,4 @@
-"""Faults of `multiworld chaos`, made one at a time by a test."""
+"""Faults of `multiworld chaos`, injected one at a time by a test."""
 
 from multiworld_serving.testing.chaos.campaign import Injection, inject
 from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
@@ -13,7 +13,7 @@ HEARTBEAT_TIMEOUT_S = 3.0
 
 
 def make_fault(service: LocalService, name: str, *places: ReplicaKey) -> Injection:
-    """Hurt the replicas in these places, each a stage and a slot, and wait until every place serves again."""
+    """Inject a fault into these replicas, each given by stage and slot, and wait until every slot is ready again."""
     with Observer(service.url) as observer:
         now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         victims = [now.replicas[place] for place in places]

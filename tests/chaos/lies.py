@@ -1,4 +1,4 @@
-"""What a lying worker sends in place of the result of a batch: each lie is the tensors that go over the link."""
+"""False results that a lying worker sends: each is the list of tensors that go over the link."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ FIRST_BATCH = 1
 def raw_header(
     kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], size: int, *, compute_ns: int = 0
 ) -> Tensor:
-    """A header that says just that, true or not."""
+    """A header with this content, true or not."""
     dims = (*shape, *(0,) * (5 - len(shape)))
     return bytes_tensor(_LAYOUT.pack(_MAGIC, kind, _CODES[dtype], len(shape), 0, batch, size, compute_ns, 0, 1, *dims))
 
 
 def _claim(batch: int, shape: Sequence[int], size: int) -> list[Tensor]:
-    """A header that nothing follows."""
+    """A header without the data that it announces."""
     return [raw_header(MessageKind.RESULT, batch, torch.float32, shape, size)]
 
 
@@ -69,7 +69,7 @@ YEARS = "years"
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
-    """In place of `Channel.send`, at a worker."""
+    """Replaces `Channel.send` at a worker."""
     send = Channel.send
 
     async def sent(self: Channel, message: Message) -> None:

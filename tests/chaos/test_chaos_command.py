@@ -1,4 +1,4 @@
-"""`multiworld chaos` for real: a service of its own, a kill and a freeze, its table, its JSON and its exit status."""
+"""`multiworld chaos` with a service of its own: a kill and a freeze, its table, JSON and exit status."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def chaos(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
 
 
-def test_chaos_ends_with_status_0_when_a_kill_and_a_freeze_cost_no_request(tmp_path: Path) -> None:
+def test_chaos_exits_with_0_when_a_kill_and_a_freeze_cost_no_request(tmp_path: Path) -> None:
     file = tmp_path / "chaos.json"
     done = chaos("--faults", "kill,freeze", "--set", "image_size=32", "--clients", 4, "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,8 +37,8 @@ def test_chaos_ends_with_status_0_when_a_kill_and_a_freeze_cost_no_request(tmp_p
     assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
 
 
-def test_chaos_ends_with_status_1_when_requests_were_lost(tmp_path: Path) -> None:
-    """A grace of nothing, and a whole stage killed: somebody has to be refused, and that is told."""
+def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
+    """With no recovery grace and a whole stage killed, requests are refused and reported."""
     file = tmp_path / "chaos.json"
     settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
     done = chaos("--faults", "stage", "--clients", 4, "--json", file, *settings)
@@ -50,7 +50,7 @@ def test_chaos_ends_with_status_1_when_requests_were_lost(tmp_path: Path) -> Non
     assert "failed and are not excused" in found["verdict"][0]
 
 
-def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_process(service: LocalService) -> None:
+def test_faults_of_unknown_processes_are_left_out_for_a_running_service(service: LocalService) -> None:
     done = chaos("--url", service.url, "--faults", "kill,deadline")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SKIPPED: kill: the processes of local-0, local-1, local-2, local-3 are not known" in done.stdout
@@ -68,14 +68,14 @@ def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_pr
         (("--url", "http://127.0.0.1:1", "--compose", "shop"), "exclude each other"),
     ],
 )
-def test_chaos_is_refused_in_one_line_when_used_wrongly(arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_prints_one_line(arguments: tuple[str, ...], says: str) -> None:
     done = chaos(*arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
 
 
-def test_chaos_says_so_when_nothing_answers() -> None:
+def test_unreachable_service_is_reported() -> None:
     done = chaos("--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("multiworld: error: ")

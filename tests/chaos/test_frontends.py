@@ -43,7 +43,7 @@ def service() -> Iterator[LocalService]:
 
 
 def pids(service: LocalService) -> dict[str, int]:
-    """Those of the frontends that were started last, by their names."""
+    """Pids of the frontends that were started last, by name."""
     return {
         f"frontend-{line['slot']}": int(line["pid"])
         for line in service.lines
@@ -53,10 +53,10 @@ def pids(service: LocalService) -> dict[str, int]:
 
 @contextlib.contextmanager
 def client_of(service: LocalService, name: str) -> Iterator[httpx.Client]:
-    """One whose connection that frontend has."""
+    """A client whose connection belongs to this frontend."""
     others = [pid for each, pid in pids(service).items() if each != name]
     with httpx.Client(base_url=service.url, timeout=60.0) as client:
-        with frozen(others):  # so that they take none
+        with frozen(others):  # so that they accept no connection
             assert client.get("/healthz").status_code == 200
         yield client
 
@@ -81,7 +81,7 @@ def comes_back(service: LocalService, name: str, since: int) -> None:
 
 
 def becomes(read: Callable[[], object], expected: object) -> None:
-    """Wait for it: a frontend tells the leader of a request when its client has the answer already."""
+    """Poll: a frontend reports a request to the leader only after its client has the answer."""
     deadline_s = time.monotonic() + WAIT_S
     while (found := read()) != expected:
         assert time.monotonic() < deadline_s, found
@@ -171,7 +171,7 @@ def test_requests_of_a_killed_frontend_are_cancelled_and_counted_as_failed(servi
     becomes(lambda: service.metric("multiworld_requests_total", reason="internal"), before + 1)
 
 
-def test_frozen_frontend_is_killed_while_the_other_one_serves(service: LocalService) -> None:
+def test_frozen_frontend_is_killed_while_the_other_serves(service: LocalService) -> None:
     with client_of(service, "frontend-1") as kept:
         since = len(service.lines)
         os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
@@ -188,12 +188,12 @@ def test_frontend_completes_its_requests_when_it_stops(service: LocalService) ->
         comes_back(service, "frontend-1", since)
     unanswered = [sample for sample in load.samples if sample.status != 200]
     assert load.samples
-    # A connection may be closed just when its client sends something: once for each client.
+    # A connection may be closed just when its client sends a request: once per client.
     assert {sample.status for sample in unanswered} <= {0}
     assert len(unanswered) <= 4
 
 
-def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> None:
+def test_loaded_and_unloaded_version_reach_all_frontends(service: LocalService) -> None:
     operators = service.metrics_url.removesuffix("/metrics")
     with client_of(service, "frontend-0") as one, client_of(service, "frontend-1") as other:
         assert main(["unload", "--operations-url", operators]) == 0
@@ -205,7 +205,7 @@ def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> N
             assert ask(client).headers["x-model-version"] == "random:1"
 
 
-def test_frontends_end_when_the_leader_is_killed() -> None:
+def test_frontends_exit_when_the_leader_is_killed() -> None:
     with LocalService(
         model="resnet18", weights="random:0", image_size=32, stages=1, replicas=1, frontends=2
     ) as service:
@@ -223,7 +223,7 @@ def test_frontends_end_when_the_leader_is_killed() -> None:
             os.close(ended)
 
 
-def test_later_frontend_has_the_same_keys_when_the_file_changed(tmp_path: Path) -> None:
+def test_restarted_frontend_has_the_same_keys_when_the_file_changed(tmp_path: Path) -> None:
     file, key = tmp_path / "keys", "key-of-alice"
     file.write_text(f"alice:{hash_key(key)}\n")
     with LocalService(

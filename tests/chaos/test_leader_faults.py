@@ -1,4 +1,4 @@
-"""A leader is killed: workers from outside live on, serve their other leader, and join the next one by themselves."""
+"""A leader is killed: external workers stay alive, serve their other leader, and join the restarted one by themselves."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ def leader(token_file: Path, join_port: int) -> LocalService:
     )
 
 
-def test_workers_join_the_next_leader_by_themselves_when_theirs_is_killed(tmp_path: Path) -> None:
+def test_workers_join_the_next_leader_when_theirs_is_killed(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     with contextlib.ExitStack() as stack:
@@ -42,7 +42,7 @@ def test_workers_join_the_next_leader_by_themselves_when_theirs_is_killed(tmp_pa
         assert all(worker.poll() is None for worker in workers), "the very same processes"
 
 
-def test_worker_of_two_leaders_serves_the_other_when_one_is_killed_and_rejoins_it_when_it_is_back(
+def test_worker_of_two_leaders_serves_one_while_the_other_is_down_and_rejoins_it(
     tmp_path: Path,
 ) -> None:
     token_file = tmp_path / "token"

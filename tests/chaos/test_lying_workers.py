@@ -1,4 +1,4 @@
-"""A worker that answers batches with lies, beside a sound one: every answer is right, and none fails."""
+"""A worker sends false results beside a healthy worker: every answer is correct, and no request fails."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    """One stage, whose results are the answers, of one sound worker and a place for the other one."""
+    """One stage, whose results are the answers, with one healthy worker and one free slot."""
     token_file = tmp_path_factory.mktemp("access") / "token"
     token_file.write_text(TOKEN)
     with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ def questions(service: LocalService) -> list[ReferenceRequest]:
     return asked
 
 
-def test_every_answer_is_right_when_a_worker_lies(
+def test_every_answer_is_correct_when_a_worker_lies(
     service: LocalService, questions: list[ReferenceRequest], lie: str
 ) -> None:
     name, seen = f"liar-{lie}", len(service.lines)
@@ -72,7 +72,7 @@ def test_every_answer_is_right_when_a_worker_lies(
     assert_nothing_lost(service, load)
 
 
-def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(
+def test_false_compute_times_count_at_most_the_elapsed_time(
     service: LocalService, questions: list[ReferenceRequest]
 ) -> None:
     name, seen = f"liar-{YEARS}", len(service.lines)
@@ -83,6 +83,6 @@ def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(
     ):
         service.wait_for(lambda line: line["worker"] == name and "->ready" in line.message, WAIT_S, after=seen)
         while not service.metric("multiworld_stage_duration_seconds_count", **labels):
-            pass  # the test's own timeout bounds it
+            pass  # bounded by the test's own timeout
     assert service.metric("multiworld_stage_duration_seconds_sum", **labels) < WAIT_S
     assert_nothing_lost(service, load)

@@ -17,7 +17,7 @@ EXIT_REFUSED = 2
 
 
 def rotate(service: LocalService, file: Path, *tokens: str) -> None:
-    """What an operator does: change the file, then say so."""
+    """Rotate like an operator: change the file, then send the signal."""
     seen = len(service.lines)
     file.write_text("\n".join(tokens))
     os.kill(service.pid, signal.SIGHUP)
@@ -25,7 +25,7 @@ def rotate(service: LocalService, file: Path, *tokens: str) -> None:
     assert int(told["tokens"]) == len(tokens)
 
 
-def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
+def test_token_rotation_fails_no_request(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("former")
     with contextlib.ExitStack() as stack:
