@@ -1,4 +1,4 @@
-"""Fixtures of the whole services that several layers of tests share."""
+"""Fixtures that run whole services, shared by several layers of tests."""
 
 import fcntl
 import os
@@ -13,21 +13,23 @@ from examples.digits.train import IMAGE_SIZE, LABELS, train
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
+if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
         os.environ.pop(name, None)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background jobs begin, and whatever they start
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and what was held out (`held_out.safetensors`)."""
+    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and the held-out data (`held_out.safetensors`)."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tmp_path_factory.mktemp("digits")
         _train_digits(folder)
         return folder
-    folder = tmp_path_factory.getbasetemp().parent / "digits"  # of all processes of this run: who comes first trains
+    folder = (
+        tmp_path_factory.getbasetemp().parent / "digits"
+    )  # shared by all processes of this run: the first one trains
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

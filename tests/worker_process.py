@@ -1,4 +1,4 @@
-"""A service without local workers, and one worker from outside with a metrics port, as a container would run it."""
+"""A service without local workers, and one external worker with a metrics port, as in a container."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from multiworld_serving.testing.local_service import LocalService
 
 @dataclass(frozen=True)
 class MeteredWorker:
-    """
-    Attributes:
-        metrics_url: where it answers scrapes; empty when it could not listen.
-        complaint: the error that it logged before it went on; empty when there was none.
+    """Attributes:
+    metrics_url: its metrics address; empty if it could not listen.
+    complaint: the error that it logged before it continued; empty if there was none.
     """
 
     metrics_url: str
@@ -29,7 +28,7 @@ class MeteredWorker:
 
 @contextmanager
 def metered_service(folder: Path, metrics_port: int = 0) -> Iterator[tuple[LocalService, MeteredWorker]]:
-    """A service that is ready, of one stage on one such worker, while the block lasts."""
+    """A ready service with one stage on one such worker, while the block lasts."""
     token = folder / "token"
     token.write_text("a-secret-of-these-tests")
     with (
