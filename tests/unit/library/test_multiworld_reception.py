@@ -1,4 +1,4 @@
-"""Who is let in at a port, who waits, and who is shown out."""
+"""Connections at a listening port: which are accepted, which wait, and which are rejected."""
 
 import contextlib
 import socket
@@ -22,7 +22,7 @@ PATIENT = HeartbeatConfig(0.05, 3600.0)
 
 
 class Told:
-    """A world that only writes down what it is told."""
+    """A world that only records its calls."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[tuple[object, ...]] = SimpleQueue()
@@ -62,7 +62,7 @@ class PendingConnection:
         self.handshake = ClientHandshake(secret, hello)
 
     def next(self) -> Frame | None:
-        """The next frame that is no heartbeat; None at the end."""
+        """The next frame that is not a heartbeat; None at the end."""
         while True:
             while self._come:
                 frame = self._come.pop(0)
@@ -84,7 +84,7 @@ class PendingConnection:
 
 
 class House:
-    """A reception and the worlds behind it."""
+    """An acceptor and its worlds."""
 
     def __init__(self, watchdog: WatchDog) -> None:
         self.watchdog = watchdog
@@ -124,14 +124,14 @@ def house() -> Iterator[House]:
         guest.sock.close()
 
 
-def test_guests_wait_for_their_world_and_start_with_it(house: House) -> None:
+def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
     early = [house.guest(rank=rank, size=3).enter() for rank in (2, 1)]
     told = house.host(size=3)
     assert told.next() == ("all here", 1, "127.0.0.1")
     assert [guest.next() for guest in early] == [Frame(Kind.START, (b"1",))] * 2
 
 
-def test_a_world_of_one_starts_at_once(house: House) -> None:
+def test_world_of_one_starts_at_once(house: House) -> None:
     assert house.host(size=1).next() == ("all here", 1, "")
 
 
@@ -145,7 +145,7 @@ def test_a_world_of_one_starts_at_once(house: House) -> None:
         ({"epoch": 4}, "epoch 4 has formed already, the current one is 5", b"0"),
     ],
 )
-def test_a_guest_is_refused_when_its_seat_does_not_exist(
+def test_member_is_refused_when_its_rank_does_not_exist(
     house: House, wish: dict[str, int], reason: str, retry: bytes
 ) -> None:
     house.host(epoch=5)
@@ -158,14 +158,14 @@ def test_a_guest_is_refused_when_its_seat_does_not_exist(
     assert guest.next() is None
 
 
-def test_a_guest_may_try_again_when_its_seat_is_taken(house: House) -> None:
+def test_member_may_retry_when_its_rank_is_taken(house: House) -> None:
     house.host(size=3)
     house.guest(size=3).enter()
     second = house.guest(size=3).enter()
     assert second.next() == Frame(Kind.REFUSE, (b"rank 1 is taken", b"1"))
 
 
-def test_a_guest_without_a_wish_for_an_epoch_waits_for_the_next_when_this_one_has_started(house: House) -> None:
+def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_has_started(house: House) -> None:
     first = house.host()
     house.guest().enter()
     first.next()
@@ -175,7 +175,7 @@ def test_a_guest_without_a_wish_for_an_epoch_waits_for_the_next_when_this_one_ha
     assert waiting.next() == Frame(Kind.START, (b"2",))
 
 
-def test_a_guest_with_a_later_epoch_waits_for_it(house: House) -> None:
+def test_member_with_a_later_generation_waits_for_it(house: House) -> None:
     house.host(epoch=2)
     waiting = house.guest(epoch=3).enter()
     told = house.host(epoch=3)
@@ -183,19 +183,19 @@ def test_a_guest_with_a_later_epoch_waits_for_it(house: House) -> None:
     assert waiting.next() == Frame(Kind.START, (b"3",))
 
 
-def test_the_younger_of_two_guests_for_one_seat_gets_it(house: House) -> None:
-    """The elder may be what is left of a process that has been started anew."""
+def test_later_of_two_members_for_one_rank_is_accepted(house: House) -> None:
+    """The earlier one may belong to a process that has been restarted."""
     elder, younger = house.guest().enter(), house.guest().enter()
     house.host().next()
     assert younger.next() == Frame(Kind.START, (b"1",))
     del elder
 
 
-def test_a_guest_that_leaves_before_the_start_frees_its_seat(house: House) -> None:
+def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House) -> None:
     told = house.host(size=3)
     house.guest(size=3).enter().sock.close()
     house.guest(rank=2, size=3).enter()
-    for _ in range(1000):  # until the end of the first connection has been seen
+    for _ in range(1000):  # until the end of the first connection has been detected
         heir = house.guest(size=3).enter()
         answer = heir.next()
         assert answer is not None
@@ -205,8 +205,8 @@ def test_a_guest_that_leaves_before_the_start_frees_its_seat(house: House) -> No
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times: int) -> None:
-    """Byte by byte what somebody with the secret has said, on a connection of its own, while the world still waits for its members."""
+def test_replayed_join_is_refused(house: House, times: int) -> None:
+    """The recorded bytes of an authenticated member, on a new connection, while the world still waits for members."""
     told = house.host(size=3)
     house.guest(size=3).enter()
     honest = house.guest(rank=2, size=3)
@@ -223,7 +223,7 @@ def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times
     assert told.next()[0] == "all here"
 
 
-def test_a_guest_with_the_wrong_secret_is_refused_for_good(house: House) -> None:
+def test_member_with_a_wrong_secret_is_refused_permanently(house: House) -> None:
     guest = house.guest(secret=b"wrong")
     challenge = guest.next()
     assert challenge is not None
@@ -233,13 +233,13 @@ def test_a_guest_with_the_wrong_secret_is_refused_for_good(house: House) -> None
 
 
 class NestedHello(Hello):
-    """What somebody who knows the secret may send."""
+    """A hello with deeply nested JSON, which a member with the secret may send."""
 
     def encode(self) -> bytes:
         return b"[" * 30_000
 
 
-def test_a_guest_is_told_why_when_its_hello_is_none(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_hello_is_refused_with_a_reason(house: House, caplog: pytest.LogCaptureFixture) -> None:
     guest = PendingConnection(house.reception.port, NestedHello())
     house.guests.append(guest)
     challenge = guest.next()
@@ -253,7 +253,7 @@ def test_a_guest_is_told_why_when_its_hello_is_none(house: House, caplog: pytest
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
-def test_what_a_member_says_of_a_failure_is_cut_and_escaped_when_it_is_long(house: House) -> None:
+def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) -> None:
     told = house.host()
     member = house.guest().enter()
     told.next()
@@ -264,7 +264,7 @@ def test_what_a_member_says_of_a_failure_is_cut_and_escaped_when_it_is_long(hous
     assert len(detail) == MAX_TEXT_CHARS
 
 
-def test_who_proves_nothing_in_time_is_shown_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_proof_is_closed_after_its_timeout(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception_module, "_HANDSHAKE_S", 0.1)
     silent, drip = house.guest(), house.guest()
     drip.sock.sendall(b"\0")
@@ -275,8 +275,8 @@ def test_who_proves_nothing_in_time_is_shown_out(house: House, monkeypatch: pyte
         assert guest.next() is None
 
 
-def test_who_sends_heartbeats_and_no_proof_is_shown_out(house: House) -> None:
-    """Each is cheap, and a million of them a second would keep the watchdog from its worlds."""
+def test_heartbeats_do_not_extend_the_time_for_the_proof(house: House) -> None:
+    """A million heartbeats per second would keep the watchdog thread from its worlds."""
     stranger = socket.create_connection(("127.0.0.1", house.reception.port))
     stranger.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
@@ -290,7 +290,7 @@ def test_who_sends_heartbeats_and_no_proof_is_shown_out(house: House) -> None:
     stranger.close()
 
 
-def test_the_oldest_stranger_is_shown_out_when_there_are_too_many(
+def test_oldest_unauthenticated_connection_is_closed_when_there_are_too_many(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception_module, "_MAX_STRANGERS", 3)
@@ -306,13 +306,13 @@ def test_the_oldest_stranger_is_shown_out_when_there_are_too_many(
     assert friend.next() == Frame(Kind.START, (b"1",))
 
 
-def test_a_guest_that_waits_may_only_beat(house: House) -> None:
+def test_waiting_member_may_only_send_heartbeats(house: House) -> None:
     guest = house.guest().enter()
     guest.sock.sendall(Frame(Kind.STORE_SET, (b"key", b"value")).encode())
     assert guest.next() is None
 
 
-def test_everybody_is_shown_out_when_the_reception_closes(house: House) -> None:
+def test_all_connections_are_closed_when_the_acceptor_closes(house: House) -> None:
     waiting, stranger = house.guest().enter(), house.guest()
     stranger.next()
     house.on_watchdog(house.reception.close)
@@ -322,7 +322,7 @@ def test_everybody_is_shown_out_when_the_reception_closes(house: House) -> None:
         house.guest()
 
 
-def test_members_hear_each_other_through_the_host(house: House) -> None:
+def test_members_get_reports_of_each_other_through_the_host(house: House) -> None:
     told = house.host(size=3)
     first, second = house.guest(rank=1, size=3).enter(), house.guest(rank=2, size=3).enter()
     told.next()
@@ -345,7 +345,7 @@ def test_members_hear_each_other_through_the_host(house: House) -> None:
     ],
     ids=["rank", "cause", "fields", "kind"],
 )
-def test_a_member_that_talks_nonsense_is_lost(house: House, frame: Frame) -> None:
+def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -> None:
     told = house.host()
     member = house.guest().enter()
     told.next()
@@ -354,7 +354,7 @@ def test_a_member_that_talks_nonsense_is_lost(house: House, frame: Frame) -> Non
 
 
 def strict_roster(house: House, told: Told) -> HostSession:
-    """Rank 0 of a world of two that watches event loops."""
+    """Rank 0 of a world of two with event loop monitoring."""
     watching = HeartbeatConfig(0.05, 3600.0, 0.5)
     roster = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), watching))
     assert isinstance(roster, HostSession)
@@ -363,9 +363,7 @@ def strict_roster(house: House, told: Told) -> HostSession:
 
 
 @pytest.mark.parametrize("fields", [(b"7",), (b"7", b"of a later release")])
-def test_a_member_whose_count_stands_still_is_lost_as_stalled_and_told_so(
-    house: House, fields: tuple[bytes, ...]
-) -> None:
+def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: House, fields: tuple[bytes, ...]) -> None:
     told = Told()
     roster = strict_roster(house, told)
     member = house.guest().enter()
@@ -381,7 +379,7 @@ def test_a_member_whose_count_stands_still_is_lost_as_stalled_and_told_so(
     house.on_watchdog(roster.detach)
 
 
-def test_a_member_is_not_stalled_when_its_heartbeats_have_no_count(house: House) -> None:
+def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
     told = Told()
     roster = strict_roster(house, told)
     member = house.guest().enter()
@@ -394,7 +392,7 @@ def test_a_member_is_not_stalled_when_its_heartbeats_have_no_count(house: House)
     house.on_watchdog(roster.detach)
 
 
-def test_a_silent_member_is_lost_and_told_so(house: House) -> None:
+def test_silent_member_is_lost_and_told_so(house: House) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
     roster = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), strict))

@@ -1,4 +1,4 @@
-"""What is seen of a service: answers, its status page, its processes and connections."""
+"""Observations of a service: answers, its status page, its processes and connections."""
 
 import os
 import socket
@@ -42,26 +42,26 @@ def test_answer_is_right_when_it_differs_by_rounding() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5001, c2=0.2999, c3=0.1)) == ""
 
 
-def test_answer_is_right_when_the_least_probable_class_gave_way_to_its_equal() -> None:
+def test_answer_is_right_when_classes_of_equal_probability_are_swapped() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5, c2=0.3, c4=0.1)) == ""
 
 
 @pytest.mark.parametrize("answer", [says(c1=0.4, c2=0.4, c3=0.1), says(c7=0.5, c8=0.3, c9=0.1), says()])
-def test_answer_is_wrong_when_it_is_that_of_another_image(answer: dict[str, object]) -> None:
+def test_answer_is_wrong_when_it_belongs_to_another_image(answer: dict[str, object]) -> None:
     assert QUESTION.find_mismatch(answer).startswith("wrong answer")
 
 
-def test_images_with_the_same_answer_are_told() -> None:
+def test_images_with_equal_answers_are_reported() -> None:
     assert count_indistinguishable([QUESTION, QUESTION, ReferenceRequest(b"", expected={1: 0.9})]) == 1
 
 
-def test_photo_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+def test_photo_depends_only_on_its_seed() -> None:
     assert photo(1) == photo(1) != photo(2)
     with Image.open(BytesIO(photo(1, 200, 100))) as image:
         assert (image.format, image.size) == ("JPEG", (200, 100))
 
 
-def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
+def test_invalid_image_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("text")
     with pytest.raises(UserError, match=r"--image .*a\.jpg"):
         image_file(tmp_path / "a.jpg")
@@ -72,7 +72,7 @@ def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
     assert image_file(tmp_path / "a.png")[1] == "image/png"
 
 
-def test_moment_is_read_from_the_status_page() -> None:
+def test_moment_is_parsed_from_the_status() -> None:
     failure = {"cause": "hang", "detail": "", "at_unix_s": 12.5}
     page = {"slot": 1, "state": "warming", "epoch": 3, "worker": "a", "last_failure": failure}
     now = parse_status({"uptime_s": 3.0, "stages": [{"index": 2, "replicas": [page]}]}, 13.0)
@@ -82,7 +82,7 @@ def test_moment_is_read_from_the_status_page() -> None:
     assert (now.ready, now.leader_since_s) == (0, 10.0)
 
 
-def test_moments_differ_when_the_leader_was_started_anew() -> None:
+def test_moments_differ_when_the_leader_was_restarted() -> None:
     before = Snapshot(10.0, {}, leader_since_s=1.0)
     assert not Snapshot(20.0, {}, leader_since_s=1.5).differs_from(before)
     assert Snapshot(20.0, {}, leader_since_s=18.0).differs_from(before)
@@ -98,7 +98,7 @@ def test_moments_differ_when_the_leader_was_started_anew() -> None:
         (replica("ready", epoch=2), True),
     ],
 )
-def test_replica_is_broken_when_it_serves_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
+def test_replica_is_broken_when_it_is_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
     assert later.broken_since(replica("ready")) is broken
 
 
@@ -120,7 +120,7 @@ def test_metric_is_the_sum_of_its_series() -> None:
     assert (metric(text, "a_total"), metric(text, "b"), metric(text, "c")) == (5.5, 1.0, 0.0)
 
 
-def test_workers_are_found_by_host_name_and_process_when_they_are_called_so() -> None:
+def test_workers_are_found_by_names_of_host_and_pid() -> None:
     host = socket.gethostname()
     assert pids_in_names([f"{host}-12", f"{host}-x", "elsewhere-13", "local-0"]) == {f"{host}-12": 12}
 
@@ -153,7 +153,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_process_stands_still_while_it_is_stopped(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_process_is_stopped_during_a_freeze(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         with process.stopped():
             while state(sleeper.pid) != "T":  # bounded by the test's own timeout
@@ -163,7 +163,7 @@ def test_process_stands_still_while_it_is_stopped(sleeper: "subprocess.Popen[byt
         assert resources(sleeper.pid).threads == 1
 
 
-def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_ended_process_is_not_signaled(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         sleeper.kill()
         sleeper.wait()
@@ -173,7 +173,7 @@ def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[byte
             resources(sleeper.pid)
 
 
-def test_process_has_its_memory_back_afterwards(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_memory_limit_of_the_process_is_restored(sleeper: "subprocess.Popen[bytes]") -> None:
     limits = Path(f"/proc/{sleeper.pid}/limits")
     before = limits.read_text()
     with Process(sleeper.pid) as process, process.without_memory():
@@ -181,7 +181,7 @@ def test_process_has_its_memory_back_afterwards(sleeper: "subprocess.Popen[bytes
     assert limits.read_text() == before
 
 
-def test_connections_of_a_process_are_those_that_it_has_open() -> None:
+def test_connections_of_a_process_are_its_open_ones() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         server, _ = listener.accept()
         with server, Process(os.getpid()) as process:
@@ -190,7 +190,7 @@ def test_connections_of_a_process_are_those_that_it_has_open() -> None:
     assert parent(os.getpid()) == os.getppid()
 
 
-def test_rules_lose_packets_in_the_directions_asked_for_and_new_connections_too() -> None:
+def test_rules_drop_packets_in_the_given_directions_including_new_connections() -> None:
     connection = Connection("10.0.0.1", 4000, "10.0.0.2", 8001)
     out = ["-s", "10.0.0.1", "--sport", "4000", "-d", "10.0.0.2", "--dport", "8001"]
     back = ["-s", "10.0.0.2", "--sport", "8001", "-d", "10.0.0.1", "--dport", "4000"]
@@ -205,7 +205,7 @@ def test_rules_lose_packets_in_the_directions_asked_for_and_new_connections_too(
 
 
 class QuietObserver:
-    """A service to which nothing happens."""
+    """Observes a service in which nothing happens."""
 
     def __init__(self, *replicas: Replica) -> None:
         self.snapshots = [at(0.0, *replicas)]

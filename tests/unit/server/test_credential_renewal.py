@@ -24,7 +24,7 @@ from tests.certificates import Authority
 
 
 class Frontends:
-    """Note what they are asked for, and fail to prepare as they are told."""
+    """Records calls, and fails to prepare on demand."""
 
     def __init__(self, failure: str = "") -> None:
         self.failure = failure
@@ -137,7 +137,7 @@ async def test_reload_repeats_when_sighup_arrives_during_a_reload(files: Path) -
 
 
 class Served:
-    """A manager and two frontends, connected; neither serves clients."""
+    """A manager and two connected frontends; neither serves clients."""
 
     def __init__(self, given: ServeSettings) -> None:
         self.settings, self.former = given, read_credentials(given).keys

@@ -31,7 +31,7 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
 
 
 def read(subscription: Subscription) -> list[tuple[str, Any]]:
-    """What waits for this reader now."""
+    """The messages that wait for this subscriber."""
     messages = b"".join(subscription._waiting).decode().split("\n\n")
     subscription._waiting.clear()
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
@@ -39,7 +39,7 @@ def read(subscription: Subscription) -> list[tuple[str, Any]]:
 
 
 def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
-    """The feed of these snapshots, one after the other: what, epoch and detail."""
+    """The events of a feed of these successive snapshots: type, generation and detail."""
     feed = EventFeed(Metrics())
     with feed.subscribe(snapshots[0]) as subscription:
         for each in snapshots:

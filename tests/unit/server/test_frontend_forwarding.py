@@ -8,7 +8,7 @@ from multiworld_serving.server.frontends.frames import Frame, FrameConnection, F
 
 
 class Leader(FrameConnection):
-    """Ends each request that it is sent as it was told to."""
+    """Ends each request as the test specifies."""
 
     def __init__(self, *, gone: bool) -> None:
         super().__init__(lambda _: None, lambda: None)

@@ -39,7 +39,7 @@ SENT: list[tuple[FrameKind, int, dict[str, Any], bytes]] = [
 
 
 def on_the_wire() -> bytes:
-    """The bytes of those frames, as the link sends them."""
+    """The bytes of these frames as the link sends them."""
 
     async def send() -> bytes:
         ours, theirs = socket.socketpair()
@@ -103,13 +103,13 @@ async def test_connection_closes_when_a_frame_is_invalid(nonsense: bytes, caplog
         theirs.sendall(nonsense)
         async with asyncio.timeout(30):
             await lost.wait()
-    link.send(FrameKind.PING)  # to nobody, which is no error
+    link.send(FrameKind.PING)  # addressed to no request, which is not an error
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
 @asynccontextmanager
 async def link_to_a_sleeper() -> AsyncIterator[tuple[FrameConnection, socket.socket, asyncio.Event]]:
-    """A link, the other end that nobody reads, and what is set when the link is lost."""
+    """A link, its other end which nothing reads, and an event that is set when the link is lost."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     lost = asyncio.Event()
@@ -136,11 +136,11 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
 
     async with link_to_a_sleeper() as (link, theirs, _), asyncio.timeout(30):
         senders = asyncio.gather(*(send_one() for _ in range(32)))
-        for _ in range(20):  # turns of the event loop: enough for all that can be sent
+        for _ in range(20):  # turns of the event loop: enough for everything that can be sent
             await asyncio.sleep(0)
         assert 0 < sent <= 12
         for _ in range(20):
-            link.send(FrameKind.PING)  # what is small does not wait
+            link.send(FrameKind.PING)  # small frames do not wait
         left = 32 * (len(PIECE) + 17) + 20 * 17
         while left:
             left -= len(await asyncio.get_running_loop().sock_recv(theirs, 1 << 20))

@@ -1,4 +1,4 @@
-"""Who is let in follows the token's file; a file that cannot be read changes nothing."""
+"""Accepted join tokens follow the token file; an unreadable file changes nothing."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_token_is_rotated_in_three_steps(file: Path) -> None:
         assert door.secrets == made.admin_tokens() == expected
 
 
-def test_local_workers_know_the_token_of_the_start_and_stay_welcome(file: Path) -> None:
+def test_local_workers_keep_the_initial_token(file: Path) -> None:
     door = Listener()
     made = access(door, token_file=str(file))
     file.write_text("new")
@@ -49,7 +49,7 @@ def test_local_workers_know_the_token_of_the_start_and_stay_welcome(file: Path) 
 
 
 @pytest.mark.parametrize("content", ["", "two words", "\n".join("abcdefghi")])
-def test_former_tokens_stay_when_the_file_is_no_good(file: Path, content: str) -> None:
+def test_former_tokens_stay_when_the_file_is_invalid(file: Path, content: str) -> None:
     door = Listener()
     made = access(door, token_file=str(file), external_workers=True)
     file.write_text(content)
@@ -58,7 +58,7 @@ def test_former_tokens_stay_when_the_file_is_no_good(file: Path, content: str) -
     assert door.secrets == made.admin_tokens() == (b"former",)
 
 
-def test_operators_need_no_token_when_we_made_it_up() -> None:
+def test_admin_verbs_need_no_token_when_it_was_generated() -> None:
     door = Listener()
     assert access(door).admin_tokens() == ()
     assert len(door.secrets[0]) > 30
