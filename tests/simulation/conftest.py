@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A long run gets the time that it takes."""
+    """Long runs get a longer timeout."""
     for item in items:
         if "sim_events" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(120 + _events(config) / 500))
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def sim_events(pytestconfig: pytest.Config) -> int:
-    """Scheduler events a run."""
+    """Scheduler events per run."""
     return _events(pytestconfig)
 
 
