@@ -1,6 +1,6 @@
 """Torture test of an elastic world: random calls, faults and newcomers from a seed, with every result verified.
 
-python -m tests.chaos.elastic_torture --seed 17 --duration 30m
+    python -m tests.chaos.elastic_torture --seed 17 --duration 30m
 
 Exits with status 1 at the first wrong result and prints the seed, which reproduces the schedule of calls and faults. Checked are: all
 members without a fault finish every call with the same bits, which a local model explains by the contributors; lost members
