@@ -19,7 +19,7 @@ QUANTISED = {
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 COUNTS = (0, 0, 1, 2, 7, 100, 2048, 5000, 70_000, 300_000, 600_000)
 LOSSES = ("kill", "kill", "kill", "leave", "cancel", "sever", "freeze")
-"""Faults that cost a member: it is killed, leaves in the middle of a call, has its call cancelled, loses its connection to the rendezvous,
+"""Faults that cost a member: it is killed, leaves during a call, has its call cancelled, loses its connection to the rendezvous server,
 or is stopped until it is evicted."""
 
 

@@ -29,16 +29,16 @@ from tests.integration.members import Member, Spawn, members
 
 WORLD = "w"
 PULSE_S = 4.0
-"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+"""Heartbeat timeout of the members: longer than the delays of a busy machine."""
 PATIENCE_S = 5.0
 STEP_S = 90.0
-"""How long a step may take, whatever happens in it."""
+"""Time limit of a step, including its faults."""
 CHECK_RESOURCES_EVERY = 20
 _SETTLE_S = 30.0
 _SLACK = {"threads": 6, "fds": 8}
 _SLACK_KIB = 128 * 1024
 _OLD = 30
-"""Calls after which a member's memory is compared with what it is later."""
+"""Calls after which a member's memory is recorded as the baseline."""
 
 
 class WrongError(Exception):

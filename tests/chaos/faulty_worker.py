@@ -21,7 +21,7 @@ from tests.chaos.lies import LIES, YEARS, lying
 
 Forward = Callable[[engine.EngineQueue, nn.Module, Callable[[], Tensor]], Tensor]
 BATCHES_BEFORE = 3
-"""Calls that go well: two to warm up, one for the canary."""
+"""Calls without the fault: two for warm-up, one for the join self-test."""
 
 
 def _die() -> None:

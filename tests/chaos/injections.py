@@ -9,7 +9,7 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
 HEARTBEAT_TIMEOUT_S = 3.0
-"""Of the service that is hurt: on a busy machine nobody else is to be taken for frozen."""
+"""Timeout of the service under test: on a busy machine no healthy process may count as frozen."""
 
 
 def make_fault(service: LocalService, name: str, *places: ReplicaKey) -> Injection:

@@ -12,7 +12,7 @@ from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, byte
 
 YEARS_NS = 10**17
 FIRST_BATCH = 1
-"""The canary, batch 0, is answered truly."""
+"""The result of the join self-test, batch 0, is not changed."""
 
 
 def raw_header(
@@ -37,7 +37,7 @@ def _result(batch: int, payload: Tensor | None) -> list[Tensor]:
 
 
 Lie = Callable[[int, Tensor], list[Tensor]]
-"""Of a batch and its true output."""
+"""Computes the false result from a batch and its correct output."""
 
 LIES: dict[str, Lie] = {
     "size-zero": lambda batch, output: _claim(batch, output.shape, 0),
@@ -63,9 +63,9 @@ LIES: dict[str, Lie] = {
     "leader's": lambda batch, output: _whole(Message(MessageKind.BATCH, batch, output)),
     "garbage": lambda batch, output: [torch.full((64,), 7, dtype=torch.uint8)],
 }
-"""All of these end the link."""
+"""Each of these breaks the link."""
 YEARS = "years"
-"""A true result that says that it took years to compute."""
+"""A correct result that claims a compute time of years."""
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:

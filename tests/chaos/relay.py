@@ -26,7 +26,7 @@ class Relay:
         self._sockets: set[socket.socket] = {self._server}
         self._threads: list[threading.Thread] = []
         self.connections = 0
-        """How many have come so far."""
+        """Number of connections so far."""
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.heal()
 

@@ -32,7 +32,7 @@ def test_chaos_exits_with_0_when_a_kill_and_a_freeze_cost_no_request(tmp_path: P
     assert (found["verdict"], found["failed"], found["duplicates"], found["skipped"]) == ("ok", 0, 0, {})
     assert found["requests"] > 0
     causes = {injection["fault"]: injection["causes"] for injection in found["injections"]}
-    assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "the faults did fire"
+    assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "the faults fired"
     assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in found["injections"])
     assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
 

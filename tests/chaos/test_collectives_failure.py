@@ -19,7 +19,7 @@ from tests.integration.members import Member, Spawn, form, members
 from tests.integration.parts import OPERATIONS, Part, expected
 
 BIG = 1_000_000
-"""float32 elements: an operation of this size is under way for a while."""
+"""float32 elements: an operation of this size takes a while."""
 PATIENCE_S = 60.0
 
 
@@ -107,7 +107,7 @@ async def test_world_breaks_at_all_survivors_and_their_other_world_continues(spa
             assert (caught.value.cause, caught.value.rank) == (_cause(fault), fault.victim), rank
             assert await member.do("state", world="hurt") == "broken"
 
-        assert not any(each.done() for each in pending), "the fault was felt in the other world"
+        assert not any(each.done() for each in pending), "the fault affected the other world"
         async with asyncio.timeout(PATIENCE_S):
             total = await Part(manager, "well", 0, 4).perform("all_reduce")
             assert [total] * len(pending) == await asyncio.gather(*pending)

@@ -22,7 +22,7 @@ SEED = int(os.environ.get("MULTIWORLD_TEST_SEED", "0"))
 CREWS = 4
 SIZE = 3
 AT_ONCE = 3
-"""Collectives under way at a time."""
+"""Concurrent collectives."""
 OPERATIONS = ("broadcast", "scatter", "all_gather", "gather", "reduce", "all_to_all", "reduce_scatter", "all_reduce")
 
 

@@ -39,7 +39,7 @@ def test_schedule_is_reproducible_and_contains_every_kind_of_step() -> None:
     assert any(step.restart_after_s is not None for step in steps)
     assert any(step.doomed for step in steps)
     for step in steps:
-        assert step.members_after, "somebody is always left"
+        assert step.members_after, "at least one member is left"
         assert step.lost <= set(step.members)
 
 

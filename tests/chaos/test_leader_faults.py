@@ -39,7 +39,7 @@ def test_workers_join_the_next_leader_when_theirs_is_killed(tmp_path: Path) -> N
         status = second.wait_until_complete(120)
         assert {replica["worker"] for stage in status["stages"] for replica in stage["replicas"]} == {"a", "b"}
         assert answers(second) == [200, 200, 200]
-        assert all(worker.poll() is None for worker in workers), "the very same processes"
+        assert all(worker.poll() is None for worker in workers), "the same processes"
 
 
 def test_worker_of_two_leaders_serves_one_while_the_other_is_down_and_rejoins_it(
@@ -65,4 +65,4 @@ def test_worker_of_two_leaders_serves_one_while_the_other_is_down_and_rejoins_it
             assert answers(again) == [200, 200, 200]
         assert_nothing_lost(second, load)
         assert second.metric("multiworld_world_failures_total") == 0
-        assert all(worker.poll() is None for worker in workers), "the very same processes"
+        assert all(worker.poll() is None for worker in workers), "the same processes"

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
 PATIENCE_S = 30.0
-"""The sound worker is not to be broken for a slow machine."""
+"""A slow machine must not break the healthy worker."""
 SAMPLE = ("size-zero", "huge", "dtype-of-the-same-size", "fewer-columns")
-"""Of all lies, which tests/integration/test_links.py tells one by one."""
+"""A sample of the lies; tests/integration/test_links.py tests each."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -55,7 +55,7 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
     running = set(service.worker_pids().values())
     assert len(running) == 3
     assert not running & {int(pid) for pid in before}
-    assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "those of the test before alone"
+    assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "only those of the previous test"
 
 
 @pytest.mark.parametrize("frontends", [1, 2])

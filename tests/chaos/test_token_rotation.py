@@ -48,7 +48,7 @@ def test_token_rotation_fails_no_request(tmp_path: Path) -> None:
             stack.enter_context(external_worker(service.join_address, name="new", token="new"))
             service.wait_for(lambda line: line["worker"] == "new" and "->ready" in line.message, WAIT_S)
             rotate(service, file, "new")
-            assert old.poll() is None, "who is in stays in"
+            assert old.poll() is None, "connected workers stay connected"
             old.terminate()
             assert old.wait(WAIT_S) == 0
             assert answers(service) == [200, 200, 200]

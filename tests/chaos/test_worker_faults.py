@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
 EMPTY = "s1.r1"
-"""The place that the three sound workers leave to the one of the test."""
+"""The slot that the three healthy workers leave to the worker of the test."""
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_late_former_incarnation_finds_its_slot_taken(service: LocalService) -> 
                 again = service.wait_for(
                     lambda x: x["worker"] == "frozen" and "->ready" in x.message, WAIT_S, after=thawed
                 )
-                assert again["world"] != EMPTY, "a further replica: its former place is the successor's"
+                assert again["world"] != EMPTY, "an extra replica: its former slot belongs to the successor"
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
     assert_nothing_lost(service, load)
@@ -243,4 +243,4 @@ def test_worker_of_a_larger_stage_is_reassigned_to_an_empty_one(token_file: Path
             )
             assert answers(service) == [200, 200, 200]
         assert_nothing_lost(service, load)
-        assert workers[moved["worker"]].poll() is None, "the very same process"
+        assert workers[moved["worker"]].poll() is None, "the same process"

@@ -17,7 +17,7 @@ from tests.integration.proxy import HOST, Line, line_to
 UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before the receiver receives
 
 PULSE_S = 2.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ async def test_survivor_sees_a_stall_when_its_peers_event_loop_is_blocked(spawn:
         victim.signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "one side watches"])
+@pytest.mark.parametrize("watched", [False, True], ids=["unwatched", "one side watches"])
 async def test_world_survives_when_the_blocked_event_loop_is_not_registered(spawn: Spawn, watched: bool) -> None:
     async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=1.0 if watched else None) as manager:
         victim = await spawn()

@@ -53,7 +53,7 @@ class Row:
     requests: int
     failed: int
     unled: int
-    """Requests that nobody answered while the leader was away."""
+    """Requests without an answer while the leader was down."""
 
 
 class Deployment:

@@ -32,7 +32,7 @@ FIXED = {
     "token_file",
     "name",
 }
-"""Settings that the file decides, as its networks and ports depend on them, or each container by itself."""
+"""Settings that the Compose file sets, because its networks and ports depend on them, or that differ per container."""
 OF_LOCAL_WORKERS = {"device", "worker_threads"}
 
 
@@ -83,7 +83,7 @@ def test_join_ports_and_worlds_use_an_internal_network() -> None:
         "grafana": [3000],
     }
     everywhere = [port["host_ip"] for service in services.values() for port in service.get("ports", ())]
-    assert set(everywhere) == {"127.0.0.1"}, "nobody else's before it is asked for"
+    assert set(everywhere) == {"127.0.0.1"}, "no other address without an explicit setting"
 
 
 def test_token_is_in_a_file_and_not_in_the_environment() -> None:

@@ -75,7 +75,7 @@ def test_no_request_is_lost_when_workers_are_added_and_removed(deployment: Deplo
 @pytest.mark.parametrize("name", ["leader-kill", "leader-restart"])
 def test_workers_rejoin_when_the_leader_is_restarted(deployment: Deployment, name: str) -> None:
     row = deployment.hurt(name)
-    assert row.unled, "nobody is answered without a leader"
+    assert row.unled, "no request is answered without a leader"
     seen(deployment, row.injection, f"min_over_time({LEADER_UP}[W:1s]) == 0 and {LEADER_UP} == 1")
 
 
@@ -101,7 +101,7 @@ def test_service_is_unaffected_when_prometheus_is_restarted(deployment: Deployme
         await_samples(load, CLIENTS)
     assert not load.failed, load.failed[:3]
     before = deployment.prometheus.query_range("multiworld_redundancy", began_s - 10, began_s)
-    assert before, "what it had seen before is still there"
+    assert before, "earlier data is kept"
 
 
 def slot(made: Injection) -> str:

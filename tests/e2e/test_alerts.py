@@ -143,7 +143,7 @@ WINDOWS = {
     "10m": "90s",  # long enough for five failures
     "15m": "20s",  # HighDetectionTime
 }
-"""How far the rules look back here. Their thresholds are those that are deployed."""
+"""Shortened ranges of the rules. The thresholds are the deployed ones."""
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def test_prometheus_counts_the_faults_of_the_chaos_report(tmp_path: Path) -> Non
             (victim,), (cause,) = injection["targets"], injection["causes"]
             stage, replica = victim.removeprefix("s").split(".r")
             made[stage, replica, cause] += 1
-        assert made.total() == 2 * ROUNDS, "the faults did fire"
+        assert made.total() == 2 * ROUNDS, "the faults fired"
         assert {cause for _, _, cause in made} == {"exit", "hang"}
 
         assert counted(prometheus, "multiworld_world_failures_total", "stage", "replica", "cause") == made

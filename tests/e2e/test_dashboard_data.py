@@ -24,7 +24,7 @@ from tests.worker_process import metered_service
 pytestmark = pytest.mark.timeout(400)
 
 MOST = {"percentunit": 1.1, "s": 60.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "bytes": 1e12, "none": 1e7}
-"""Beyond this a number of that unit cannot be; least is 0, but for redundancy."""
+"""Maximum plausible value per unit; the minimum is 0, except for redundancy."""
 
 
 QUESTIONS = (ReferenceRequest(photo()),)

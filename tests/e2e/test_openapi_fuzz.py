@@ -24,7 +24,7 @@ HONEST = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "4xx", 503, 504]
 """
-"""Not ready, and out of the time that the client gave: what was asked could not be done, and nothing is broken."""
+"""Not ready, and the client's timeout exceeded: neither is a server error."""
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ class Visit:
 
     def assert_clean(self, url: str) -> None:
         assert not self.complaints
-        assert self.hosts <= {urlsplit(url).netloc, ""}, "it asked somebody else"
+        assert self.hosts <= {urlsplit(url).netloc, ""}, "the page contacted another host"
 
 
 def photo() -> bytes:
@@ -96,7 +96,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "stage 0 replica 0" in feed
     assert "hang" in feed
-    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the card says how it failed last"
+    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the card shows the last failure"
     assert page.locator("#throughput polyline.ok").get_attribute("points")
     visit.assert_clean(small_service.url)
     page.close()

@@ -104,7 +104,7 @@ class Answers:
     versions: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
-    """Set when a version has answered that the waiting test wants."""
+    """Set when the awaited version has answered."""
     awaited: str = ""
 
     def take(self, number: int, response: httpx.Response) -> None:

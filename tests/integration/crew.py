@@ -11,7 +11,7 @@ MAX_SIZE = 8
 
 T = TypeVar("T")
 Part = Callable[[WorldManager, World], Awaitable[T]]
-"""What one rank does."""
+"""The code of one rank."""
 
 
 class Crew:

@@ -40,7 +40,7 @@ from tests.integration.parts import Part
 from tests.torture.part import TorturePart
 
 PATIENCE_S = 60.0
-"""How long a test waits for what must happen. Generous: no test is about speed."""
+"""Time limit of every wait. Generous, because no test measures speed."""
 _REPOSITORY = Path(__file__).parents[2]
 
 
@@ -533,7 +533,7 @@ class Nursery:
 NURSERY = Nursery()
 
 Spawn = Callable[..., Awaitable[Member]]
-"""Makes a member; keyword arguments are its WorldManager's."""
+"""Creates a member; keyword arguments are passed to its WorldManager."""
 
 
 @contextlib.asynccontextmanager

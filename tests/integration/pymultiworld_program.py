@@ -1,6 +1,6 @@
 """A program as users of pymultiworld write it; it does not know that another library provides the API.
 
-    python pymultiworld_program.py --worldinfo 1,0 --worldinfo 2,0 --base 29500 --steps 3
+python pymultiworld_program.py --worldinfo 1,0 --worldinfo 2,0 --base 29500 --steps 3
 """
 
 import argparse

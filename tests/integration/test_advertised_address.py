@@ -59,7 +59,7 @@ async def test_worker_joins_at_the_advertised_address() -> None:
             leader.answer("127.0.0.1", port, offer)
             async with member_of(port), asyncio.timeout(WAIT_S):
                 assert isinstance(await formed, World)
-                assert relay.connections >= 2, "the lifeline and the line"
+                assert relay.connections >= 2, "the control connection and the peer connection"
                 assert asked[0].host == "gpu7"
                 leader.remove_world("w")
 

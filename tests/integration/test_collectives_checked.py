@@ -12,7 +12,7 @@ from tests.integration.crew import Crew
 
 t = torch.zeros
 BIG = 3_000_000
-"""float32 elements: more than any socket buffer takes."""
+"""float32 elements: larger than any socket buffer."""
 Call = Callable[[WorldCommunicator, str], Awaitable[None]]
 
 DISAGREEMENTS: dict[str, tuple[str, Call, Call]] = {

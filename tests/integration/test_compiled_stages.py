@@ -43,9 +43,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STAGE = 3
-"""Of ten: one residual block."""
+"""Of ten blocks: one residual block."""
 LARGEST = 4
-"""Batch; there is no code for one of 3."""
+"""Batch size; there is no compiled code for 3."""
 
 
 def request_of() -> CompileRequest:
@@ -136,9 +136,9 @@ def test_unpacked_files_of_a_killed_process_are_removed_by_the_next(packages: Co
         assert len(held() - before) == 2
         one.kill()
         one.wait()
-        assert len(held() - before) == 2, "it could not remove its own"
+        assert len(held() - before) == 2, "it could not remove its own files"
         start()
-        assert len(held() - before) == 2, "that of the one that lives, and the newcomer's"
+        assert len(held() - before) == 2, "those of the living process and of the new one"
         assert other.poll() is None
 
 
@@ -164,7 +164,7 @@ def test_worker_continues_without_a_damaged_package(
         folder.mkdir()
         assert Compiler(damaged).load(request) is None
     assert "without compiled code" in caplog.text
-    assert not folder.exists(), "or it would be taken for made, and never be made anew"
+    assert not folder.exists(), "otherwise it would count as compiled and never be compiled again"
     assert damaged.load(request) is None
 
 

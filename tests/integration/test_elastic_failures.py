@@ -14,9 +14,9 @@ from tests.integration.members import PATIENCE_S, Member, Spawn, members
 from tests.integration.proxy import HOST, Proxy
 
 PULSE_S = 2.0
-"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+"""Heartbeat timeout of the members: longer than the delays of a busy machine."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
-"""Some go around the ring, in several chunks, and some by the world's own all-reduce."""
+"""Some use the ring, in several chunks, and some the world's own all-reduce."""
 RING_FROM_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
@@ -133,7 +133,7 @@ async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
         with pytest.raises(EvictedError):
             await tasks[0]
         held = await everybody[0].do("elastic_held")
-        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "it holds what it held"
+        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "its tensors are unchanged"
 
         await everybody[0].do("elastic_leave", world="w")
         coming = everybody[0].start("elastic_join", world="w", port=holder.port)
@@ -141,7 +141,7 @@ async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
             while not holder.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
-        assert [outcome["size"] for outcome in again] == [2, 2], "nobody comes in before a boundary"
+        assert [outcome["size"] for outcome in again] == [2, 2], "no member is admitted before a boundary"
         epochs = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
         place = await coming
         assert (place["epoch"], place["size"], place["rank"]) == (epochs[0], 3, 2)
@@ -159,7 +159,7 @@ async def test_last_member_reports_that_it_is_alone_when_all_others_are_killed(s
         assert (outcome["success"], outcome["size"]) == (False, 1)
         assert 0 in outcome["took_part"]
         for index, (value, size) in enumerate(zip(outcome["values"], outcome["took_part"], strict=True)):
-            assert size or value == WEIGHTS[2] * (index + 1), "what has no result holds what it held"
+            assert size or value == WEIGHTS[2] * (index + 1), "tensors without a result are unchanged"
         again = await reduce_all(everybody[2:])[0]
         assert (again["success"], again["size"], set(again["took_part"])) == (False, 1, {0})
 
@@ -172,7 +172,7 @@ async def test_world_regroups_when_the_rendezvous_is_restarted_and_a_member_is_k
         port = holder.port
         everybody = await joined(spawn, 3, port)
     outcomes = await asyncio.gather(*reduce_all(everybody))
-    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it goes on without"
+    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it continues without it"
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
     tasks = reduce_all(everybody)
     assert await everybody[0].ended() == -signal.SIGKILL

@@ -246,7 +246,7 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [world.rank for world in (first, second, third)] == [0, 1, 2]
         assert first.members == second.members == third.members
         assert await asyncio.gather(*(w.update_membership() for w in (first, second, third))) == [2, 2, 2], (
-            "nobody waits"
+            "no newcomer waits"
         )
         sums = [torch.ones(3) for _ in range(3)]
         await asyncio.gather(
@@ -396,8 +396,8 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
                 await asyncio.sleep(0.01)
         question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
         assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
-        assert not ended.is_set(), "the rendezvous stood still"
-        assert not joining.done(), "told before it was written down"
+        assert not ended.is_set(), "the rendezvous server was blocked"
+        assert not joining.done(), "sent before it was persisted"
         may_end.set()
         assert (await joining).size == 1
 
@@ -417,8 +417,8 @@ async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many
                     await asyncio.sleep(0.01)
             return epoch
 
-        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "epochs only grow"
-        assert rendezvous.view("a") == View(0, ()), "the one that was empty for the longest is forgotten"
+        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "generations only increase"
+        assert rendezvous.view("a") == View(0, ()), "the world that was empty for the longest time is dropped"
         assert rendezvous.view("b").epoch == 1
         assert set(StateFile(state, 1.0).load()) == {"b", "c"}
         await manager.join("d", port=rendezvous.port)

@@ -215,7 +215,7 @@ def test_elastic_example_continues_with_correct_sums_and_the_killed_rank_rejoins
     three = str(1111 - 10**victim)
     for survivor in {"0", "1", "2", "3"} - {str(victim)}:
         assert sums[survivor, "4"] == {"1111"}
-        assert three in sums[survivor, "3"] <= {three, "1111"}, "a sum that had finished with four is not run again"
+        assert three in sums[survivor, "3"] <= {three, "1111"}, "a sum that four members had finished is not repeated"
 
 
 def test_ensemble_answers_every_image_when_one_model_is_killed() -> None:

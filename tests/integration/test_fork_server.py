@@ -144,11 +144,11 @@ async def test_worker_is_spawned_when_the_fork_server_is_frozen(
     ],
     ids=[
         "ends",
-        "babbles",
-        "babbles later",
-        "says a number",
-        "says nothing",
-        "gives away others",
+        "sends garbage",
+        "sends garbage later",
+        "sends a number",
+        "is silent",
+        "returns foreign pids",
         "hangs",
         "has threads",
         "cannot fork",
@@ -222,7 +222,7 @@ async def test_failed_fork_server_does_not_delay_other_workers(
     forks = reports.fork_server("time.sleep(1000)")
     began_s = time.monotonic()
     assert await asyncio.gather(*(forks.fork(["anything"]) for _ in range(20))) == [None] * 20
-    assert time.monotonic() - began_s < 50, "each waited for a server of its own"
+    assert time.monotonic() - began_s < 50, "each waited for its own fork server"
 
 
 def test_forked_process_has_its_own_title() -> None:

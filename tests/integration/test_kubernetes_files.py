@@ -23,7 +23,7 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.30.0", "1.33.0")
-"""The oldest with all that is used here, and a later one."""
+"""The oldest version with all used features, and a later one."""
 OLDEST_KUBECTL = (1, 21)
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
@@ -57,7 +57,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Resource]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr, "kustomize warns of what it will not understand some day"
+    assert not done.stderr, "kustomize warns about deprecated syntax"
     return documents(done.stdout)
 
 
@@ -105,9 +105,7 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: lis
     assert container["image"].startswith("registry.example/multiworld-serving:")
     assert (gpus, devices) in [("1", ["cuda:0"]), (None, [])]
     assert (gpus == "1") == container["image"].endswith("-cuda")
-    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, (
-        "the patch adds, and takes nothing away"
-    )
+    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
 
 
 def settings() -> tuple[ServeSettings, WorkerSettings]:
@@ -128,7 +126,7 @@ def test_settings_and_ports_match_the_programs() -> None:
     (address,) = worker.leaders
     join = find(of_base(), "Service", address.host)
     assert {"name": "join", "port": address.port, "targetPort": "join"} in join["spec"]["ports"]
-    assert join["spec"]["publishNotReadyAddresses"], "it is the workers that make the leader ready"
+    assert join["spec"]["publishNotReadyAddresses"], "the leader is ready only with its workers"
 
 
 def ports(template: Resource) -> list[Resource]:
@@ -138,7 +136,7 @@ def ports(template: Resource) -> list[Resource]:
 def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
     serve, _ = settings()
     workers = find(of_base(), "Deployment", "multiworld-worker")["spec"]
-    assert "replicas" not in workers, "each `kubectl apply` would take back what the autoscaler has added"
+    assert "replicas" not in workers, "each `kubectl apply` would undo the autoscaler"
     scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
     assert scaler["minReplicas"] == serve.num_workers < scaler["maxReplicas"]
     assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(serve.max_batch_size)

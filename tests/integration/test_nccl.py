@@ -39,7 +39,7 @@ def test_gloo_accepts_tensors_of_every_device() -> None:
 
 
 ON_SECOND = Ranks("w", 0, 2, {"cuda": "nccl"}, torch.device("cuda", 1))
-"""Of a world on the second device, of which tensors without memory are enough to see what is made and checked."""
+"""Of a world on the second device; meta tensors suffice to test which tensors are created and checked."""
 
 
 def test_barrier_uses_the_device_of_its_world_when_another_is_current() -> None:

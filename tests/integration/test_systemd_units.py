@@ -76,5 +76,5 @@ def test_stop_timeouts_cover_draining() -> None:
     assert int(value(NAMES[0], "TimeoutStopSec")) >= drain_s + 10
     assert int(value(NAMES[1], "TimeoutStopSec")) >= DRAIN_S + 10
     assert {value(name, "Restart") for name in NAMES} == {"always"}, (
-        "a worker that was asked to restart ends with status 0"
+        "a worker that is told to restart exits with status 0"
     )

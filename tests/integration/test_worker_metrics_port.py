@@ -53,7 +53,7 @@ def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalServic
     assert found["multiworld_worker_leaders_connected"] == found["multiworld_worker_worlds_joined_total"] == 1
     assert found["multiworld_worker_busy"] in {0, 1}
     assert found["process_cpu_seconds_total"] > 0
-    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone is more"
+    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone uses more"
     assert found["process_open_fds"] > 5
     assert any(series.startswith("multiworld_build_info{version=") for series in found)
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"

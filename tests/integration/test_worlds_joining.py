@@ -33,7 +33,7 @@ from tests.integration.members import PATIENCE_S, Spawn, form, members
 
 PATIENT_S = 10.0
 PULSE_S = 2.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ async def test_event_loop_is_not_blocked_by_slow_name_resolution(
     def slow(host: str, *arguments: Any, **options: Any) -> Any:
         if host != "slow.invalid":
             return resolve(host, *arguments, **options)
-        assert gate.wait(PATIENCE_S), "the event loop stands still"
+        assert gate.wait(PATIENCE_S), "the event loop is blocked"
         return resolve("127.0.0.1", *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)

@@ -22,7 +22,7 @@ from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
 
 BIG = 10_000_000
-"""float32: 40 MB, more than all buffers on the way take."""
+"""float32: 40 MB, larger than all buffers on the path."""
 PATIENT_S = 30.0
 PULSE_S = 2.0
 

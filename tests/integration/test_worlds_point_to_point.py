@@ -13,7 +13,7 @@ from tests.integration.members import Spawn, form, members
 BIG = 3_000_000  # float32: 12 MB, larger than any socket buffer
 
 PATIENT_S = 10.0
-"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+"""Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
 
 
 @pytest.fixture

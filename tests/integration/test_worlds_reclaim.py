@@ -20,12 +20,12 @@ from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
 from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
-"""How often worlds are made and ended here; a leak of a thread or a descriptor a cycle shows at once. 1000 takes some minutes."""
+"""Number of worlds to create and end; enough to see a leak of one thread or descriptor per cycle. 1000 takes some minutes."""
 GROWTH_KIB = 16_384
-"""Memory that may come and go without being a leak of `CYCLES` worlds with their groups, threads and stacks."""
+"""Memory fluctuation that is not a leak; leaking `CYCLES` worlds with their groups, threads and stacks would exceed it."""
 
 PATIENT_S = 10.0
-"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+"""Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from collections import deque
 
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
-"""What is under way one way is bounded, as on any line."""
+"""Limit of the bytes in flight in one direction, as on a network path."""
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:

@@ -23,7 +23,7 @@ WAIT_S = 240.0
 LEADER = "10.90.0.1"
 DELAY_S = 0.05
 PATIENCE_S = 3.0
-"""Heartbeat timeout of all: where tests are crowded a process may stop for a second, and nobody is to be lost but the victim."""
+"""Heartbeat timeout: on a busy machine a process may stop for a second, and only the victim may be lost."""
 CLIENTS = 2
 
 
@@ -112,7 +112,7 @@ def sockets(host: Host, *options: str) -> list[list[str]]:
 
 def test_worker_needs_only_the_leaders_address_and_the_token_and_listens_nowhere(site: Site) -> None:
     host = site.hosts["victim"]
-    assert not sockets(host, "-l"), "a worker listens on nothing"
+    assert not sockets(host, "-l"), "a worker does not listen"
     peers = {columns[4] for columns in sockets(host)}
     assert peers == {f"{LEADER}:{site.port}"}
     assert len(sockets(site.leader, "-l")) == 3, "HTTP, metrics and the join port"

@@ -11,7 +11,7 @@ import pytest
 
 SEEDS = (1, 2, 3)
 EVENTS = 14_000
-"""Of each run: over all scenarios and seeds together more than a million."""
+"""Per run: more than a million over all scenarios and seeds together."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,7 +35,7 @@ from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, V
 from multiworld.elastic.protocol.rounds import Round
 
 SILENCE_S = 1.2
-"""After how long a silence a member counts as lost: heartbeat_timeout_s and an interval."""
+"""When a silent member counts as lost: heartbeat_timeout_s plus one interval."""
 PATIENCE_S = 10.0
 FORM_S = 10.0
 REFORM_S = 60.0
@@ -43,12 +43,12 @@ CALLS = 6
 OPERATIONS = 7
 IN_FLIGHT = 3
 AFTER_A_KILL_S = 1.2
-"""A re-form after a kill takes some messages, each of which may be slow (`_moment`), and waits for no timeout."""
+"""A view change after a kill takes some messages, each of which may be slow (`_moment`), and waits for no timeout."""
 BOUND_S = 400.0
-"""By then everybody has come to an end, in virtual time: far over what a handful of faults can cost."""
+"""Virtual time by which every member has ended: much more than a few faults can cost."""
 
 Value = tuple[int, frozenset[str]]
-"""Result of an operation: the epoch in which it was done, and whose operands are in it."""
+"""Result of an operation: the view in which it was done, and the members whose operands it contains."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class World:
     up: set[str] = field(default_factory=set)
     down: bool = False
     parts: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
-    """Operation → member → what it brought."""
+    """Operation → member → operand."""
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Member:
         self.name = name
         self.seat = MemberState(name)
         self.state = "running"
-        """running, killed, done, or why it failed."""
+        """running, killed, done, or the reason of its failure."""
         self.harmed = False
         self.started = False
         self.frozen = False
@@ -220,11 +220,11 @@ class Cluster:
     def check(self) -> None:
         for member in self.members.values():
             assert member.state != "running", (
-                f"{member.name} waits for ever, in {member.seat.state} of epoch {member.seat.epoch}"
+                f"{member.name} waits forever, in {member.seat.state} of epoch {member.seat.epoch}"
             )
             if member.state not in ("done", "killed"):
                 assert member.harmed or self.scenario.blames_the_innocent or self._came_too_late(member), (
-                    f"{member.name}, to which nothing happened, failed: {member.state}"
+                    f"{member.name} failed without a fault: {member.state}"
                 )
         for number in range(CALLS):
             self._check_call(number)
@@ -242,12 +242,12 @@ class Cluster:
             if number not in member.outcomes:
                 continue
             success, values = member.outcomes[number]
-            assert success == (len(values) == OPERATIONS), f"{member.name} pretends about call {number}"
+            assert success == (len(values) == OPERATIONS), f"{member.name} reports a wrong success of call {number}"
             for index, value in values.items():
                 known = seen.setdefault(index, value)
                 assert value == known, f"call {number}, operation {index}: {member.name} has {value}, another {known}"
-                assert member.name in value[1], f"{member.name} has a result without its own part: {value}"
-                assert value[1] == set(self._worlds[value[0]].view.ids()), "not everybody of that epoch is in it"
+                assert member.name in value[1], f"{member.name} has a result without its own operand: {value}"
+                assert value[1] == set(self._worlds[value[0]].view.ids()), "a member of that view is missing"
 
     # -- time and processes ------------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Cluster:
             match action:
                 case Remember(view):
                     order = (view.epoch, view.boundaries), (self.remembered.epoch, self.remembered.boundaries)
-                    assert order[0] > order[1], "epochs only ever grow"
+                    assert order[0] > order[1], "generations only increase"
                     self.say(
                         f"epoch {view.epoch}: {' '.join(view.ids())}, {view.closed} closed, {view.boundaries} boundaries"
                     )

@@ -34,7 +34,7 @@ def test_schedules_contain_the_intended_faults() -> None:
     ):
         assert happened in log
     assert any(cluster.remembered.epoch > 3 for cluster in clusters)
-    assert any("n0" in cluster.remembered.ids() for cluster in clusters), "no newcomer was ever let in"
+    assert any("n0" in cluster.remembered.ids() for cluster in clusters), "no newcomer was ever admitted"
     assert any(
         member.state == "done" and len(member.outcomes) == CALLS
         for cluster in clusters

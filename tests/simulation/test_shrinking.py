@@ -50,7 +50,7 @@ def test_planted_bug_is_found_replayed_and_shrunk(bug: Bug) -> None:
     case, failure = _found(bug)
     again = case.run(_EVENTS)
     assert again is not None
-    assert (str(again), again.recording) == (str(failure), failure.recording), "the seed did not replay it"
+    assert (str(again), again.recording) == (str(failure), failure.recording), "the seed did not reproduce it"
 
     shrunk = Shrinker(case, failure).shrink()
     left = shrunk.recording.injections

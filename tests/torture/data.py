@@ -41,7 +41,7 @@ REDUCED: dict[str, tuple[torch.dtype, ...]] = {
     "BOR": (*_INTEGERS, torch.bool),
     "BXOR": (*_INTEGERS, torch.bool),
 }
-"""Which dtypes each reduction takes."""
+"""The dtypes that each reduction supports."""
 _RANGES = {"SUM": (-8, 9), "AVG": (-2, 3), "PRODUCT": (-3, 4), "MIN": (-100, 101), "MAX": (-100, 101)}
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -54,11 +54,11 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 _AVG_STEP = 12
-"""Averages of multiples of it over 2, 3 or 4 members are integers."""
+"""Averages of its multiples over 2, 3 or 4 members are integers."""
 _POOL = 8191
-"""Random elements that contents are taken from: a prime number of them, so that no part of a tensor is like the next one."""
+"""Pool of random elements for contents: a prime number, so that adjacent parts of a tensor differ."""
 _PADDING = 3
-"""Elements before and behind the view in its storage."""
+"""Elements before and after the view in its storage."""
 
 
 class WrongResultError(Exception):

@@ -36,9 +36,9 @@ from tests.torture.schedule import (
 )
 
 PATIENCE_S = 40.0
-"""How long an operation of a healthy world may take, and everything that must end may take to end. No test is about speed."""
+"""Time limit of operations in healthy worlds and of everything that must end. No test measures speed."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""Of mallopt(3)."""
+"""Parameter of mallopt(3)."""
 
 
 class FaultError(Exception):

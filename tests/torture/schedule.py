@@ -16,9 +16,9 @@ from tests.torture.data import MOVED, REDUCED, random_of
 
 PROCESSES = 4
 SPARED = 2
-"""The first processes live as long as the run: no fault strikes all worlds of one of them."""
+"""The first processes live as long as the run: no fault hits all their worlds."""
 FAULT_TAG = 1 << 28
-"""Tags from here on are those of messages that faults are about."""
+"""Tags from here on belong to messages of faults."""
 
 FaultKind = Literal[
     "kill",
@@ -35,28 +35,28 @@ FaultKind = Literal[
     "cut",
     "lose",
 ]
-"""What a fault is.
+"""The kinds of faults.
 
     kill      the process ends by SIGKILL
-    exit      the process ends as a program does
-    stop      SIGSTOP, and SIGCONT when the other members have noticed
+    exit      the process ends like a normal program
+    stop      SIGSTOP, and SIGCONT when the other members have detected it
     pause     SIGSTOP, and SIGCONT at once
     cleanup   the process closes all its worlds at once
-    close     the process closes one world and awaits that nothing is left of it
-    leave     the process closes one world
-    cancel    it cancels an operation
-    timeout   an operation outlasts its `timeout_s`
-    mismatch  it sends a message of another size than its receiver expects
-    disagree  it starts another collective than the others, in a checked world
-    cut       its connection for messages with one peer ends
-    lose      its lifeline with one peer ends
+    close     the process closes one world and waits until it is reclaimed
+    leave     the process closes one world without waiting
+    cancel    the process cancels an operation
+    timeout   an operation exceeds its `timeout_s`
+    mismatch  the process sends a message of another size than its receiver expects
+    disagree  the process starts another collective than the others, in a world with `verify_collectives`
+    cut       the peer connection to one member ends
+    lose      the control connection to one member ends
 """
 OF_PROCESSES: tuple[FaultKind, ...] = ("kill", "exit", "stop", "pause", "cleanup")
 OF_WORLDS: tuple[FaultKind, ...] = ("close", "leave", "cancel", "timeout", "mismatch", "disagree", "cut", "lose")
 MADE_OF_OPERATIONS: tuple[FaultKind, ...] = ("cancel", "timeout", "mismatch", "disagree", "cut")
-"""These are operations beside those of the phase, and what becomes of them."""
+"""Faults that consist of additional operations."""
 ENDING: tuple[FaultKind, ...] = ("kill", "exit")
-"""After these there is no process that could say what it saw."""
+"""After these faults the process cannot report."""
 CAUSES: dict[FaultKind, frozenset[Cause]] = {
     "kill": frozenset({Cause.EXIT, Cause.TRANSPORT}),
     "exit": frozenset({Cause.LEFT, Cause.ABORTED, Cause.EXIT, Cause.TRANSPORT}),
@@ -72,7 +72,7 @@ CAUSES: dict[FaultKind, frozenset[Cause]] = {
     "cut": frozenset({Cause.TRANSPORT, Cause.EXIT}),
     "lose": frozenset({Cause.EXIT, Cause.TRANSPORT}),
 }
-"""What the members of a world may be told."""
+"""Possible causes that the members of a world report."""
 
 COLLECTIVES = (
     "broadcast",

@@ -39,11 +39,11 @@ from tests.torture.schedule import (
 )
 
 HEARTBEAT_TIMEOUT_S = 3.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 _ROUNDS_A_CHECK = 5
-"""So often it is looked at what a process holds. The first time it has what it keeps: Gloo's device, say, and caches."""
+"""Interval of resource checks. The first check is the baseline: it includes what a process keeps, such as Gloo's device and caches."""
 _GROWTH_KIB = 65_536
-"""Memory that may come and go without being a leak."""
+"""Memory fluctuation that is not a leak."""
 _REPORT_EVERY_S = 30.0
 _AFTERMATH_S = 3.0
 _ALL_FAULTS: tuple[FaultKind, ...] = (*OF_PROCESSES, *OF_WORLDS)
@@ -59,10 +59,10 @@ class Tally:
 
     rounds: int = 0
     verified: int = 0
-    """Operations whose results were compared with the right ones."""
+    """Operations whose results were compared with the expected ones."""
     worlds: int = 0
     breaks: int = 0
-    """Worlds that a fault ended, each counted at every member that saw it end."""
+    """Worlds that a fault ended, counted once per member that saw the end."""
     faults: Counter[FaultKind] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Torture:
 
 
 _OF_PEERS: tuple[FaultKind, ...] = ("cut", "lose", "timeout", "mismatch")
-"""Either end may count as the one that failed."""
+"""Either end may be reported as the failed one."""
 
 
 async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:

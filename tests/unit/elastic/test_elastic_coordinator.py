@@ -63,7 +63,9 @@ def test_others_are_told_of_a_lost_member_and_form_the_next_view_when_all_have_a
     assert actions == [Tell("b", Void(1)), Tell("c", Void(1))]
     assert coordinator.heard("b", broken(coordinator, closed=4), 1.1) == []
     actions = coordinator.heard("c", broken(coordinator, closed=5), 1.2)
-    assert told(actions, "b") == [View(2, seated("b", "c"), 5, 1)], "who is behind learns how many rounds are closed"
+    assert told(actions, "b") == [View(2, seated("b", "c"), 5, 1)], (
+        "a member that is behind gets the number of closed rounds"
+    )
 
 
 def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -> None:
@@ -83,7 +85,7 @@ def test_newcomer_waits_for_a_boundary_and_is_not_admitted_after_a_failure() -> 
     assert coordinator.join(one("n"), 1.0) == []
     coordinator.heard("a", boundary(coordinator), 1.0)
     coordinator.heard("b", broken(coordinator), 1.0)
-    assert coordinator.view.ids() == ("a", "b"), "one was in the middle of an operation"
+    assert coordinator.view.ids() == ("a", "b"), "one had an operation in flight"
     coordinator.heard("a", boundary(coordinator), 2.0)
     actions = coordinator.heard("b", boundary(coordinator), 2.0)
     assert coordinator.view.ids() == ("a", "b", "n")
@@ -97,7 +99,7 @@ def test_view_continues_when_all_are_at_a_boundary_and_no_newcomer_waits() -> No
     assert told(actions, "a") == told(actions, "b") == [Unchanged(1, 2)]
     assert Remember(coordinator.view) in actions
     late = coordinator.heard("a", Ask(1, True, 0, 1), 1.5)
-    assert late == [Tell("a", Unchanged(1, 2))], "who did not hear it is told again"
+    assert late == [Tell("a", Unchanged(1, 2))], "a lost message is sent again"
 
 
 def test_messages_about_an_older_view_are_ignored() -> None:
@@ -118,7 +120,7 @@ def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None
         coordinator.heard("a", broken(coordinator, accused="b"), 1.0)
         coordinator.heard("b", broken(coordinator, accused="a"), 1.0)
         actions = coordinator.heard("c", broken(coordinator, accused="b"), 1.0)
-    assert coordinator.view.ids() == ("a", "c"), "two accused b, one a"
+    assert coordinator.view.ids() == ("a", "c"), "two suspected b, one a"
     assert isinstance(told(actions, "b")[0], Evicted)
 
 
@@ -129,7 +131,7 @@ def test_newest_member_is_evicted_when_no_suspect_is_known_and_progress_resets_t
             coordinator.heard(name, broken(coordinator, closed=1), float(attempt))
     for name in ("a", "b"):
         coordinator.heard(name, broken(coordinator, closed=2), 9.0)
-    assert coordinator.view.ids() == ("a", "b"), "a round was closed meanwhile"
+    assert coordinator.view.ids() == ("a", "b"), "a round was closed in between"
     for _ in range(ATTEMPTS - 1):
         for name in ("a", "b"):
             coordinator.heard(name, broken(coordinator, closed=2), 9.0)
@@ -141,10 +143,10 @@ def test_members_rejoin_after_a_restart_and_missing_ones_are_evicted() -> None:
     coordinator = Coordinator(first_size=3, patience_s=10.0, view=view, now_s=100.0)
     assert coordinator.may_resume("a")
     assert not coordinator.may_resume("stranger")
-    assert told(coordinator.join(one("a"), 101.0), "a") == [view], "it may not have heard of it"
+    assert told(coordinator.join(one("a"), 101.0), "a") == [view], "it may have missed the message"
     coordinator.join(one("b"), 101.0)
     assert coordinator.heard("a", broken(coordinator), 102.0) == []
-    assert coordinator.heard("b", broken(coordinator), 102.0) == [], "c may come back yet"
+    assert coordinator.heard("b", broken(coordinator), 102.0) == [], "c may still return"
     coordinator.tick(110.0)
     assert (coordinator.view.epoch, coordinator.view.ids()) == (8, ("a", "b"))
     assert not coordinator.may_resume("c")

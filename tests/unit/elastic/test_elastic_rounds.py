@@ -111,7 +111,7 @@ def test_buckets_hold_every_tensor_once_and_return_it_unchanged(
     tensors = [torch.arange(count).to(dtype) for count, dtype in kinds]
     made = bundles("test", tensors)
     assert sorted(index for bundle in made for index in bundle.indices) == list(range(len(tensors)))
-    assert all(bundle.count for bundle in made), "an empty tensor shares the outcome of another one"
+    assert all(bundle.count for bundle in made), "an empty tensor shares the result of another one"
     for bundle, room in zip(made, Workspace().room_for(made), strict=True):
         assert bundle.nbytes <= BUNDLE_BYTES or len(bundle.tensors) == 1
         bundle.pack(room)

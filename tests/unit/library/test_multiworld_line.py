@@ -211,12 +211,12 @@ async def test_receive_credits_are_sent_before_messages_that_have_not_started(en
 
 NONSENSE = {
     "random bytes": (b"\xee" + os.urandom(4096), "garbage: a head of kind 238"),
-    "a message that nobody waits for": (message_head("float32[4]", 5, 16), "a message of tag 5 that nobody waits for"),
+    "a message without a receiver": (message_head("float32[4]", 5, 16), "a message of tag 5 that nobody waits for"),
     "a longer message": (message_head("float32[5]", 0, 20), "it sent float32[5] where float32[4] was expected"),
     "a shorter message": (message_head("float32[3]", 0, 12), "it sent float32[3] where float32[4] was expected"),
     "another dtype": (message_head("int32[4]", 0, 16), "it sent int32[4] where float32[4] was expected"),
     "a size that is not the signature's": (message_head("float32[4]", 0, 1 << 60), "where float32[4] was expected"),
-    "too many that wait": ((MAX_POSTED + 1) * posted(1), "it waits for over"),
+    "too many waiting messages": ((MAX_POSTED + 1) * posted(1), "it waits for over"),
 }
 
 
@@ -295,7 +295,7 @@ async def test_temporary_copy_is_kept_until_it_is_sent(pair: tuple[End, End]) ->
         one.line.send(letter, 0)
     del letter, tensor
     gc.collect()
-    assert kept() is not None, "part of it has gone, and the rest is sent from its memory"
+    assert kept() is not None, "part of it was sent, and the rest is sent from its memory"
     await other.until_carried(arrives)
     assert bool((come == 7).all())
     await until(lambda: kept() is None)

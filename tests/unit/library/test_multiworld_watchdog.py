@@ -162,7 +162,7 @@ def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
         (Frame(Kind.LEFT).encode(), "it sent garbage: unexpected"),
         (Frame(Kind.MEMBER_FAILED).encode(), "what it sent could not be handled"),
     ],
-    ids=["garbage", "refused", "our own bug"],
+    ids=["garbage", "refused", "internal error"],
 )
 def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
     ends.peer.sendall(sent + Frame(Kind.HEARTBEAT).encode())
@@ -208,7 +208,9 @@ def test_socket_closed_in_the_same_iteration_is_not_served(watchdog: WatchDog) -
     watchdog.call_soon(watch)
     served.get(timeout=PATIENCE_S)
     watchdog.call_soon(served.put, -1)
-    assert served.get(timeout=PATIENCE_S) == -1, "the other socket was ready in the same round, and is not watched"
+    assert served.get(timeout=PATIENCE_S) == -1, (
+        "the other socket was ready in the same iteration and is no longer watched"
+    )
     for ours, theirs in pairs:
         ours.close()
         theirs.close()

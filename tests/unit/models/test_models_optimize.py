@@ -32,7 +32,7 @@ from multiworld_serving.models.optimize.selection import Trial, choose, fastest
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 CPU = torch.device("cpu")
-needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="this torch has no oneDNN, or hides it")
+needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
 UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
 
 

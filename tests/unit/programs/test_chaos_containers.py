@@ -67,7 +67,7 @@ def test_leader_address_is_its_published_port_even_when_stopped(host: str, reach
 def test_processes_outside_containers_belong_to_no_container() -> None:
     assert _namespaced(os.getpid())[0] == os.getpid()
     if len(_namespaced(os.getpid())) == 1:
-        assert list(_children(os.getpid())) == [], "the first process of a container is number 1 in there"
+        assert list(_children(os.getpid())) == [], "the first process of a container has pid 1 inside"
     assert list(_children(0)) == []
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
-    assert page == document(), "make it anew: python -m multiworld_serving.cli.reference > docs/reference/commands.md"
+    assert page == document(), "regenerate it: python -m multiworld_serving.cli.reference > docs/reference/commands.md"
 
 
 def test_reference_page_has_the_options_of_a_verb() -> None:

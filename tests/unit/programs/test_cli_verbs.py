@@ -148,7 +148,7 @@ def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
     assert settings.token is not None
     assert processes.workers.func is local_workers
-    assert processes.workers.keywords["fork_server"].pid is None, "what forks the workers is ended with the service"
+    assert processes.workers.keywords["fork_server"].pid is None, "the fork server ends with the service"
 
 
 def test_serve_starts_no_workers_when_they_are_external(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

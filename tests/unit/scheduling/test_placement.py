@@ -133,7 +133,7 @@ def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_liv
     fail(slots, "s1.r1")
     ((slot, link),) = slots.promote_spares()
     assert (slot.id.name, link.worker, link.slot, slots.spares) == ("s1.r1", "e", slot.id, [])
-    assert join(slots, "d") == "spare1", "the world spare0 serves as s1.r1"
+    assert join(slots, "d") == "spare1", "the world of spare0 serves as s1.r1"
     fail(slots, "s1.r1")
     assert [link.worker for _, link in slots.promote_spares()] == ["d"]
     assert join(slots, "f") == "spare0"
@@ -172,7 +172,7 @@ def test_empty_stage_gets_a_replica_of_the_largest_stage() -> None:
     assert reassignment_candidate is not None
     assert reassignment_candidate.slot.stage == 2
     fail(slots, "s2.r0")
-    assert slots.reassignment_candidate() is None, "every stage that has anybody has but one"
+    assert slots.reassignment_candidate() is None, "no stage has more than one replica"
 
 
 def test_generations_are_counted_per_world_name() -> None:
@@ -194,7 +194,7 @@ def test_stage_sizes_differ_by_no_more_than_the_failures_explain(
         join(slots, f"again-{number}")
         taken = [sum(not slot.free for slot in slots.of_stage(stage)) for stage in range(num_stages)]
         assert max(taken) - min(taken) <= 1
-        assert len(slots.all) == num_stages * replicas, "a broken slot is used again before a new one is made"
+        assert len(slots.all) == num_stages * replicas, "a broken slot is reused before a new one is created"
 
 
 def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_worker_is_joining() -> None:
@@ -204,13 +204,13 @@ def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_
         join(slots, name)
     assert slots.fully_replicated
     join(slots, "e")
-    assert slots.fully_replicated, "with a further replica of stage 0"
+    assert slots.fully_replicated, "with an extra replica of stage 0"
     (further,) = [slot for slot in slots.all if slot.index == 2]
     assert further.link is not None
     further.link.state = "loading"
     assert not slots.fully_replicated
     fail(slots, further.id.name)
-    assert slots.fully_replicated, "who is gone beyond the replicas is not missed"
+    assert slots.fully_replicated, "lost extra replicas are not missing"
     fail(slots, "s1.r0")
     assert not slots.fully_replicated
     join(slots, "f")
@@ -234,7 +234,7 @@ async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_sl
     assert lost is not None
     told.clear()
     registry.on_link_state(lost)
-    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected back"
+    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected to rejoin"
     told.clear()
     async with asyncio.timeout(30):
         await told.wait()

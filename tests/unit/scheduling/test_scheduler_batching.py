@@ -67,9 +67,9 @@ def test_batch_waits_until_the_replica_is_nearly_free_with_adaptive_batching() -
     assert driver.arrive() == []
     assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
     assert only(driver.wait(0.048), SendBatch).requests == (10, 11)
-    assert driver.arrive() == [], "it has room for no third"
+    assert driver.arrive() == [], "the window is full"
     assert sends(driver.done(first)) == []
-    assert only(driver.wait(0.002), SendBatch).requests == (12,), "what two take is not known yet"
+    assert only(driver.wait(0.002), SendBatch).requests == (12,), "the duration of two samples is not known yet"
 
 
 def test_batch_is_sent_when_the_replica_is_nearly_free_with_adaptive_batching() -> None:
@@ -204,7 +204,7 @@ def test_batch_in_flight_is_dropped_when_all_its_requests_are_cancelled() -> Non
     driver = SchedulerHarness(stages=2)
     send = only(driver.arrive(), SendBatch)
     assert driver.handle(RequestCancelled(1)) == [FreeBatch(send.batch)]
-    assert driver.scheduler.in_flight(send.replica) == 1, "its place in the window is taken until it comes back"
+    assert driver.scheduler.in_flight(send.replica) == 1, "it occupies the window until its result arrives"
     assert driver.done(send) == []
     assert driver.scheduler.in_flight(send.replica) == 0
 

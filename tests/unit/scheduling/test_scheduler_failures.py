@@ -150,7 +150,7 @@ def test_retry_waits_for_another_replica_when_only_the_failing_one_has_room() ->
     driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
     first, second = sends(driver.arrive(3))
     taken = only(driver.failed(first), SendBatch)
-    assert (taken.requests, taken.replica) == ((3,), first.replica), "others need not wait"
+    assert (taken.requests, taken.replica) == ((3,), first.replica), "other batches need not wait"
     assert only(driver.done(second), SendBatch).batch == first.batch
 
 

@@ -34,7 +34,7 @@ def test_only_the_poison_request_is_refused_when_it_kills_every_replica() -> Non
     good, bad, deaths = _run(driver, sends(driver.arrive(12)), poison={6})
     assert bad == {6: "poison"}
     assert good == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
-    assert deaths == 3, "max_attempts worlds, no more"
+    assert deaths == 3, "exactly max_attempts worlds"
 
 
 def test_poison_of_a_later_stage_is_found_with_one_replica() -> None:
@@ -91,7 +91,7 @@ def test_suspect_waits_for_an_empty_link_when_all_are_busy() -> None:
     first, second = driver.on("s0r0")
     assert sends(driver.done(first)) == [], "reserved: nothing new until it is empty"
     suspect = only(driver.done(second), SendBatch)
-    assert (suspect.isolated, suspect.requests) == (True, (2,)), "first come first served"
+    assert (suspect.isolated, suspect.requests) == (True, (2,)), "in order of arrival"
 
 
 def test_no_further_suspect_is_sent_while_one_waits_at_a_later_stage() -> None:

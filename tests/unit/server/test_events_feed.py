@@ -140,7 +140,7 @@ async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
 
     assert ids(3) == [4, 5]
     assert ids(0) == [1, 2, 3, 4, 5]
-    assert ids(99) == [1, 2, 3, 4, 5], "the leader that told 99 events was another one"
+    assert ids(99) == [1, 2, 3, 4, 5], "event 99 belongs to an earlier leader"
 
 
 async def test_only_the_slow_subscriber_is_dropped() -> None:

@@ -141,7 +141,7 @@ async def test_predict_rejects_a_bad_parameter(
 
 async def test_large_body_is_rejected_unread_by_its_content_length(frontend: RunningFrontend) -> None:
     async def never() -> AsyncIterator[bytes]:
-        raise AssertionError("the body was asked for")
+        raise AssertionError("the body was read")
         yield b""
 
     headers = PNG | {"Content-Length": str(MAX_BODY_BYTES + 1)}

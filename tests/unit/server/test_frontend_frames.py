@@ -191,4 +191,4 @@ def test_every_refusal_round_trips() -> None:
         found = parse_refusal(refusal_fields(RequestRefused.for_reason(reason, "why")))
         assert isinstance(found, RequestRefused)
         assert found.reason == reason
-    assert type(parse_refusal(refusal_fields(None))) is RuntimeError, "a defect of ours is no refusal"
+    assert type(parse_refusal(refusal_fields(None))) is RuntimeError, "an internal error is not a refusal"

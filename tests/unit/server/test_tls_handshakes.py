@@ -65,7 +65,7 @@ def test_handshakes_are_counted_and_evicted_when_there_are_too_many(
             await until(lambda: port.closed("evicted") >= 31)
             assert len(port.server.connections) == 10
             for client in silent[:1] + more[:10]:
-                assert await client.rest() == b"", "its descriptor is free again"
+                assert await client.rest() == b"", "its descriptor is closed"
             await answered(port, contexts[1])
 
     on_loop(scenario())

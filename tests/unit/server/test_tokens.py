@@ -18,7 +18,7 @@ def test_token_file_is_created_for_its_owner_only_and_then_kept(tmp_path: Path) 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not write_new_token(file)
     assert read_token(file) == made
-    assert list(tmp_path.iterdir()) == [file], "no draft is left"
+    assert list(tmp_path.iterdir()) == [file], "no temporary file is left"
 
 
 def test_token_in_a_missing_folder_is_refused(tmp_path: Path) -> None:

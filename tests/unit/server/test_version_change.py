@@ -118,7 +118,7 @@ async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads
         await first.loading.wait()
     await cancelled(task)
     assert service.busy
-    assert first.dropped == [], "its answer to the order is still to come"
+    assert first.dropped == [], "its reply to the assignment is outstanding"
     first.proceed.set()
     await service.until_idle()
     assert not second.loading.is_set()
@@ -165,7 +165,7 @@ async def test_close_returns_when_a_file_cannot_be_read_to_its_end(monkeypatch: 
 def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     versions = VersionTable(plan(1))
     assert versions.number_of("lost") == 2
-    assert versions.number_of("other") == 3, "a worker may still say something of number 2"
+    assert versions.number_of("other") == 3, "a worker may still send a message about version 2"
     forgotten: list[ModelVersion] = []
     for name in [*(f"n{at}" for at in range(20)), "n18"]:
         moved = VersionPlan(ModelVersion(versions.number_of(name), name), (cast(StagePlan, None),))
@@ -174,5 +174,5 @@ def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
         assert versions.number_served(name) == moved.version.number
     assert len(versions._numbers) == 8
     assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
-    assert versions.number_of("n19") == 23, "it was in service lately"
+    assert versions.number_of("n19") == 23, "it was in service recently"
     assert versions.number_of("n0") > 23

@@ -22,7 +22,7 @@ SIGNATURE = Signature(MODEL, max_images=8)
 SIDE = MODEL.crop_size
 INFER = f"/v2/models/{MODEL.name}/infer"
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": partial(gzip.compress, mtime=0), "deflate": zlib.compress}
-"""How bodies are compressed, by their Content-Encoding; not with our own code."""
+"""Compression functions by Content-Encoding, independent of the product's code."""
 COLOURS = ("red", "green", "blue")
 
 

@@ -199,7 +199,7 @@ def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
 
     with GpuSampler(read, interval_s=0.01, stale_s=5.0) as watch:
         until(lambda: len(begun) >= 2)
-        assert watch.latest() == {"gpu_power_watts": 1.0}, "fresh still"
+        assert watch.latest() == {"gpu_power_watts": 1.0}, "still fresh"
         until(lambda: not watch.latest())
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
