@@ -11,7 +11,7 @@ import torch
 
 from tests.chaos.elastic_model import explains, operand, sets_of_participants
 from tests.chaos.elastic_schedule import LOSSES, OPS, QUANTISED, Schedule
-from tests.chaos.elastic_torture import seconds
+from tests.torture.worlds import seconds
 
 DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "60"))
 SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", random.randrange(1 << 32)))

@@ -23,7 +23,8 @@ from multiworld_serving.testing.chaos.report import leaderless
 from multiworld_serving.testing.chaos.schedule import FaultTargets
 from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photos
-from tests.e2e.prometheus_server import PrometheusServer, free_port
+from tests.e2e.prometheus_server import PrometheusServer
+from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
+
+from tests.programs import free_port, process, program
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
 
@@ -60,14 +59,6 @@ class PrometheusServer:
         assert body["status"] == "success", f"{parameters}: {body.get('error')}"
         data: dict[str, Any] = body["data"]
         return data
-
-
-def program(name: str) -> str:
-    """Path of Prometheus or Alertmanager; skips the test if it is missing."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
-    return path
 
 
 @contextlib.contextmanager
@@ -115,29 +106,6 @@ def running_prometheus(
     ):
         wait_until_answers(f"http://{address}/-/ready")
         yield PrometheusServer(f"http://{address}")
-
-
-@contextlib.contextmanager
-def process(*command: str, log: Any) -> Iterator[None]:
-    """A process while the block lasts."""
-    running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield
-    finally:
-        running.terminate()
-        try:
-            running.wait(20)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
-
-
-def free_port() -> int:
-    """A free port: neither program reports which port it got when asked for any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until_answers(url: str, timeout_s: float = 60.0) -> None:

@@ -20,14 +20,8 @@ from multiworld_serving.testing.load import clients as load
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
-from tests.e2e.prometheus_server import (
-    PrometheusServer,
-    free_port,
-    process,
-    program,
-    running_prometheus,
-    wait_until_answers,
-)
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus, wait_until_answers
+from tests.programs import free_port, process, program
 
 pytestmark = pytest.mark.timeout(400)
 

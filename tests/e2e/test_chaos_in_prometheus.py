@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.prometheus_server import PrometheusServer, free_port, program, running_prometheus
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
+from tests.programs import free_port, program
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,7 +18,8 @@ from tests import dashboard_queries as written
 from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
-from tests.e2e.prometheus_server import PrometheusServer, program, running_prometheus
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
+from tests.programs import program
 from tests.worker_process import metered_service
 
 pytestmark = pytest.mark.timeout(400)

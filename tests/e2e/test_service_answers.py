@@ -11,19 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from torch import Tensor
 
 from multiworld_serving.models import Reference, load_model
 from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import png
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def png(image: Tensor) -> bytes:
-    """uint8 [3,H,W] as PNG."""
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
-    return file.getvalue()
 
 
 async def classify(url: str, images: list[bytes], clients: int = 8) -> list[dict[str, object]]:

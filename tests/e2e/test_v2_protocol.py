@@ -1,7 +1,6 @@
 """The Open Inference Protocol with NVIDIA's client, sync and asyncio: the same answers as /predict."""
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import safetensors.torch
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from numpy.typing import NDArray
-from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from examples.digits.train import IMAGE_SIZE, LABELS
 from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import png
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,12 +63,6 @@ async def aio_client(service: LocalService) -> AsyncIterator[Any]:
 
 def address(service: LocalService) -> str:
     return service.url.removeprefix("http://")
-
-
-def png(image: Pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(image.transpose(1, 2, 0)).save(file, "PNG")
-    return file.getvalue()
 
 
 def tensor(datatype: str, images: Pixels, *, binary: bool) -> Any:

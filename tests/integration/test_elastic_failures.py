@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from multiworld.elastic import DesyncError, ElasticRendezvous, EvictedError, ReformError, RendezvousError
-from tests.integration.members import PATIENCE_S, Member, Spawn, members
+from tests.integration.members import PATIENCE_S, Member, Spawn
 from tests.integration.proxy import HOST, Proxy
 
 PULSE_S = 2.0
@@ -19,12 +19,6 @@ COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
 """Some use the ring, in several chunks, and some the world's own all-reduce."""
 RING_FROM_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
-        yield make
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,8 @@ from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
-from tests.integration.test_prometheus_files import check, tool
+from tests.integration.test_prometheus_files import check
+from tests.programs import program
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
@@ -269,7 +270,7 @@ def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> N
     assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]]
     rules = tmp_path / "rules.yml"
     rules.write_text(yaml.safe_dump(spec))
-    check(tool("promtool"), "check", "rules", rules)
+    check(program("promtool"), "check", "rules", rules)
 
 
 def test_adapter_exports_the_metric_of_the_autoscaler() -> None:

@@ -1,7 +1,6 @@
 """Tests of NCCL worlds, and of Gloo worlds with GPU tensors, on one GPU; docs/gpu.md lists what is not tested."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ from multiworld.ops import p2p as messages
 from multiworld.ops.validation import Ranks
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager() as made:
-        yield made
 
 
 def _device() -> torch.device:

@@ -10,19 +10,12 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.server.observability.metrics import Metrics
+from tests.programs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
 ALERTS = re.findall(r"- alert: (\w+)", (PROMETHEUS / "rules" / "alerts.yml").read_text())
-
-
-def tool(name: str) -> str:
-    """Path of a program from Debian's packages `prometheus` and `prometheus-alertmanager`."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
-    return path
 
 
 def check(*command: str | Path, stdin: bytes | None = None) -> None:
@@ -32,7 +25,7 @@ def check(*command: str | Path, stdin: bytes | None = None) -> None:
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.docker.yml", "prometheus.compose.yml"])
 def test_configuration_is_valid(name: str) -> None:
-    check(tool("promtool"), "check", "config", name)
+    check(program("promtool"), "check", "config", name)
 
 
 def test_kubernetes_configuration_is_valid_except_for_its_discovery(tmp_path: Path) -> None:
@@ -41,28 +34,28 @@ def test_kubernetes_configuration_is_valid_except_for_its_discovery(tmp_path: Pa
     assert removed == 2, "of leaders and of workers"
     shutil.copytree(PROMETHEUS / "rules", tmp_path / "rules")
     (tmp_path / "prometheus.yml").write_text(without)
-    check(tool("promtool"), "check", "config", tmp_path / "prometheus.yml")
+    check(program("promtool"), "check", "config", tmp_path / "prometheus.yml")
 
 
 def test_alertmanager_configuration_is_valid() -> None:
-    check(tool("amtool"), "check-config", DEPLOY / "alertmanager" / "alertmanager.yml")
+    check(program("amtool"), "check-config", DEPLOY / "alertmanager" / "alertmanager.yml")
 
 
 @pytest.mark.parametrize("file", RULES, ids=lambda file: file.name)
 def test_rules_are_valid(file: Path) -> None:
-    check(tool("promtool"), "check", "rules", file)
+    check(program("promtool"), "check", "rules", file)
 
 
 @pytest.mark.parametrize("file", sorted((PROMETHEUS / "tests").glob("*.yml")), ids=lambda file: file.name)
 def test_rules_pass_their_unit_tests(file: Path) -> None:
-    check(tool("promtool"), "test", "rules", file)
+    check(program("promtool"), "test", "rules", file)
 
 
 def test_metric_names_follow_the_prometheus_conventions() -> None:
     metrics = Metrics({"version": "1"})
     metrics.world_ready("s0.r0", 0, 0)
     metrics.batch_answered(0, 0, compute_s=0.1, transfer_s=0.1, payload_bytes=1)
-    check(tool("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
+    check(program("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
 
 
 @pytest.mark.parametrize("alert", ALERTS)

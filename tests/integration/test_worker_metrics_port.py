@@ -15,7 +15,8 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.metrics_port import metrics_port
-from tests.integration.test_prometheus_files import check, tool
+from tests.integration.test_prometheus_files import check
+from tests.programs import program
 from tests.worker_process import MeteredWorker, metered_service
 
 REQUESTS = 3
@@ -77,7 +78,7 @@ def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, Me
 
 
 def test_metric_names_follow_the_prometheus_conventions(served: tuple[LocalService, MeteredWorker]) -> None:
-    check(tool("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
+    check(program("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
 
 
 def probe(worker: MeteredWorker, path: str) -> int:

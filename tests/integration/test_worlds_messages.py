@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +18,13 @@ from multiworld.control.frames import FrameReader
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.transport import connection as line
 from tests.integration.crew import Crew
-from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
+from tests.integration.members import PATIENCE_S, Member, Spawn, form
 
 BIG = 10_000_000
 """float32: 40 MB, larger than all buffers on the path."""
 PATIENT_S = 30.0
 PULSE_S = 2.0
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
-        yield make
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
-        yield made
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
 
 
 # -- concurrent messages --------------------------------------------------------------------------------------------------------

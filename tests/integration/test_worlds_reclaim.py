@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
-from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
+from tests.integration.members import PATIENCE_S, Spawn, form, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
 """Number of worlds to create and end; enough to see a leak of one thread or descriptor per cycle. 1000 takes some minutes."""
@@ -26,12 +25,7 @@ GROWTH_KIB = 16_384
 
 PATIENT_S = 10.0
 """Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
-        yield make
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 async def assert_flat(before: dict[str, int]) -> None:

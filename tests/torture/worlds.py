@@ -287,11 +287,11 @@ async def run(
 
 
 def seconds(text: str) -> float:
-    """A duration such as 90s, 30m or 2h. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    """Parse a duration such as 90s, 30m or 2h into seconds. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration: expected one such as 90s, 30m or 2h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: expected one such as 90s, 30m or 2h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _kinds(text: str) -> tuple[FaultKind, ...]:
