@@ -17,7 +17,7 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.common.wire import Channel, Message, TraceContext
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute import engine
-from tests.chaos.lies import LIES, YEARS, lying
+from tests.chaos.lies import LIES, lying
 
 Forward = Callable[[engine.EngineQueue, nn.Module, Callable[[], Tensor]], Tensor]
 BATCHES_BEFORE = 3
@@ -98,7 +98,7 @@ if __name__ == "__main__":
         _stall_at_the_first_request()
     if fault == "dies-loading":
         _die_after_weights()
-    if fault in LIES or fault == YEARS:
+    if fault in LIES:
         Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
     engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign, assignment]
     sys.exit(main(["worker", *options]))

@@ -10,7 +10,6 @@ from multiworld_serving.common.wire import Message, MessageKind
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, bytes_tensor
 
-YEARS_NS = 10**17
 FIRST_BATCH = 1
 """The result of the join self-test, batch 0, is not changed."""
 
@@ -64,8 +63,6 @@ LIES: dict[str, Lie] = {
     "garbage": lambda batch, output: [torch.full((64,), 7, dtype=torch.uint8)],
 }
 """Each of these breaks the link."""
-YEARS = "years"
-"""A correct result that claims a compute time of years."""
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
@@ -77,9 +74,6 @@ def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
             await send(self, message)
             return
         assert message.payload is not None
-        if lie == YEARS:
-            await send(self, Message(MessageKind.RESULT, message.batch, message.payload, YEARS_NS, YEARS_NS))
-            return
         tensors = LIES[lie](message.batch, message.payload)
         operations = [self.world.start_send(tensor, 0) for tensor in tensors if tensor.numel()]
         await asyncio.gather(*(self.world.finish(operation) for operation in operations))

@@ -155,7 +155,7 @@ def test_deeply_nested_join_messages_are_refused() -> None:
     ("offer", "reason"),
     [({"world": "s0\n"}, "world is"), ({"world": "w" * 65}, "world is"), ({"wait_ms": -1}, "wait_ms is")],
 )
-def test_assignment_with_invalid_values_is_refused(offer: dict[str, object], reason: str) -> None:
+def test_offer_with_invalid_values_is_refused(offer: dict[str, object], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         JoinOffer.from_json(json.dumps({"world": "", "epoch": 1, "wait_ms": 0, "address": ""} | offer))
 
