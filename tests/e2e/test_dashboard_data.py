@@ -58,9 +58,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             frontends=2,
             heartbeat_timeout_s=3,  # on a busy machine no other worker may be taken for frozen
         ) as service,
-        metered_service(tmp_path_factory.mktemp("worker")) as (other, worker),
+        metered_service(tmp_path_factory.mktemp("worker")) as (other, worker_url),
         running_prometheus(
-            tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker.metrics_url
+            tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker_url
         ) as prometheus,
     ):
         prometheus.wait_for("multiworld_redundancy == 1")

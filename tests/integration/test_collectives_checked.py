@@ -141,5 +141,5 @@ async def test_world_does_not_form_when_only_one_member_verifies_collectives() -
 
         host, guest = await asyncio.gather(join(first, 0), join(second, 1))
         assert isinstance(guest, JoinError)
-        assert "rank 0 is checked with backend cpu:lines, we are unchecked with" in str(guest)
+        assert "rank 0 is checked with backend cpu:tcp, we are unchecked with" in str(guest)
         assert isinstance(host, JoinError | BrokenWorldException)

@@ -121,6 +121,7 @@ async def test_busy_port_only_logs_an_error(metrics: WorkerMetrics, caplog: pyte
             assert port is None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
+    assert "--metrics-port" in record.getMessage()
 
 
 class NVMLError(Exception):

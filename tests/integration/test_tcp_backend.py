@@ -81,7 +81,7 @@ async def test_members_report_an_error_when_their_backends_differ(
     host, guest = managers
     port = host.listen()
     hosting = asyncio.create_task(host.initialize_world("w", 0, 2, "tcp", port=port))
-    told = "rank 0 is unchecked with backend cpu:lines, we are unchecked with backend cpu:c10d-gloo"
+    told = "rank 0 is unchecked with backend cpu:tcp, we are unchecked with backend cpu:c10d-gloo"
     with pytest.raises(JoinError, match=told):
         await guest.initialize_world("w", 1, 2, "c10d-gloo", port=port)
     (ending,) = await asyncio.gather(hosting, return_exceptions=True)
