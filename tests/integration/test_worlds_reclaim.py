@@ -229,7 +229,7 @@ async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, published
     member, victim = await spawn(), await spawn()
     await victim.do("freeze_while_forming", published=published)
     port = await member.do("listen")
-    member.start("join", world="w", rank=0, size=2, port=port, backend="c10d-gloo", timeout=5)
+    member.start("join", world="w", rank=0, size=2, port=port, backend="c10d-gloo")
     victim.start("join", world="w", rank=1, size=2, port=port, backend="c10d-gloo")
     await victim.stopped()
     assert await member.end() == 0
