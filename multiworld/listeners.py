@@ -38,8 +38,8 @@ class Listener:
             result: bytes | str = NO_ANSWER
             try:
                 result = await answerer(question, host)
-            except AskError as refusal:
-                result = shown(str(refusal))
+            except AskError as rejection:
+                result = shown(str(rejection))
                 logger.warning("refused a question from %s: %s", host, result)
             except Exception:
                 logger.exception("answering a question from %s failed", host)

@@ -88,7 +88,7 @@ def rolling_restart(*, admin: AdminPort, as_json: AsJson = False, access: Access
 def _show_step(step: dict[str, Any]) -> None:
     match step["state"]:
         case "restarting":
-            print(f"{step['number']}/{step['total']} {step['worker']} ({step['place']}) ... ", end="", flush=True)
+            print(f"{step['number']}/{step['total']} {step['worker']} ({step['slot']}) ... ", end="", flush=True)
         case "restarted":
             print(f"stopped after {step['left_s']:.1f} s, serving after {step['back_s']:.1f} s")
         case "failed":

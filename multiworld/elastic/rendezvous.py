@@ -124,16 +124,16 @@ class ElasticRendezvous:
     # -- members that join ---------------------------------------------------------------------------------------------
 
     async def _reply(self, request: str, host: str) -> bytes:
-        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the refusal."""
+        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the rejection."""
         try:
             fields = json.loads(request)
             name, member, resume = str(fields["elastic"]), parse_member(fields["member"]), fields["resume"] is True
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("invalid join request from %s: %s", host, shown(repr(error), 200))
             return json.dumps({"refused": "not a join request of an elastic world"}).encode()
-        refusal = self._refusal(name, member.id, resume)
-        if refusal is not None:
-            return json.dumps(refusal).encode()
+        rejection = self._refusal(name, member.id, resume)
+        if rejection is not None:
+            return json.dumps(rejection).encode()
         link = self._links[name, member.id] = RendezvousLink(self._manager, link_name(name, member.id), 0)
         self._spawn(self._serve_member(name, member, link, self._coordinator(name)))
         return json.dumps({"link": link.name}).encode()

@@ -13,7 +13,7 @@ HEARTBEAT_TIMEOUT_S = 3.0
 
 
 def make_fault(service: LocalService, name: str, *slots: ReplicaKey) -> Injection:
-    """Inject a fault into the replicas in these slots, each a stage and a slot, and wait until every slot serves again."""
+    """Inject a fault into these replicas, each given by stage and slot, and wait until every slot is ready again."""
     with Observer(service.url) as observer:
         now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
         targets = [now.replicas[slot] for slot in slots]

@@ -1,4 +1,4 @@
-"""What a lying worker sends in place of the result of a batch: each lie is the messages that are sent."""
+"""False results that a lying worker sends: each is the list of tensors that go over the link."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class RawMessage(NamedTuple):
 def raw_header(
     kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], *, compute_ns: int = 0
 ) -> bytes:
-    """A header that says exactly this, true or not."""
+    """A header with this content, true or not."""
     dims = (*shape, *(0,) * (4 - len(shape)))
     return _LAYOUT.pack(_MAGIC, kind, _CODES[dtype] << 4 | len(shape), 0, batch, compute_ns, 0, 1, *dims)
 
@@ -62,7 +62,7 @@ def _result(batch: int, payload: Tensor | None) -> list[RawMessage]:
 
 
 Lie = Callable[[int, Tensor], list[RawMessage]]
-"""Of a batch and its true output."""
+"""Computes the false result from a batch and its correct output."""
 
 LIES: dict[str, Lie] = {
     "size-zero": lambda batch, output: _claim(batch, output.shape, 0),
@@ -88,13 +88,13 @@ LIES: dict[str, Lie] = {
     "leader's": lambda batch, output: _whole(Message(MessageKind.BATCH, batch, output)),
     "garbage": lambda batch, output: [RawMessage(bytes([7]) * 48, None, 0)],
 }
-"""All of these end the link."""
+"""Each of these breaks the link."""
 YEARS = "years"
-"""A true result that says that it took years to compute."""
+"""A correct result that claims a compute time of years."""
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
-    """In place of `Channel.send`, at a worker."""
+    """Replaces `Channel.send` at a worker."""
     send = Channel.send
 
     async def sent(self: Channel, message: Message) -> None:

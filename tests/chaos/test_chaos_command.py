@@ -1,4 +1,4 @@
-"""`multiworld chaos` with a real service: a kill and a freeze, the table, the JSON and the exit status."""
+"""`multiworld chaos` with a service of its own: a kill and a freeze, its table, JSON and exit status."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_chaos_exits_with_0_when_no_request_is_lost(tmp_path: Path) -> None:
     assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
 
 
-def test_chaos_exits_with_1_when_requests_are_lost(tmp_path: Path) -> None:
+def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
     """Without recovery grace, killing a whole stage makes the service refuse requests, and the report shows it."""
     file = tmp_path / "chaos.json"
     settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
@@ -68,14 +68,14 @@ def test_chaos_skips_process_faults_when_the_processes_are_unknown(service: Loca
         (("--url", "http://127.0.0.1:1", "--compose", "shop"), "exclude each other"),
     ],
 )
-def test_chaos_prints_one_line_when_usage_is_wrong(arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_prints_one_line(arguments: tuple[str, ...], says: str) -> None:
     done = chaos(*arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
 
 
-def test_chaos_exits_with_1_when_nothing_answers() -> None:
+def test_unreachable_service_is_reported() -> None:
     done = chaos("--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("multiworld: error: ")

@@ -40,7 +40,7 @@ def service() -> Iterator[LocalService]:
 
 
 def pids(service: LocalService) -> dict[str, int]:
-    """Process ids of the frontends that were started last, by name."""
+    """Pids of the frontends that were started last, by name."""
     return {f"frontend-{slot}": pid for slot, pid in service.child_pids("frontend").items()}
 
 
@@ -162,7 +162,7 @@ def test_requests_of_a_killed_frontend_are_withdrawn(service: LocalService) -> N
     becomes(lambda: service.status()["requests_in_flight"], 0)
 
 
-def test_frozen_frontend_is_killed_while_the_other_one_serves(service: LocalService) -> None:
+def test_frozen_frontend_is_killed_while_the_other_serves(service: LocalService) -> None:
     with client_of(service, "frontend-1") as kept:
         since = len(service.lines)
         os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
@@ -179,12 +179,12 @@ def test_frontend_completes_its_requests_when_it_stops(service: LocalService) ->
         wait_until_serving(service, "frontend-1", since)
     unanswered = [sample for sample in load.samples if sample.status != 200]
     assert load.samples
-    # A connection may be closed just when its client sends something: once for each client.
+    # A connection may be closed just when its client sends a request: once per client.
     assert {sample.status for sample in unanswered} <= {0}
     assert len(unanswered) <= 4
 
 
-def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> None:
+def test_loaded_and_unloaded_version_reach_all_frontends(service: LocalService) -> None:
     operators = service.metrics_url.removesuffix("/metrics")
     with client_of(service, "frontend-0") as one, client_of(service, "frontend-1") as other:
         assert main(["unload", "--operations-url", operators]) == 0

@@ -1,4 +1,4 @@
-"""What a person gets who asks for something that cannot be: exit status 2, and one line that says what to do."""
+"""Invalid command lines: exit status 2, and one line that says what to do."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def _logging_restored() -> Iterator[None]:
 
 
 def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that these arguments get."""
+    """The error line for these arguments."""
     assert main(arguments) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
     assert len(lines) == 1
@@ -71,7 +71,7 @@ def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
-def test_device_that_is_not_there_is_refused(
+def test_missing_device_is_refused(
     capfd: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
@@ -97,7 +97,7 @@ def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> N
     assert "token" in lines[0]
 
 
-def test_service_is_gone_soon_and_answers_first_when_interrupted() -> None:
+def test_interrupted_service_answers_pending_requests_and_exits_soon() -> None:
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as running:
         pids = list(running.worker_pids().values())
         assert running.stop(signal.SIGINT) == 0

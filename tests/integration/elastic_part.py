@@ -1,4 +1,4 @@
-"""What members of tests can be told about elastic worlds (members.py)."""
+"""Commands for test members (members.py) that use elastic worlds."""
 
 import hashlib
 import os
@@ -25,11 +25,11 @@ class ElasticPart(ElasticTorturePart):
         self._tensors: list[Tensor] = []
 
     async def elastic_configure(self, **settings: Any) -> None:
-        torch.set_num_threads(1)  # many members share a machine
+        torch.set_num_threads(1)  # many members share one machine
         self.elastic = ElasticManager(**settings)
 
     async def elastic_ring(self, from_bytes: int) -> None:
-        """Have tensors from that size on go around the ring, in small chunks, however many members there are."""
+        """Use the ring with small chunks for tensors of at least this size, regardless of the number of members."""
         ring.CHUNK_BYTES = 1 << 17
         ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), from_bytes)
 
@@ -55,7 +55,7 @@ class ElasticPart(ElasticTorturePart):
         quantization: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Reduce tensors of which the i-th is full of `weight * (i + 1)`."""
+        """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
         self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
         outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(
             self._tensors,
@@ -75,7 +75,7 @@ class ElasticPart(ElasticTorturePart):
         }
 
     async def elastic_held(self) -> dict[str, Any]:
-        """What the tensors of the last call hold: their bits as a digest, and one number each where all are alike."""
+        """The tensors of the last call: a digest of their bits, and one number per tensor if all its elements are equal."""
         digest = hashlib.blake2b(digest_size=16)
         for tensor in self._tensors:
             digest.update(tensor.numpy().tobytes())
@@ -86,7 +86,7 @@ class ElasticPart(ElasticTorturePart):
         return {"bits": digest.hexdigest(), "values": firsts}
 
     async def elastic_fault(self, signum: int, messages: int) -> None:
-        """Send that signal to ourselves when so many messages of all-reduces have been begun."""
+        """Send this signal to this process after so many all-reduce messages have started."""
         send, begun = TaggedChannel.send, 0
 
         def count(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
@@ -99,7 +99,7 @@ class ElasticPart(ElasticTorturePart):
         TaggedChannel.send = count  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_at_close(self) -> None:
-        """Be killed when all has finished here and everywhere, and only this member knows."""
+        """Kill this process when the operation is finished on all members and only this member knows it."""
         flags_agree = agreement.Round.flags_agree
 
         def die(round_: agreement.Round, summaries: list[bytes]) -> Any:
@@ -111,7 +111,7 @@ class ElasticPart(ElasticTorturePart):
         agreement.Round.flags_agree = die  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_before_close(self) -> None:
-        """Be killed when all has finished here, before any member is told."""
+        """Kill this process when the operation is finished here, before any member is notified."""
         summary = agreement.Round.summary
 
         def die(round_: agreement.Round) -> bytes:

@@ -1,4 +1,4 @@
-"""Arguments that cannot be right are refused before anything is sent, and the world goes on."""
+"""Invalid arguments are rejected before anything is sent, and the world stays usable."""
 
 import asyncio
 import re
@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments_are_refused_and_the_world_goes_on(crew: Crew, what: str, checked: bool) -> None:
+def test_invalid_arguments_are_rejected_and_the_world_stays_usable(crew: Crew, what: str, checked: bool) -> None:
     expected, words, call = WRONG[what]
 
     async def part(manager: WorldManager, world: World) -> float:
@@ -86,8 +86,8 @@ def test_wrong_arguments_are_refused_and_the_world_goes_on(crew: Crew, what: str
     assert crew.run(SIZE, part, checked=checked) == [3.0] * SIZE
 
 
-def test_world_without_such_a_backend_refuses_the_tensor(crew: Crew) -> None:
-    """Any device crosses to Gloo through host memory; what cannot is refused."""
+def test_tensor_is_rejected_when_no_backend_supports_its_device(crew: Crew) -> None:
+    """Gloo carries tensors of any device through host memory; other tensors are rejected."""
 
     async def part(manager: WorldManager, world: World) -> None:
         mixed = [torch.zeros(1), torch.zeros(1, device="meta")]
@@ -98,7 +98,7 @@ def test_world_without_such_a_backend_refuses_the_tensor(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_conjugated_and_negated_inputs_are_sent_as_what_they_stand_for(crew: Crew, checked: bool) -> None:
+def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, checked: bool) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
 
     async def part(manager: WorldManager, world: World) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_conjugated_and_negated_inputs_are_sent_as_what_they_stand_for(crew: Cre
     assert crew.run(2, part, checked=checked)[1].tolist() == value.conj().resolve_conj().tolist()
 
 
-def test_tensors_that_require_gradients_are_filled(crew: Crew) -> None:
+def test_outputs_that_require_gradients_are_filled(crew: Crew) -> None:
     async def part(manager: WorldManager, world: World) -> list[float]:
         tensor = torch.full((4,), float(world.rank), requires_grad=True)
         strided = torch.full((4, 2), float(world.rank)).requires_grad_()[:, 0]

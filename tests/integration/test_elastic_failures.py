@@ -1,4 +1,4 @@
-"""Members of elastic worlds are killed, frozen and cut off in the middle of their all-reduces; the others finish, with the same bits."""
+"""Members of elastic worlds are killed, frozen and cut off during all-reduces; the others finish with identical bits."""
 
 import asyncio
 import contextlib
@@ -14,9 +14,9 @@ from tests.integration.members import PATIENCE_S, Member, Spawn, members
 from tests.integration.proxy import HOST, Proxy
 
 PULSE_S = 2.0
-"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+"""Heartbeat timeout of the members: longer than the delays of a busy machine."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
-"""Some go around the ring, in several chunks, and some by the world's own all-reduce."""
+"""Some use the ring, in several chunks, and some the world's own all-reduce."""
 RING_MIN_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
@@ -51,14 +51,14 @@ def reduce_all(everybody: list[Member], counts: list[int] = COUNTS, **settings: 
 
 
 def values(weights: list[float], contributors: list[int], lost: float = 0.0) -> list[float]:
-    """What the tensors must hold: sums with the lost member's part where it took part."""
+    """The expected tensors: sums that include the lost member's values if it contributed."""
     total = sum(weights)
     return [(total + (lost if size > len(weights) else 0)) * (index + 1) for index, size in enumerate(contributors)]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("messages", [1, 9, 20])
-async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
+async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
     spawn: Spawn, victim: int, messages: int
 ) -> None:
     async with rendezvous(initial_members=4) as holder:
@@ -79,7 +79,7 @@ async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
 
 
 @pytest.mark.parametrize("quantization", [None, "min_max"])
-async def test_averages_are_of_those_who_contributors_when_one_is_killed(
+async def test_averages_use_the_number_of_contributors_when_one_is_killed(
     spawn: Spawn, quantization: str | None
 ) -> None:
     async with rendezvous(initial_members=3) as holder:
@@ -94,7 +94,7 @@ async def test_averages_are_of_those_who_contributors_when_one_is_killed(
         assert 2 in outcomes[0]["contributors"]
 
 
-async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_finished(spawn: Spawn) -> None:
+async def test_survivors_finish_when_the_only_member_that_knew_of_completion_is_killed(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault_at_close")
@@ -106,7 +106,7 @@ async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_f
             assert outcome["contributors"] == [3] * len(COUNTS)
 
 
-async def test_empty_tensors_have_the_participants_of_the_results_when_the_round_is_committed_by_fewer_members(
+async def test_empty_tensors_report_the_contributors_of_the_results_when_members_are_lost(
     spawn: Spawn,
 ) -> None:
     async with rendezvous(initial_members=3) as holder:
@@ -119,7 +119,7 @@ async def test_empty_tensors_have_the_participants_of_the_results_when_the_round
             assert outcome["contributors"] == [3, 3, 3]
 
 
-async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_comes_back_at_a_boundary(
+async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
     spawn: Spawn,
 ) -> None:
     async with rendezvous(initial_members=3) as holder:
@@ -133,7 +133,7 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
         with pytest.raises(EvictedError):
             await tasks[0]
         held = await everybody[0].do("elastic_held")
-        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "it holds what it held"
+        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "its tensors are unchanged"
 
         await everybody[0].do("elastic_leave", world="w")
         coming = everybody[0].start("elastic_join", world="w", port=holder.port)
@@ -141,7 +141,7 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
             while not holder.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
-        assert [outcome["size"] for outcome in again] == [2, 2], "nobody comes in before a boundary"
+        assert [outcome["size"] for outcome in again] == [2, 2], "no member is admitted before a boundary"
         views = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
         place = await coming
         assert (place["view"], place["size"], place["rank"]) == (views[0], 3, 2)
@@ -150,7 +150,7 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
         assert outcomes[0]["contributors"] == [3] * len(COUNTS)
 
 
-async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
+async def test_last_member_reports_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         for member in everybody[:2]:
@@ -159,12 +159,12 @@ async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spa
         assert (outcome["success"], outcome["size"]) == (False, 1)
         assert 0 in outcome["contributors"]
         for index, (value, size) in enumerate(zip(outcome["values"], outcome["contributors"], strict=True)):
-            assert size or value == WEIGHTS[2] * (index + 1), "what has no result holds what it held"
+            assert size or value == WEIGHTS[2] * (index + 1), "tensors without a result are unchanged"
         again = await reduce_all(everybody[2:])[0]
         assert (again["success"], again["size"], set(again["contributors"])) == (False, 1, {0})
 
 
-async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_member_is_killed(
+async def test_world_regroups_when_the_rendezvous_is_restarted_and_a_member_is_killed(
     spawn: Spawn, tmp_path: Path
 ) -> None:
     state = tmp_path / "state.json"
@@ -172,7 +172,7 @@ async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_m
         port = holder.port
         everybody = await joined(spawn, 3, port)
     outcomes = await asyncio.gather(*reduce_all(everybody))
-    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it goes on without"
+    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it continues without it"
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
     tasks = reduce_all(everybody)
     assert await everybody[0].ended() == -signal.SIGKILL
@@ -193,7 +193,7 @@ async def test_no_member_is_lost_when_the_rendezvous_cannot_write_its_state(
     assert "the state file cannot be written" in caplog.text
 
 
-async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(spawn: Spawn) -> None:
+async def test_all_survivors_fail_alike_when_the_rendezvous_lost_its_state(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         port = holder.port
         everybody = await joined(spawn, 3, port)
@@ -205,7 +205,7 @@ async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(s
                 await task
 
 
-async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
+async def test_all_survivors_fail_within_the_regroup_timeout_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port, view_change_timeout_s=3.0)
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
@@ -214,7 +214,7 @@ async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rend
             await task
 
 
-async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
+async def test_minority_does_not_continue_when_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3, addr=HOST) as holder:
         proxy = Proxy(HOST, holder.port)
         try:
@@ -239,7 +239,7 @@ async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rende
             await proxy.close()
 
 
-async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None:
+async def test_all_members_fail_alike_when_their_calls_differ(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         tasks = [
@@ -251,7 +251,7 @@ async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None
                 await task
 
 
-async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: Spawn) -> None:
+async def test_others_continue_when_one_member_exceeds_its_own_timeout(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         hasty = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS, timeout_s=0.5)
@@ -261,7 +261,7 @@ async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: S
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) -> None:
+async def test_others_continue_when_one_member_cancels_its_call(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         waiting = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS)
@@ -271,7 +271,7 @@ async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) 
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_survivors_form_again_by_themselves_when_nothing_is_under_way(spawn: Spawn) -> None:
+async def test_survivors_regroup_when_no_operation_is_in_flight(spawn: Spawn) -> None:
     async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         everybody[0].kill()

@@ -1,4 +1,4 @@
-"""What elastic all-reduces compute when nothing fails: around the ring, exchanged directly, quantized; and that all have the same bits."""
+"""Results of elastic all-reduces without failures (ring, direct exchange, quantized); all members have identical bits."""
 
 import asyncio
 import functools
@@ -45,7 +45,7 @@ def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def reference(operands: list[Tensor], op: str) -> Tensor:
-    """In float64, or in whole numbers."""
+    """Computed in float64, or with integers."""
     wide = [each.double() if each.is_floating_point() else each for each in operands]
     if op == "AVG":
         total = functools.reduce(operator.add, wide)
@@ -73,7 +73,7 @@ def check_equal(results: list[Tensor], expected: Tensor) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("count", [1, 7, 300])
-def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
+def test_ring_reduces_when_chunks_are_small_uneven_or_empty(
     crew: Crew, size: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_module, "CHUNK_BYTES", 256)
@@ -99,7 +99,7 @@ def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_quantized_result_is_within_its_bound_and_the_same_everywhere(
+def test_quantized_result_is_within_its_bound_and_identical_on_all_members(
     crew: Crew, size: int, op: str, quantization: Quantization
 ) -> None:
     count = 3 * size * BLOCK // 2 + 5
@@ -125,7 +125,7 @@ def test_quantized_result_is_within_its_bound_and_the_same_everywhere(
 
 
 def bound(values: Tensor, quantization: Quantization) -> float:
-    """The stated error of quantizing a tensor, taken over the whole of it."""
+    """The documented error bound of quantization for a whole tensor."""
     low, high = float(values.min()), float(values.max())
     match quantization:
         case Quantization.MIN_MAX:
@@ -150,7 +150,7 @@ async def worlds() -> AsyncIterator[list[ElasticWorld]]:
 
 
 @pytest.mark.parametrize("op", OPS)
-async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
+async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
     def tensors(rank: int) -> list[Tensor]:
         made = [
             operand(10 * rank + i, count, dtype) for dtype in DTYPES for i, count in enumerate((3, 1000, 0, 400_000))
@@ -171,7 +171,7 @@ async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[Elastic
         assert outcome.bytes_sent > 0 < outcome.bytes_received
 
 
-async def test_no_more_than_max_in_flight_are_under_way(
+async def test_at_most_max_in_flight_operations_run(
     worlds: list[ElasticWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = 0, 0
@@ -198,7 +198,7 @@ async def test_no_more_than_max_in_flight_are_under_way(
     assert most == 4
 
 
-async def test_handles_tell_how_far_they_are_and_agree_closes_a_round(worlds: list[ElasticWorld]) -> None:
+async def test_handles_report_progress_and_agree_completes_a_round(worlds: list[ElasticWorld]) -> None:
     tensors = [torch.full((4,), float(world.rank)) for world in worlds]
     first = worlds[0].all_reduce_async(tensors[0], tag=7)
     await asyncio.sleep(0)
@@ -246,7 +246,7 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [world.rank for world in (first, second, third)] == [0, 1, 2]
         assert first.members == second.members == third.members
         assert await asyncio.gather(*(w.update_membership() for w in (first, second, third))) == [2, 2, 2], (
-            "nobody waits"
+            "no newcomer waits"
         )
         sums = [torch.ones(3) for _ in range(3)]
         await asyncio.gather(
@@ -263,7 +263,7 @@ async def test_leave_succeeds_when_it_is_called_twice_at_once_and_again() -> Non
         assert (await manager.join("w", port=rendezvous.port)).size == 1
 
 
-async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
+async def test_member_with_a_wrong_secret_is_refused() -> None:
     async with ElasticRendezvous(secret="open sesame") as rendezvous:
         async with ElasticManager(secret="open barley") as stranger:
             with pytest.raises(RendezvousError, match="wrong secret"):
@@ -275,7 +275,7 @@ async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
                 await guest.join("w", port=rendezvous.port)
 
 
-async def test_newcomer_is_told_so_when_no_view_takes_it_in_and_can_try_again() -> None:
+async def test_newcomer_gets_an_error_when_no_view_admits_it_and_can_retry() -> None:
     async with ElasticRendezvous(initial_members=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
         with pytest.raises(ViewChangeError, match="no view included this member"):
             await one.join("w", port=rendezvous.port, timeout_s=0.5)
@@ -283,7 +283,7 @@ async def test_newcomer_is_told_so_when_no_view_takes_it_in_and_can_try_again() 
         assert [world.size for world in worlds] == [2, 2]
 
 
-async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds: list[ElasticWorld]) -> None:
+async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: list[ElasticWorld]) -> None:
     world, one = worlds[0], torch.ones(3)
     for tensors, settings, error, words in (
         ([one], {"op": ReduceOp.BAND}, ValueError, "only SUM, AVG"),
@@ -301,8 +301,8 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
     assert all(outcome.success for outcome in outcomes)
 
 
-async def test_what_begins_late_in_a_view_that_has_ended_fails_there_and_not_in_the_next() -> None:
-    """Both have the same name."""
+async def test_late_operation_of_an_ended_view_fails_and_does_not_run_in_the_next() -> None:
+    """Both operations have the same name."""
     async with WorldManager() as one, WorldManager() as other:
         port = one.listen()
         for number in (1, 2):
@@ -327,7 +327,7 @@ async def test_what_begins_late_in_a_view_that_has_ended_fails_there_and_not_in_
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_results_are_combined_whatever_mode_another_task_was_in_when_they_were_made(op: str) -> None:
+def test_results_do_not_depend_on_the_grad_mode_of_the_finishing_task(op: str) -> None:
     with torch.inference_mode():
         total = torch.full((4,), 3.0)
     Reduction(op).combine(total, torch.full((4,), 5.0), out=total)
@@ -337,7 +337,7 @@ def test_results_are_combined_whatever_mode_another_task_was_in_when_they_were_m
     assert not total.any()
 
 
-async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[ElasticWorld]) -> None:
+async def test_all_members_fail_alike_when_one_calls_another_operation(worlds: list[ElasticWorld]) -> None:
     ops = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.SUM)
     results = await asyncio.gather(
         *(world.all_reduce_with_retry(torch.ones(2), op) for world, op in zip(worlds, ops, strict=True)),
@@ -349,7 +349,9 @@ async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[Elas
     }
 
 
-async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(worlds: list[ElasticWorld]) -> None:
+async def test_all_members_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(
+    worlds: list[ElasticWorld],
+) -> None:
     results = await asyncio.gather(
         worlds[0].all_reduce_with_retry(torch.ones(2)),
         worlds[1].update_membership(timeout_s=5.0),
@@ -362,7 +364,7 @@ async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(wo
     }
 
 
-async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: list[ElasticWorld]) -> None:
+async def test_empty_tensors_are_compared_between_members(worlds: list[ElasticWorld]) -> None:
     calls = [[torch.ones(2), torch.ones(0)], [torch.ones(2)], [torch.ones(2), torch.ones(0)]]
     results = await asyncio.gather(
         *(world.all_reduce_multiple_with_retry(own) for world, own in zip(worlds, calls, strict=True)),
@@ -371,14 +373,14 @@ async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: 
     assert [type(result) for result in results] == [DesyncError] * 3, results
 
 
-async def test_call_with_only_empty_tensors_says_how_many_contributors(worlds: list[ElasticWorld]) -> None:
+async def test_call_with_only_empty_tensors_returns_the_contributors(worlds: list[ElasticWorld]) -> None:
     outcomes = await asyncio.gather(
         *(world.all_reduce_multiple_with_retry([torch.ones(0), torch.ones(0, dtype=torch.int64)]) for world in worlds)
     )
     assert [(outcome.success, outcome.contributors) for outcome in outcomes] == [(True, (3, 3))] * 3
 
 
-async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_iteration(
+async def test_second_request_of_a_member_in_one_iteration_is_deferred(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     question = json.dumps({"elastic": "w", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
@@ -388,7 +390,7 @@ async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_
         assert rendezvous.connected("w") == 1
 
 
-async def test_other_worlds_are_served_and_nobody_is_told_before_when_the_disk_is_slow(
+async def test_slow_disk_delays_only_its_own_world_and_its_replies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
@@ -406,13 +408,13 @@ async def test_other_worlds_are_served_and_nobody_is_told_before_when_the_disk_i
                 await asyncio.sleep(0.01)
         question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
         assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
-        assert not ended.is_set(), "the rendezvous stood still"
-        assert not joining.done(), "told before it was written down"
+        assert not ended.is_set(), "the rendezvous server was blocked"
+        assert not joining.done(), "sent before it was persisted"
         may_end.set()
         assert (await joining).size == 1
 
 
-async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
+async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("multiworld.elastic.rendezvous._MAX_WORLDS", 2)
@@ -428,7 +430,7 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
             return number
 
         assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "view numbers only increase"
-        assert rendezvous.view("a") == View(0, ()), "the one that was empty for the longest is forgotten"
+        assert rendezvous.view("a") == View(0, ()), "the world that was empty for the longest time is dropped"
         assert rendezvous.view("b").number == 1
         assert set(StateFile(state, 1.0).load()) == {"b", "c"}
         await manager.join("d", port=rendezvous.port)
@@ -437,7 +439,7 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
             await manager.join("f", port=rendezvous.port)
 
 
-def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_is_selected_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_module, "RING_MIN_BYTES", {2: 0, 4: 1000})
     assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
     assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]

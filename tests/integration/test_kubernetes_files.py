@@ -1,4 +1,4 @@
-"""What a cluster is told: valid by the schemas of Kubernetes, agreeing with the settings, and made from one source."""
+"""Kubernetes manifests: valid by the schemas, consistent with the settings, and generated from one source."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
-from tests.integration.test_prometheus_files import check, tool
+from tests.integration.test_prometheus_files import check
+from tests.programs import program
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.30.0", "1.33.0")
-"""The oldest with all that is used here, and a later one."""
+"""The oldest version with all used features, and a later one."""
 OLDEST_KUBECTL = (1, 21)
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
@@ -57,7 +58,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Resource]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr, "kustomize warns of what it will not understand some day"
+    assert not done.stderr, "kustomize warns about deprecated syntax"
     return documents(done.stdout)
 
 
@@ -72,7 +73,7 @@ def pod(resources: list[Resource], name: str) -> Resource:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
+def test_base_matches_the_strict_schemas(version: str) -> None:
     checked = [each for each in of_base() if each["apiVersion"] != OPERATOR]
     assert {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"} <= {
         each["kind"] for each in checked
@@ -81,7 +82,7 @@ def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
         kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
+def test_strict_schemas_reject_a_misspelled_field() -> None:
     (deployment,) = [
         each for each in of_base() if each["metadata"]["name"] == "multiworld-worker" and each["kind"] == "Deployment"
     ]
@@ -90,7 +91,7 @@ def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
 
 
-def test_overlay_is_valid_by_the_strict_schemas(overlay: list[Resource]) -> None:
+def test_overlay_matches_the_strict_schemas(overlay: list[Resource]) -> None:
     for resource in overlay:
         if resource["apiVersion"] != OPERATOR:
             kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
@@ -105,9 +106,7 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: lis
     assert container["image"].startswith("registry.example/multiworld-serving:")
     assert (gpus, devices) in [("1", ["cuda:0"]), (None, [])]
     assert (gpus == "1") == container["image"].endswith("-cuda")
-    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, (
-        "the patch adds, and takes nothing away"
-    )
+    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
 
 
 def settings() -> tuple[ServeSettings, WorkerSettings]:
@@ -118,7 +117,7 @@ def settings() -> tuple[ServeSettings, WorkerSettings]:
     )
 
 
-def test_settings_are_ones_that_the_programs_take_and_ports_are_theirs() -> None:
+def test_settings_and_ports_match_the_programs() -> None:
     serve, worker = settings()
     assert tomllib.loads((BASE / "multiworld.toml").read_text())["serve"]["external_workers"] is True
     leader_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-leader"))}
@@ -128,35 +127,35 @@ def test_settings_are_ones_that_the_programs_take_and_ports_are_theirs() -> None
     (address,) = worker.leaders
     join = find(of_base(), "Service", address.host)
     assert {"name": "join", "port": address.port, "targetPort": "join"} in join["spec"]["ports"]
-    assert join["spec"]["publishNotReadyAddresses"], "it is the workers that make the leader ready"
+    assert join["spec"]["publishNotReadyAddresses"], "the leader is ready only with its workers"
 
 
 def ports(template: Resource) -> list[Resource]:
     return [port for container in template["spec"]["containers"] for port in container["ports"]]
 
 
-def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_goes_below() -> None:
+def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
     serve, _ = settings()
     workers = find(of_base(), "Deployment", "multiworld-worker")["spec"]
-    assert "replicas" not in workers, "each `kubectl apply` would take back what the autoscaler has added"
+    assert "replicas" not in workers, "each `kubectl apply` would undo the autoscaler"
     scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
     assert scaler["minReplicas"] == serve.num_workers < scaler["maxReplicas"]
     assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(serve.max_batch_size)
 
 
 @pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_of_a_lost_node_are_made_anew_soon(overlay: list[Resource], name: str) -> None:
+def test_pods_of_a_lost_node_are_replaced_soon(overlay: list[Resource], name: str) -> None:
     tolerated = {each["key"]: each.get("tolerationSeconds") for each in pod(overlay, name)["spec"]["tolerations"]}
     assert {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}.items() <= tolerated.items()
 
 
-def test_worker_computes_on_as_many_cores_as_it_requests(overlay: list[Resource]) -> None:
+def test_worker_uses_as_many_threads_as_it_requests_cores(overlay: list[Resource]) -> None:
     _, worker = settings()
     (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
     assert container["resources"]["requests"]["cpu"] == str(worker.threads)
 
 
-def test_pods_are_given_the_time_that_draining_takes() -> None:
+def test_termination_grace_period_covers_draining() -> None:
     serve, _ = settings()
     leader = pod(of_base(), "multiworld-leader")["spec"]
     before = int(leader["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -165,7 +164,7 @@ def test_pods_are_given_the_time_that_draining_takes() -> None:
 
 
 @pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
+def test_pods_meet_the_namespace_security_restrictions(name: str) -> None:
     spec = pod(of_base(), name)["spec"]
     assert (
         find(of_base(), "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
@@ -187,7 +186,7 @@ def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
     assert mounted == {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
 
 
-def test_probes_ask_what_there_is() -> None:
+def test_probes_use_existing_routes() -> None:
     leader, worker = (
         pod(of_base(), name)["spec"]["containers"][0] for name in ("multiworld-leader", "multiworld-worker")
     )
@@ -207,7 +206,7 @@ def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
     }
 
 
-def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
+def test_selectors_match_the_intended_pods() -> None:
     base = of_base()
     leader, worker = {"multiworld-leader"}, {"multiworld-worker"}
     assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == leader
@@ -225,7 +224,7 @@ def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
     assert labels[monitored["jobLabel"]] == "multiworld-leader", "the job's name in rules and dashboards"
 
 
-def test_network_policies_let_only_workers_join_and_only_the_leader_be_joined() -> None:
+def test_network_policies_allow_only_workers_to_join_and_only_at_the_leader() -> None:
     base = of_base()
     leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
     by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in leader["ingress"]}
@@ -250,8 +249,8 @@ ENDPOINT_FIELDS = {"port", "path", "interval", "scrapeTimeout", "relabelings", "
 RELABELING_FIELDS = {"sourceLabels", "targetLabel", "replacement", "regex", "action", "separator"}
 
 
-def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None:
-    """Its schemas are not in the package of Kubernetes': these are the fields of its API reference that are in use here."""
+def test_operator_resources_have_only_documented_fields() -> None:
+    """The Kubernetes schema package does not contain these resources; the allowed fields come from the operator's API reference."""
     customs = [each for each in of_base() if each["apiVersion"] == OPERATOR]
     assert {each["kind"] for each in customs} == set(MONITOR_FIELDS)
     for resource in customs:
@@ -264,17 +263,17 @@ def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None
                 assert relabeling.keys() <= RELABELING_FIELDS
 
 
-def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -> None:
+def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> None:
     assert RESOURCE.read_text() == rendered(), "python -m multiworld_serving.deploy.kubernetes.rules"
     spec = yaml.safe_load(RESOURCE.read_text())["spec"]
     sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
     assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]]
     rules = tmp_path / "rules.yml"
     rules.write_text(yaml.safe_dump(spec))
-    check(tool("promtool"), "check", "rules", rules)
+    check(program("promtool"), "check", "rules", rules)
 
 
-def test_adapter_gives_the_metric_that_the_autoscaler_asks_for() -> None:
+def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
     wanted = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]["metrics"][0]["external"][
         "metric"

@@ -1,4 +1,4 @@
-"""A leader with a worker in one process, all of whose observers fail: nothing else does."""
+"""A leader with a worker in one process: failing observers do not affect anything else."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ class Failing:
         return fail
 
 
-async def test_leader_takes_workers_in_and_answers_when_every_observer_fails(
+async def test_leader_serves_when_every_observer_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plan = VersionPlan.of(make_plan(load_model("resnet18", "random:0", image_size=32), 1))

@@ -1,4 +1,4 @@
-"""What the supervisor decides and what it tells the workers, without starting any."""
+"""The supervisor's decisions and the settings it passes to workers, without processes."""
 
 import contextlib
 import itertools
@@ -40,17 +40,17 @@ def local_workers(settings: ServeSettings) -> Iterator[Supervisor]:
         yield workers
 
 
-def test_delay_is_zero_when_it_is_the_first_failure() -> None:
+def test_first_restart_has_no_delay() -> None:
     assert Backoff(initial_s=1).delay_s(1, jitter=0) == 0
 
 
-def test_delay_doubles_up_to_its_limit_when_failures_go_on() -> None:
+def test_delay_doubles_up_to_its_limit_when_failures_continue() -> None:
     backoff = Backoff(initial_s=0.1, max_s=5)
     assert [backoff.delay_s(n, jitter=0) for n in range(2, 10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]
     assert backoff.delay_s(1_000_000, jitter=0) == 5
 
 
-def test_delay_is_shortened_by_up_to_a_half_when_jittered() -> None:
+def test_jitter_shortens_the_delay_by_up_to_half() -> None:
     assert Backoff(initial_s=4, max_s=4).delay_s(2, jitter=1) == 2
 
 
@@ -58,17 +58,17 @@ def test_delay_is_shortened_by_up_to_a_half_when_jittered() -> None:
     ("returncode", "text"),
     [(0, "0"), (2, "2"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-64, "SIGRTMAX"), (-99, "signal 99")],
 )
-def test_status_names_the_signal_when_there_was_one(returncode: int, text: str) -> None:
+def test_status_names_the_signal(returncode: int, text: str) -> None:
     assert status_text(returncode) == text
 
 
-def test_threads_share_the_cores_when_workers_are_few_or_many() -> None:
+def test_threads_are_divided_among_workers() -> None:
     cores = len(os.sched_getaffinity(0))
     assert fair_threads(1) == cores
     assert fair_threads(10 * cores) == 1
 
 
-def test_environment_has_the_token_and_none_of_the_services_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_has_the_token_and_no_leader_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "/of/the/service")
     monkeypatch.setenv("multiworld_name", "leader")
     monkeypatch.setenv("NOTIFY_SOCKET", "/of/systemd")
@@ -86,7 +86,7 @@ def test_environment_has_the_token_and_none_of_the_services_settings(monkeypatch
         assert environment["OMP_NUM_THREADS"] == ("2" if token else "1")
 
 
-def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> None:
+def test_worker_accepts_the_command_and_the_token_is_not_in_it() -> None:
     with local_workers(SETTINGS) as supervisor:
         command = supervisor._command(4)
     assert sorted(supervisor.restarts) == list(range(6))
@@ -100,7 +100,7 @@ def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> No
     assert said["--log-format"] == "json"
 
 
-def test_workers_share_the_cores_unless_they_were_given_threads() -> None:
+def test_workers_divide_the_cores_by_default() -> None:
     with local_workers(SETTINGS) as supervisor:
         assert "--cores-file" not in supervisor._command(0)
     with local_workers(SETTINGS.replace("worker_threads", 0, "test")) as supervisor:
@@ -118,7 +118,7 @@ def test_service_has_no_local_workers_when_they_come_from_elsewhere() -> None:
         pass
 
 
-def test_threads_give_up_their_core_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_release_their_core_soon_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert int(worker_environment(SETTINGS, NOTIFY)["GOMP_SPINCOUNT"]) > 0
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")

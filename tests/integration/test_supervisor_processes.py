@@ -1,4 +1,4 @@
-"""The supervisor with real, small child processes, which report through a named pipe: started as programs, and forked."""
+"""The supervisor with small child processes, spawned and forked, that report through a named pipe."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ def no_child_is_left() -> Iterator[None]:
         yield
 
 
-async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
+async def test_every_slot_has_a_process_on_entry(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, 3) as supervisor:
         ups = [await reports.next() for _ in range(3)]
         pids = {int(slot): int(pid) for slot, pid, _ in ups}
@@ -62,9 +62,9 @@ async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
     assert supervisor.pids == {}
 
 
-async def test_process_is_started_again_at_once_when_killed(reports: Reports) -> None:
+async def test_killed_process_is_restarted_at_once(reports: Reports) -> None:
     restarted: list[int] = []
-    # A backoff that would outlast the test, did it apply to the first end.
+    # The backoff would exceed the test's time limit if it applied to the first failure.
     backoff = Backoff(initial_s=1000, max_s=1000)
     async with reports.supervisor(FOREVER, 2, backoff=backoff, on_restart=restarted.append) as supervisor:
         first = {int(slot): int(pid) for slot, pid, _ in [await reports.next(), await reports.next()]}
@@ -78,9 +78,7 @@ async def test_process_is_started_again_at_once_when_killed(reports: Reports) ->
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-async def test_process_is_started_again_when_it_exits(
-    reports: Reports, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_exited_process_is_restarted(reports: Reports, status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with reports.supervisor(f"report('up'); sys.exit({status})", backoff=Backoff(initial_s=0)) as supervisor:
         pids = {await reports.next_pid() for _ in range(4)}
     assert len(pids) == 4
@@ -88,14 +86,14 @@ async def test_process_is_started_again_when_it_exits(
     assert f"ended status={status}" in caplog.text
 
 
-async def test_backoff_is_forgotten_when_it_lived_long_enough(reports: Reports) -> None:
+async def test_backoff_restarts_at_zero_after_a_long_run(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000, reset_after_s=0)):
         for _ in range(5):
             os.kill(await reports.next_pid(), signal.SIGKILL)
         await reports.next()
 
 
-async def test_leaving_does_not_wait_for_the_backoff(reports: Reports) -> None:
+async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
         os.kill(await reports.next_pid(), signal.SIGKILL)
         pid = await reports.next_pid()
@@ -104,7 +102,7 @@ async def test_leaving_does_not_wait_for_the_backoff(reports: Reports) -> None:
     assert supervisor.restarts == {0: 1}
 
 
-async def test_process_may_finish_when_stopped(reports: Reports) -> None:
+async def test_stopped_process_may_finish(reports: Reports) -> None:
     async with reports.supervisor(SAY_GOODBYE, 2):
         await reports.next()
         await reports.next()
@@ -125,7 +123,7 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
     assert "stopped status=SIGKILL" in caplog.text
 
 
-async def test_process_is_killed_at_once_when_leaving_is_cancelled(reports: Reports) -> None:
+async def test_process_is_killed_at_once_when_shutdown_is_cancelled(reports: Reports) -> None:
     async def run() -> None:
         async with reports.supervisor(DEAF, stop_timeout_s=1000):
             await reports.next()
@@ -140,12 +138,12 @@ async def test_process_is_killed_at_once_when_leaving_is_cancelled(reports: Repo
         await task
 
 
-async def test_nothing_is_left_when_the_block_ends_before_a_process_was_started(reports: Reports) -> None:
+async def test_nothing_is_left_when_the_block_ends_before_a_process_starts(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, 2):
         pass
 
 
-async def test_error_of_the_block_is_raised_when_it_fails(reports: Reports) -> None:
+async def test_error_of_the_block_is_raised(reports: Reports) -> None:
     async def run() -> None:
         async with reports.supervisor(FOREVER, 2):
             await reports.next()
@@ -169,14 +167,14 @@ async def test_slot_is_kept_when_the_restart_callback_fails(reports: Reports, ca
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """Until the block ends, everything that needs a new descriptor fails with EMFILE."""
+    """Make every call that needs a new descriptor fail with EMFILE until the block ends."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     taken = []
     try:
-        with contextlib.suppress(OSError):  # gaps below
+        with contextlib.suppress(OSError):  # unused numbers below the limit
             while True:
                 taken.append(os.open("/dev/null", os.O_RDONLY))
         yield
@@ -186,7 +184,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_end_is_seen_and_reaped_when_no_descriptor_is_left(reports: Reports) -> None:
+async def test_ended_process_is_reaped_when_no_descriptor_is_free(reports: Reports) -> None:
     command = reports.command(FOREVER, 0)
     child = await reports.fork_server().fork(command) if reports.forking else ChildProcess.spawn(command, os.environ)
     assert child is not None
@@ -201,22 +199,20 @@ async def test_end_is_seen_and_reaped_when_no_descriptor_is_left(reports: Report
         assert child.reap() == -signal.SIGKILL
 
 
-async def test_process_is_tried_again_when_it_cannot_be_started(
-    reports: Reports, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     commands = iter([["/nowhere/to/be/found"], reports.command(FOREVER, 0)])
     async with Supervisor(lambda _: next(commands), 1):
         await reports.next()
     assert "cannot be started" in caplog.text
 
 
-async def test_process_leads_its_own_session_so_that_ctrl_c_does_not_reach_it(reports: Reports) -> None:
+async def test_process_leads_its_own_session_and_ctrl_c_does_not_reach_it(reports: Reports) -> None:
     async with reports.supervisor(FOREVER):
         pid = await reports.next_pid()
         assert os.getsid(pid) == pid != os.getsid(0)
 
 
-async def test_what_a_process_started_is_killed_when_it_ends(reports: Reports) -> None:
+async def test_descendants_are_killed_when_their_process_ends(reports: Reports) -> None:
     async with reports.supervisor(WITH_GRANDCHILD) as supervisor:
         _, pid, _, grandchild = await reports.next()
         await until(lambda: supervisor.pids)
@@ -225,7 +221,7 @@ async def test_what_a_process_started_is_killed_when_it_ends(reports: Reports) -
         await reports.next()
 
 
-async def test_environment_is_the_one_given(reports: Reports) -> None:
+async def test_process_gets_the_given_environment(reports: Reports) -> None:
     script = "report(os.environ.get('COLOUR', 'none')); signal.pause()"
     async with reports.supervisor(script, environment={"COLOUR": "blue"}):
         assert (await reports.next())[2] == "blue"
@@ -259,7 +255,7 @@ async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: 
         await end_of(pid)
 
 
-async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: Reports) -> None:
+async def test_repeated_kills_leak_nothing(reports: Reports) -> None:
     def open_fds() -> int:
         return len(os.listdir("/proc/self/fd"))
 

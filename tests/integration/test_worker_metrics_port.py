@@ -1,4 +1,4 @@
-"""A real worker's own metrics, scraped over HTTP while it serves a real leader."""
+"""A worker's own metrics, scraped over HTTP while it serves a leader."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def predict(service: LocalService) -> int:
 
 
 def scrape(worker: MeteredWorker) -> dict[str, float]:
-    """Value by series."""
+    """Values by series."""
     text = httpx.get(worker.metrics_url, timeout=30).text
     return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)}
 
 
-def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalService, MeteredWorker]) -> None:
+def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalService, MeteredWorker]) -> None:
     found = scrape(served[1])
-    # The leader's canary is a batch as well.
+    # The leader's join self-test is a batch as well.
     answered = found['multiworld_worker_batches_total{stage="0",outcome="answered"}']
     assert answered >= REQUESTS + 1
     assert found['multiworld_worker_batches_total{stage="0",outcome="failed"}'] == 0
@@ -53,7 +53,7 @@ def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalServi
     assert found["multiworld_worker_leaders_connected"] == found["multiworld_worker_worlds_joined_total"] == 1
     assert found["multiworld_worker_busy"] in {0, 1}
     assert found["process_cpu_seconds_total"] > 0
-    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone is more"
+    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone uses more"
     assert found["process_open_fds"] > 5
     assert any(series.startswith("multiworld_build_info{version=") for series in found)
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
@@ -76,7 +76,7 @@ def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, Me
     assert service.metric("multiworld_stage_duration_seconds_count", phase="compute") - of_leader == REQUESTS
 
 
-def test_worker_metrics_are_named_as_prometheus_wants(served: tuple[LocalService, MeteredWorker]) -> None:
+def test_metric_names_follow_the_prometheus_conventions(served: tuple[LocalService, MeteredWorker]) -> None:
     check(tool("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
 
 
@@ -84,11 +84,11 @@ def probe(worker: MeteredWorker, path: str) -> int:
     return httpx.get(worker.metrics_url.removesuffix("/metrics") + path, timeout=30).status_code
 
 
-def test_worker_is_alive_and_ready_while_it_serves(served: tuple[LocalService, MeteredWorker]) -> None:
+def test_serving_worker_is_alive_and_ready(served: tuple[LocalService, MeteredWorker]) -> None:
     assert [probe(served[1], path) for path in ("/healthz", "/readyz", "/elsewhere")] == [200, 200, 404]
 
 
-def test_worker_serves_without_metrics_and_says_so_when_the_port_is_busy(tmp_path: Path) -> None:
+def test_worker_serves_without_metrics_and_logs_it_when_the_port_is_busy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with metered_service(tmp_path, port) as (service, worker):
@@ -98,7 +98,7 @@ def test_worker_serves_without_metrics_and_says_so_when_the_port_is_busy(tmp_pat
             assert predict(service) == 200
 
 
-def test_worker_counts_the_end_of_a_world_and_goes_on_answering_scrapes_when_the_leader_is_gone(tmp_path: Path) -> None:
+def test_lost_leader_is_counted_and_scrapes_continue(tmp_path: Path) -> None:
     with metered_service(tmp_path) as (service, worker):
         service.stop()
         deadline_s = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""A member that cannot go on by itself (no memory, no thread, an operation that raises) says so, and everybody gets an answer."""
+"""A member with a local failure (no memory, no thread, an operation that raises) reports it, and every operation ends."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
 
 @pytest.fixture
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, World]]:
-    """Two members of a world, of the backend that the test names as the fixture's parameter."""
+    """Two members of a world with the backend of the fixture's parameter."""
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -106,10 +106,10 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
     [(what, "c10d-gloo" if what.startswith("calling the backend") else "gloo") for what in PLANS],
     indirect=["pair"],
 )
-async def test_world_breaks_by_the_member_itself_when_something_raises(
+async def test_world_breaks_with_the_failing_member_named_when_an_operation_raises(
     pair: tuple[World, World], what: str, error: Exception
 ) -> None:
-    """Both ends name that member, no peer is blamed, and nobody waits for ever: not the operation, nor one that is behind it."""
+    """Both ends name that member and not a peer, and no operation waits forever, including those queued behind it."""
     world, peer = pair
     plan, counterpart = PLANS[what](world, error)
     pending = [peer.start(counterpart(peer)), world.start(messages.recv(world.ranks, torch.zeros(1), 1, 9))]
@@ -124,7 +124,7 @@ async def test_world_breaks_by_the_member_itself_when_something_raises(
         assert type(error).__name__ in failure.detail
 
 
-async def test_world_breaks_by_the_member_itself_when_it_gets_no_thread(
+async def test_world_breaks_with_the_failing_member_named_when_no_thread_starts(
     pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, peer = pair
@@ -141,7 +141,7 @@ async def test_world_breaks_by_the_member_itself_when_it_gets_no_thread(
     assert (caught.value.cause, caught.value.rank) == (Cause.LOCAL, 0)
 
 
-async def test_callers_are_answered_when_no_thread_frees_their_world(
+async def test_callers_get_errors_when_no_thread_can_free_their_world(
     pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, _ = pair
@@ -161,14 +161,14 @@ async def test_callers_are_answered_when_no_thread_frees_their_world(
     assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 
 
-def test_members_suspect_the_member_that_failed_by_itself_when_a_view_ends() -> None:
+def test_members_suspect_the_member_with_the_local_failure() -> None:
     view = View(1, tuple(MemberInfo(name, "127.0.0.1", 1) for name in ("a", "b")))
     assert suspect_of("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
 
 
 @pytest.mark.parametrize("left_kib", [256, 1024, 4096, 8192, 8448, 9216, 12288, 20480])
-async def test_every_operation_is_answered_when_little_address_space_is_left(spawn: Spawn, left_kib: int) -> None:
-    """Nor is anybody but that member held to have failed. glibc may end the process: that is the answer to its peer then."""
+async def test_every_operation_ends_when_little_address_space_is_left(spawn: Spawn, left_kib: int) -> None:
+    """Only that member counts as failed. glibc may end the process; then its peer sees the exit."""
     async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
         victim = await spawn()
         await form("w", manager.listen(), manager, victim)

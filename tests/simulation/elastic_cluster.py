@@ -1,10 +1,10 @@
-"""Elastic worlds in virtual time: the real coordinator, member states, rounds and calls, over a network and processes that fail by a seed.
+"""Elastic worlds in virtual time: the product's coordinator, members, rounds and calls, with a network and processes that fail by a seed.
 
     python -m tests.simulation.elastic_cluster kills 17
 
-replays a schedule and prints what happened. Simulated are processes (killed, frozen, waking up), connections (delays, partitions), the
-worlds of views (they form when all have come, and break for each member at another moment) and operations (done when all have taken
-part, at each member at another moment, or never). Decided by the code that ships: everything else.
+replays a schedule and prints its events. Simulated are processes (killed, frozen, continued), connections (delays, partitions), the
+worlds of views (they form when all members have joined, and break at each member at another time) and operations (finished when all have
+taken part, at each member at another time, or never). All decisions are made by the product's code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, V
 from multiworld.elastic.protocol.rounds import Round
 
 SILENCE_S = 1.2
-"""After how long a silence a member counts as lost: heartbeat_timeout_s and an interval."""
+"""When a silent member counts as lost: heartbeat_timeout_s plus one interval."""
 PATIENCE_S = 10.0
 FORM_S = 10.0
 VIEW_CHANGE_S = 60.0
@@ -51,7 +51,7 @@ IN_FLIGHT = 3
 AFTER_A_KILL_S = 1.2
 """A view change after a kill takes some messages, each of which may be slow (`_moment`), and waits for no timeout."""
 BOUND_S = 400.0
-"""By then everybody has come to an end, in virtual time: far over what a handful of faults can cost."""
+"""Virtual time by which every member has ended: much more than a few faults can cost."""
 
 Value = tuple[int, frozenset[str]]
 """Result of an operation: number of the view in which it was done, and whose operands are in it."""
@@ -59,7 +59,7 @@ Value = tuple[int, frozenset[str]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """How many of which faults a schedule has, at most."""
+    """The maximum number of each kind of fault in a schedule."""
 
     name: str
     members: int = 4
@@ -72,7 +72,7 @@ class Scenario:
 
     @property
     def blames_the_innocent(self) -> bool:
-        """Whether a member may have to go that nothing happened to: of two that cannot reach each other one must."""
+        """Whether a healthy member may be evicted: of two that cannot reach each other one must be."""
         return self.rifts > 0
 
 
@@ -99,12 +99,12 @@ class World:
     up: set[str] = field(default_factory=set)
     down: bool = False
     parts: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
-    """Operation → member → what it brought."""
+    """Operation → member → operand."""
 
 
 @dataclass(eq=False)
 class Pending:
-    """What a member waits for, in one view."""
+    """What a member waits for in one view."""
 
     view_number: int
     done: Callable[[Any], None]
@@ -118,7 +118,7 @@ class Member:
         self.name = name
         self.protocol = MemberState(name)
         self.state = "running"
-        """running, killed, done, or why it failed."""
+        """running, killed, done, or the reason of its failure."""
         self.harmed = False
         self.started = False
         self.frozen = False
@@ -165,7 +165,7 @@ class Member:
             self._advance(lambda: self._program.send(value))  # type: ignore[union-attr]
 
     def over(self) -> None:
-        """What was waited for cannot be: the view has ended."""
+        """The awaited event cannot happen any more: the view has ended."""
         if self.state == "running":
             self._advance(lambda: self._program.throw(ViewEnded()))  # type: ignore[union-attr]
 
@@ -179,7 +179,7 @@ class Member:
 
 
 class Cluster:
-    """A schedule: everything that chance decides comes from the seed."""
+    """A schedule; all random choices come from the seed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
@@ -202,7 +202,7 @@ class Cluster:
         self._incarnation = 0
 
     def run(self) -> None:
-        """All of it, checked as it goes and at the end."""
+        """Run the schedule, with checks during it and at the end."""
         scenario, chance = self.scenario, self._chance
         for number in range(scenario.members):
             self.after(chance.uniform(0, 0.5), lambda name=f"m{number}": self._join(name))  # type: ignore[misc]
@@ -223,16 +223,16 @@ class Cluster:
             event()
         self.check()
 
-    # -- promises ----------------------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         for member in self.members.values():
             assert member.state != "running", (
-                f"{member.name} waits for ever, in {member.protocol.phase} of view {member.protocol.view.number}"
+                f"{member.name} waits forever, in {member.protocol.phase} of view {member.protocol.view.number}"
             )
             if member.state not in ("done", "killed"):
                 assert member.harmed or self.scenario.blames_the_innocent or self._came_too_late(member), (
-                    f"{member.name}, to which nothing happened, failed: {member.state}"
+                    f"{member.name} failed without a fault: {member.state}"
                 )
         for number in range(CALLS):
             self._check_call(number)
@@ -243,7 +243,7 @@ class Cluster:
             )
 
     def _came_too_late(self, member: Member) -> bool:
-        """A newcomer, when the others were at no boundary any more."""
+        """Whether a newcomer arrived after the others had left their last boundary."""
         return not member.protocol.view.number
 
     def _check_call(self, number: int) -> None:
@@ -252,11 +252,11 @@ class Cluster:
             if number not in member.outcomes:
                 continue
             success, values = member.outcomes[number]
-            assert success == (len(values) == OPERATIONS), f"{member.name} pretends about call {number}"
+            assert success == (len(values) == OPERATIONS), f"{member.name} has a wrong result in call {number}"
             for index, value in values.items():
                 known = seen.setdefault(index, value)
                 assert value == known, f"call {number}, operation {index}: {member.name} has {value}, another {known}"
-                assert member.name in value[1], f"{member.name} has a result without its own part: {value}"
+                assert member.name in value[1], f"{member.name} has a result without its own operand: {value}"
                 assert value[1] == set(self._worlds[value[0]].view.ids()), "not everybody of that view is in it"
 
     # -- time and processes ------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Cluster:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._sequence), event))
 
     def at(self, member: Member, delay_s: float, event: Callable[[], None]) -> None:
-        """Something happens in a process: not if it is killed, later if it is frozen."""
+        """Schedule an event of a process: dropped if it is killed by then, delayed if it is frozen."""
 
         def happen() -> None:
             if member.state == "killed":
@@ -327,7 +327,7 @@ class Cluster:
             event()
 
     def _cut(self) -> None:
-        """A member cannot reach the rendezvous any more, but all the others."""
+        """A member can reach all other members but not the rendezvous server."""
         if member := self._victim():
             self.say(f"{member.name} is cut off from the rendezvous")
             member.cut = member.harmed = True
@@ -339,7 +339,7 @@ class Cluster:
             self.after(self._chance.choice((3.0, 30.0, 100.0)), heal)
 
     def _rift(self) -> None:
-        """Two members cannot reach each other any more, but the rendezvous."""
+        """Two members can reach the rendezvous server but not each other."""
         alive = self._alive()
         if len(alive) < 3:
             return
@@ -375,7 +375,7 @@ class Cluster:
         self.after(self._chance.uniform(0.1, 3.0), start)
 
     def _moment(self) -> float:
-        """How long something takes that takes no time: mostly milliseconds, at times much more."""
+        """A random short delay: usually milliseconds, sometimes much longer."""
         return self._chance.choice((0.001, 0.002, 0.01, 0.03, 0.2)) * self._chance.uniform(0.5, 1.5)
 
     def _in_order(self, member: Member, upwards: bool) -> float:
@@ -384,10 +384,10 @@ class Cluster:
         self._arrivals[member.name, upwards] = at_s
         return at_s - self.now_s
 
-    # -- the rendezvous ------------------------------------------------------------------------------------------------------------
+    # -- the rendezvous server -----------------------------------------------------------------------------------------------------
 
     def _connect(self, member: Member) -> None:
-        """What the agent does to reach the rendezvous: try until it is there."""
+        """Connect to the rendezvous server as the member agent does: retry until it responds."""
         if member.state != "running":
             return
         if self._coordinator is None or member.cut:
@@ -471,7 +471,7 @@ class Cluster:
 
         self.after(due_s - self.now_s, tick)
 
-    # -- a member's shell ------------------------------------------------------------------------------------------------------------
+    # -- the driver of a member --------------------------------------------------------------------------------------------------
 
     def perform(self, member: Member, actions: list[member_state.Action]) -> None:
         for action in actions:
@@ -515,7 +515,7 @@ class Cluster:
         self.after(self._in_order(member, True), heard)
 
     def step(self, member: Member, step: Any) -> None:
-        """Begin what a member's program wants done."""
+        """Start the next steps of a member's program."""
         match step:
             case AwaitView(after):
                 since_s = self.now_s
@@ -557,7 +557,7 @@ class Cluster:
             waiting.done(value)
 
     def _run(self, member: Member, view_number: int) -> None:
-        """What operations.py does: at most so many at once; after a failure none is begun, and what runs is awaited."""
+        """Like retry.py: a limited number of concurrent operations; after a failure none is started, and running ones are awaited."""
         round_ = member.round
         assert round_ is not None
         todo = round_.unfinished
@@ -591,7 +591,7 @@ class Cluster:
 
         advance()
 
-    # -- the worlds of views ------------------------------------------------------------------------------------------------------------
+    # -- the worlds of views -------------------------------------------------------------------------------------------------------------
 
     def _form(self, member: Member, view: View) -> None:
         world = self._worlds.setdefault(view.number, World(view))
@@ -619,7 +619,7 @@ class Cluster:
             self.perform(member, actions)
 
     def _down(self, member: Member, cause: str) -> None:
-        """A member is gone from the world of its view, and the others notice, each in its own time."""
+        """A member is lost from the world of its view, and each other member detects it at its own time."""
         world = self._worlds.get(member.protocol.view.number)
         if world is None or world.down or member.name not in world.came:
             return
@@ -633,7 +633,7 @@ class Cluster:
         return any(pair <= set(world.view.ids()) for pair in self._rifts)
 
     def _tear(self, world: World) -> None:
-        """Rank 0 watches all, and all watch it; two others that lose each other cannot say whom."""
+        """Rank 0 and each other member monitor each other; two others that lose their connection cannot name the failed one."""
         world.down = True
         pair = next(pair for pair in self._rifts if pair <= set(world.view.ids()))
         first = world.view.ids()[0]
@@ -660,7 +660,7 @@ class Cluster:
                 self._complete(self.members[name], (view_number, key), ranked)
 
     def _complete(self, member: Member, key: tuple[int, object], ranked: dict[str, Any]) -> None:
-        """It is done at this member in a moment, unless it hears before that the world is broken."""
+        """Complete the operation at this member soon, unless it learns before that the world is broken."""
 
         def complete() -> None:
             if member.state == "running":
@@ -674,14 +674,14 @@ class Cluster:
             pending.over()
 
     def _broken(self, member: Member) -> None:
-        """All that is under way at this member fails."""
+        """Fail all operations in flight at this member."""
         failed = [key for key in member.pending if isinstance(key, tuple)]
         for key in failed:
             self.at(member, 0, lambda key=key, pending=member.pending[key]: self._overtaken(member, key, pending))  # type: ignore[misc]
 
 
 def replay(name: str, seed: int) -> Cluster:
-    """Run one schedule. Raises AssertionError with a note that tells how to see it again."""
+    """Run one schedule. Raises AssertionError with a note that tells how to reproduce it."""
     cluster = Cluster(next(each for each in SCENARIOS if each.name == name), seed)
     try:
         cluster.run()

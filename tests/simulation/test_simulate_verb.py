@@ -14,7 +14,7 @@ from multiworld_serving.cli.options import seconds
 QUICK = ["simulate", "--requests", "400", "--mtbf", "1h", "--service-time", "200ms"]
 
 
-def test_table_has_one_row_per_number_of_replicas_and_load(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_line_per_number_of_replicas_and_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--replicas", "1,2", "--load", "0.3,0.6"]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "%" in line and " ms " in line]
     assert lines == [["1", "0.3"], ["1", "0.6"], ["2", "0.3"], ["2", "0.6"]]
@@ -42,7 +42,7 @@ def test_json_contains_the_plan_and_the_forecast(capsys: pytest.CaptureFixture[s
         (["--plot", "nowhere/plan.png"], "does not exist"),
     ],
 )
-def test_invalid_input_is_one_line_and_status_2(
+def test_bad_input_prints_one_line_and_exits_with_2(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
@@ -79,6 +79,6 @@ def test_duration_is_parsed_with_its_unit(text: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ms", "-1s", "1e3", "1 year", "never", "nan"])
-def test_duration_is_refused_when_it_is_invalid(text: str) -> None:
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         seconds(text)

@@ -1,4 +1,4 @@
-"""The scheduler under every kind of load and fault. Every invariant is asserted after every event (see `invariants/checker.py`)."""
+"""The scheduler under every kind of load and fault. All invariants are checked after every event (testing/simulation/invariants/checker.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.conftest import EVENTS, SEEDS
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_scheduler_keeps_its_promises_when_simulated(scenario: Scenario, sim_seed: int, sim_events: int) -> None:
+def test_scheduler_keeps_its_invariants_under_random_faults(scenario: Scenario, sim_seed: int, sim_events: int) -> None:
     simulator = Simulator(scenario, sim_seed)
     try:
         simulator.run(sim_events)
@@ -27,7 +27,7 @@ def test_scheduler_keeps_its_promises_when_simulated(scenario: Scenario, sim_see
         raise
 
 
-def test_scenarios_leave_nothing_out() -> None:
+def test_scenarios_cover_every_event() -> None:
     assert len(SCENARIOS) * len(SEEDS) * EVENTS >= 1_000_000
     assert {fault for scenario in SCENARIOS for fault in scenario.faults} == set(get_args(Fault))
     assert {scenario.load for scenario in SCENARIOS} == set(get_args(Load))
@@ -37,7 +37,7 @@ def test_scenarios_leave_nothing_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["everything-and-versions-and-moves", "doubles", "kills-in-turn"])
-def test_recording_gives_the_same_run_when_played(name: str) -> None:
+def test_recording_gives_the_same_run_when_replayed(name: str) -> None:
     scenario = next(scenario for scenario in SCENARIOS if scenario.name == name)
     first, again, played = (Simulator(scenario, 7) for _ in range(3))
     for simulator in (first, again, played):

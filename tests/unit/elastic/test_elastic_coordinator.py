@@ -1,4 +1,4 @@
-"""Who makes up the next view: events in, actions out."""
+"""Membership decisions of the coordinator of an elastic world: events in, actions out."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def one(name: str) -> MemberInfo:
 
 
 def begun(*names: str, regroup_timeout_s: float = 10.0) -> Coordinator:
-    """With these in its first view."""
+    """A coordinator whose first view has these members."""
     coordinator = Coordinator(initial_members=len(names), regroup_timeout_s=regroup_timeout_s)
     for member in infos(*names):
         coordinator.on_join(member, 0.0)
@@ -49,7 +49,7 @@ def boundary(coordinator: Coordinator) -> NextViewRequest:
     return NextViewRequest(coordinator.view.number, True, 0, coordinator.view.boundaries)
 
 
-def test_first_view_is_formed_when_enough_have_come_and_is_persisted_before_it_is_told() -> None:
+def test_first_view_forms_with_enough_members_and_is_persisted_before_it_is_sent() -> None:
     coordinator = Coordinator(initial_members=2)
     assert coordinator.on_join(one("a"), 0.0) == []
     actions = coordinator.on_join(one("b"), 0.0)
@@ -57,7 +57,7 @@ def test_first_view_is_formed_when_enough_have_come_and_is_persisted_before_it_i
     assert actions == [Persist(view), SendTo("a", view), SendTo("b", view)]
 
 
-def test_others_are_told_when_a_member_is_lost_and_form_the_next_view_when_all_of_them_have_asked() -> None:
+def test_others_are_told_of_a_lost_member_and_form_the_next_view_when_all_have_asked() -> None:
     coordinator = begun("a", "b", "c")
     actions = coordinator.on_lost("a", 1.0)
     assert actions == [SendTo("b", ViewInvalidated(1)), SendTo("c", ViewInvalidated(1))]
@@ -66,7 +66,7 @@ def test_others_are_told_when_a_member_is_lost_and_form_the_next_view_when_all_o
     assert told(actions, "b") == [View(2, infos("b", "c"), 5, 1)], "who is behind learns how many rounds are committed"
 
 
-def test_who_does_not_ask_in_time_is_evicted_and_the_others_go_on() -> None:
+def test_member_that_does_not_ask_in_time_is_evicted_and_the_others_continue() -> None:
     coordinator = begun("a", "b", "c", regroup_timeout_s=10.0)
     coordinator.on_message("a", broken(coordinator), 1.0)
     coordinator.on_message("c", broken(coordinator), 2.0)
@@ -78,29 +78,29 @@ def test_who_does_not_ask_in_time_is_evicted_and_the_others_go_on() -> None:
     assert coordinator.view.ids() == ("a", "c")
 
 
-def test_newcomer_waits_for_a_boundary_and_is_not_let_in_after_a_failure() -> None:
+def test_newcomer_waits_for_a_boundary_and_is_not_admitted_after_a_failure() -> None:
     coordinator = begun("a", "b")
     assert coordinator.on_join(one("n"), 1.0) == []
     coordinator.on_message("a", boundary(coordinator), 1.0)
     coordinator.on_message("b", broken(coordinator), 1.0)
-    assert coordinator.view.ids() == ("a", "b"), "one was in the middle of an operation"
+    assert coordinator.view.ids() == ("a", "b"), "one had an operation in flight"
     coordinator.on_message("a", boundary(coordinator), 2.0)
     actions = coordinator.on_message("b", boundary(coordinator), 2.0)
     assert coordinator.view.ids() == ("a", "b", "n")
     assert told(actions, "n") == [coordinator.view]
 
 
-def test_view_goes_on_when_all_stand_at_a_boundary_and_nobody_waits() -> None:
+def test_view_continues_when_all_are_at_a_boundary_and_no_newcomer_waits() -> None:
     coordinator = begun("a", "b")
     coordinator.on_message("a", boundary(coordinator), 1.0)
     actions = coordinator.on_message("b", boundary(coordinator), 1.0)
     assert told(actions, "a") == told(actions, "b") == [BoundaryPassed(1, 2)]
     assert Persist(coordinator.view) in actions
     late = coordinator.on_message("a", NextViewRequest(1, True, 0, 1), 1.5)
-    assert late == [SendTo("a", BoundaryPassed(1, 2))], "who did not hear it is told again"
+    assert late == [SendTo("a", BoundaryPassed(1, 2))], "a lost message is sent again"
 
 
-def test_what_is_said_about_an_older_view_is_ignored() -> None:
+def test_messages_about_an_older_view_are_ignored() -> None:
     coordinator = begun("a", "b")
     old = broken(coordinator)
     coordinator.on_message("a", old, 1.0)
@@ -111,7 +111,7 @@ def test_what_is_said_about_an_older_view_is_ignored() -> None:
     assert coordinator.view.number == 2
 
 
-def test_one_of_two_that_cannot_reach_each_other_goes_after_some_attempts() -> None:
+def test_one_of_two_unreachable_members_is_evicted_after_some_attempts() -> None:
     coordinator = begun("a", "b", "c")
     for _ in range(MAX_FAILED_VIEWS):
         assert coordinator.view.ids() == ("a", "b", "c")
@@ -122,7 +122,7 @@ def test_one_of_two_that_cannot_reach_each_other_goes_after_some_attempts() -> N
     assert isinstance(told(actions, "b")[0], Evicted)
 
 
-def test_newest_goes_when_nobody_can_tell_whom_it_lost_and_progress_forgives() -> None:
+def test_newest_member_is_evicted_when_no_suspect_is_known_and_progress_resets_the_attempts() -> None:
     coordinator = begun("a", "b")
     for attempt in range(MAX_FAILED_VIEWS - 1):
         for name in ("a", "b"):
@@ -136,21 +136,21 @@ def test_newest_goes_when_nobody_can_tell_whom_it_lost_and_progress_forgives() -
     assert coordinator.view.ids() == ("a",)
 
 
-def test_members_come_back_after_a_restart_and_who_does_not_is_given_up() -> None:
+def test_members_rejoin_after_a_restart_and_missing_ones_are_evicted() -> None:
     view = View(7, infos("a", "b", "c"), 3, 2)
     coordinator = Coordinator(initial_members=3, regroup_timeout_s=10.0, view=view, now_s=100.0)
     assert coordinator.may_resume("a")
     assert not coordinator.may_resume("stranger")
-    assert told(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may not have heard of it"
+    assert told(coordinator.on_join(one("a"), 101.0), "a") == [view], "it may have missed the message"
     coordinator.on_join(one("b"), 101.0)
     assert coordinator.on_message("a", broken(coordinator), 102.0) == []
-    assert coordinator.on_message("b", broken(coordinator), 102.0) == [], "c may come back yet"
+    assert coordinator.on_message("b", broken(coordinator), 102.0) == [], "c may still return"
     coordinator.on_tick(110.0)
     assert (coordinator.view.number, coordinator.view.ids()) == (8, ("a", "b"))
     assert not coordinator.may_resume("c")
 
 
-def test_world_begins_again_when_all_have_gone_and_view_numbers_go_on_increasing() -> None:
+def test_world_restarts_when_all_have_left_and_view_numbers_continue() -> None:
     coordinator = begun("a", "b")
     coordinator.on_message("a", Leave(), 1.0)
     coordinator.on_lost("b", 1.0)
@@ -174,7 +174,7 @@ def test_world_begins_again_when_all_have_gone_and_view_numbers_go_on_increasing
         *((cause, 0, "") for cause in (Cause.LEFT, Cause.TIMEOUT, Cause.ERROR, Cause.ABORTED)),
     ],
 )
-def test_member_accuses_another_one_only_when_the_failure_speaks_of_it(cause: Cause, rank: int, suspect: str) -> None:
+def test_member_is_suspected_only_when_the_failure_names_it(cause: Cause, rank: int, suspect: str) -> None:
     assert suspect_of("b", View(1, infos("a", "b", "c")), BrokenWorldException("w", cause, rank)) == suspect
 
 
@@ -189,7 +189,7 @@ def test_member_accuses_another_one_only_when_the_failure_speaks_of_it(cause: Ca
         Evicted("why"),
     ],
 )
-def test_messages_survive_the_wire(message: Message) -> None:
+def test_messages_survive_encoding(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -208,11 +208,11 @@ def test_messages_survive_the_wire(message: Message) -> None:
         b'{"kind": "View", "number": 1, "members": [{"id": "a b", "host": "h", "port": 1}], "committed": 0, "boundaries": 0}',
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_malformed_message_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
         decode(data)
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="initial_members must be at least 1"):
         Coordinator(initial_members=0)

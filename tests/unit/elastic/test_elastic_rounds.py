@@ -1,4 +1,4 @@
-"""Which operations have finished at all members; what quantizing loses; both by properties."""
+"""Property tests: which operations have finished at all members, quantization error, and bucketing."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def rounds(flags: list[list[bool]], number: int = 4, signature: str = "same") ->
         lambda count: st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=1, max_size=6)
     )
 )
-def test_finished_is_what_is_finished_at_all(flags: list[list[bool]]) -> None:
+def test_finished_operations_are_those_finished_at_all_members(flags: list[list[bool]]) -> None:
     everybody = rounds(flags)
     summaries = [each.summary() for each in everybody]
     verdicts = {each.flags_agree(summaries) for each in everybody}
@@ -33,7 +33,7 @@ def test_finished_is_what_is_finished_at_all(flags: list[list[bool]]) -> None:
         assert each.finished == [all(column) for column in zip(*flags, strict=True)]
 
 
-def test_members_that_do_not_do_the_same_find_out_alike() -> None:
+def test_members_with_different_operations_detect_it_alike() -> None:
     for other in (Round(5, 2, "same"), Round(4, 3, "same"), Round(4, 2, "other")):
         everybody = [*rounds([[False] * 2] * 2), other]
         for each in everybody:
@@ -51,7 +51,7 @@ def test_round_that_another_member_committed_is_committed_here_with_what_there_i
         unfinished.is_committed(5)
 
 
-# -- quantizing ------------------------------------------------------------------------------------------------------------------
+# -- quantization ----------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -63,7 +63,7 @@ def test_round_that_another_member_committed_is_committed_here_with_what_there_i
     st.sampled_from(list(Quantization)),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_what_quantizing_loses_is_within_the_stated_bound(
+def test_quantization_error_is_within_the_documented_bound(
     count: int, seed: int, scale: float, shift: float, quantization: Quantization, dtype: torch.dtype
 ) -> None:
     if quantization is Quantization.BFLOAT16 and dtype is torch.bfloat16:
@@ -87,7 +87,7 @@ def test_what_quantizing_loses_is_within_the_stated_bound(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.MIN_MAX, Quantization.ZERO_POINT_SCALE])
-def test_blocks_with_what_is_no_number_come_back_as_nan_and_others_do_not(quantization: Quantization) -> None:
+def test_only_blocks_with_nan_or_infinity_become_nan(quantization: Quantization) -> None:
     values = torch.ones(2 * BLOCK)
     values[5] = torch.inf
     back = dequantize(quantize(values, quantization), values.numel(), values.dtype, quantization)
@@ -95,7 +95,7 @@ def test_blocks_with_what_is_no_number_come_back_as_nan_and_others_do_not(quanti
     assert torch.equal(back[BLOCK:], values[BLOCK:])
 
 
-def test_zero_is_zero_when_quantized_around_zero() -> None:
+def test_zero_stays_zero_with_symmetric_quantization() -> None:
     values = torch.cat((torch.zeros(100), torch.linspace(-3.3, 7.7, 100)))
     back = dequantize(quantize(values, Quantization.ZERO_POINT_SCALE), 200, values.dtype, Quantization.ZERO_POINT_SCALE)
     assert torch.equal(back[:100], values[:100])
@@ -105,13 +105,13 @@ def test_zero_is_zero_when_quantized_around_zero() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([torch.float32, torch.int64])), max_size=40))
-def test_buckets_hold_every_tensor_once_and_give_back_what_they_were_given(
+def test_buckets_hold_every_tensor_once_and_return_it_unchanged(
     kinds: list[tuple[int, torch.dtype]],
 ) -> None:
     tensors = [torch.arange(count).to(dtype) for count, dtype in kinds]
     made = make_buckets("test", tensors)
     assert sorted(index for bucket in made for index in bucket.indices) == list(range(len(tensors)))
-    assert all(bucket.count for bucket in made), "an empty tensor shares the outcome of another one"
+    assert all(bucket.count for bucket in made), "an empty tensor shares the result of another one"
     for bucket, room in zip(made, Workspace().allocate(made), strict=True):
         assert bucket.nbytes <= BUCKET_BYTES or len(bucket.tensors) == 1
         bucket.pack(room)

@@ -1,4 +1,4 @@
-"""What a rendezvous keeps on the disk."""
+"""The state file of a rendezvous server."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def loaded(path: Path) -> dict[str, View]:
     return StateFile(path, 10.0).load()
 
 
-async def test_state_file_holds_the_last_view_of_each_world_that_is_not_forgotten(tmp_path: Path) -> None:
+async def test_state_file_holds_the_last_view_of_each_known_world(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, one=view(1), two=view(1), three=view(1))
     state.store("two", view(2))
@@ -37,7 +37,7 @@ async def test_state_file_holds_the_last_view_of_each_world_that_is_not_forgotte
     assert loaded(tmp_path / "nothing here") == {}
 
 
-async def test_decision_appends_its_own_world_only_when_there_are_many(tmp_path: Path) -> None:
+async def test_decision_appends_only_its_own_world_when_there_are_many(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, **{f"w{number}": view(1) for number in range(500)})
     before = path.read_bytes()
@@ -48,7 +48,7 @@ async def test_decision_appends_its_own_world_only_when_there_are_many(tmp_path:
     assert 0 < len(after) - len(before) < 300
 
 
-async def test_half_a_line_is_ignored_when_the_process_ended_while_it_wrote(tmp_path: Path) -> None:
+async def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "state"
     await written(path, one=view(1))
     whole = path.read_bytes()
@@ -62,14 +62,14 @@ async def test_half_a_line_is_ignored_when_the_process_ended_while_it_wrote(tmp_
 
 
 @pytest.mark.parametrize("data", [b"no json", b"[]\n", b'{"w": 1}\n', b'{"w": "{}"}\n', b'{}\nnonsense\n{"w": null}\n'])
-def test_file_of_another_kind_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_file_of_another_format_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "state"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="does not hold the state of a rendezvous"):
         loaded(path)
 
 
-async def test_file_stays_small_when_the_same_worlds_change_again_and_again(tmp_path: Path) -> None:
+async def test_file_stays_small_when_the_same_worlds_change_repeatedly(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, w=view(1))
     longest = 0
@@ -82,9 +82,7 @@ async def test_file_stays_small_when_the_same_worlds_change_again_and_again(tmp_
     assert loaded(path) == {"w": view(1199)}
 
 
-async def test_everything_is_written_again_when_a_write_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_file_is_rewritten_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
     state = await written(path, one=view(1))
     write = os.write
@@ -104,9 +102,7 @@ async def test_everything_is_written_again_when_a_write_has_failed(
     assert loaded(path) == {"one": view(2), "two": view(1)}
 
 
-async def test_names_of_files_are_on_the_disk_when_a_decision_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_directory_entry_is_synced_with_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     sync = os.fsync
 
@@ -119,9 +115,7 @@ async def test_names_of_files_are_on_the_disk_when_a_decision_is(
     assert synced[-1] == str(tmp_path)
 
 
-async def test_flush_gives_up_in_time_when_the_disk_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_flush_times_out_when_the_disk_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: answers.wait(60))
     path = tmp_path / "state"

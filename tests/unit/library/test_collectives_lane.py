@@ -1,4 +1,4 @@
-"""A lane does its jobs in order, holds no thread when idle, and ends with its world."""
+"""A serial queue runs its jobs in order, holds no thread while idle, and ends with its world."""
 
 import threading
 from functools import partial
@@ -33,7 +33,7 @@ def test_jobs_run_in_order_when_the_first_is_slow() -> None:
     assert not lane._running
 
 
-def test_lanes_of_a_world_do_not_wait_for_each_other() -> None:
+def test_queues_of_a_world_do_not_wait_for_each_other() -> None:
     waiters = BlockingPool("test")
     first, second, gate, done = SerialQueue(waiters), SerialQueue(waiters), threading.Event(), threading.Event()
     first.run(partial(_pass, gate))

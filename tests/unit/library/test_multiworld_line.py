@@ -1,4 +1,4 @@
-"""A line carries messages in the order of their tag, to who waits for them, and believes nothing that it is told."""
+"""A peer connection delivers messages in the order of their tag to waiting receivers, and validates everything it receives."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Owner:
-    """A world that only writes down what it is told."""
+    """A world that only records its calls."""
 
     def __init__(self) -> None:
         self.completed: list[Operation | SubOperation] = []
@@ -59,7 +59,7 @@ class Owner:
 
 
 class End:
-    """A line, and what its world does with it."""
+    """A peer connection and the calls of its world."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.owner = Owner()
@@ -98,7 +98,7 @@ async def pair() -> AsyncIterator[tuple[End, End]]:
 
 @pytest.fixture
 async def end() -> AsyncIterator[tuple[End, socket.socket]]:
-    """A line, and the bare socket at the other end of it."""
+    """A peer connection, and the plain socket at the other end of it."""
     ours, theirs = socket.socketpair()
     made = End(ours)
     theirs.setblocking(False)
@@ -120,12 +120,12 @@ def posted(tag: int = 0) -> bytes:
 
 
 async def settled() -> None:
-    """The loop has served whatever could be read."""
+    """Wait until the loop has processed everything readable."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def test_nothing_is_sent_before_somebody_waits_for_it(end: tuple[End, socket.socket]) -> None:
+async def test_nothing_is_sent_before_a_receive_is_posted(end: tuple[End, socket.socket]) -> None:
     made, peer = end
     operations = [made.send(torch.full((4,), float(tag)), tag) for tag in (1, 2)]
     await settled()
@@ -141,7 +141,7 @@ async def test_nothing_is_sent_before_somebody_waits_for_it(end: tuple[End, sock
     assert (await heard(peer, HEAD.size + 16))[HEAD.size :] != data
 
 
-async def test_messages_arrive_in_the_order_of_their_tag_whatever_the_order_of_the_tags(pair: tuple[End, End]) -> None:
+async def test_messages_of_a_tag_arrive_in_order_in_any_order_of_tags(pair: tuple[End, End]) -> None:
     one, other = pair
     chance = random.Random(1)
     sizes = [0, 1, 100, 9_000, 300_000]
@@ -169,7 +169,7 @@ async def test_both_sides_may_send_first(pair: tuple[End, End]) -> None:
     assert [set(tensor[:: BIG // 7].tolist()) for tensor in tensors] == [{1.0}, {0.0}]
 
 
-async def test_a_message_is_read_whole_when_it_comes_in_crumbs(end: tuple[End, socket.socket]) -> None:
+async def test_fragmented_message_is_received_completely(end: tuple[End, socket.socket]) -> None:
     made, peer = end
     tensors = [torch.zeros(5, dtype=torch.int16), torch.zeros(0), torch.zeros(3, dtype=torch.int16)]
     operations = [made.receive(tensor) for tensor in tensors]
@@ -186,13 +186,13 @@ async def test_a_message_is_read_whole_when_it_comes_in_crumbs(end: tuple[End, s
     assert tensors[2].numpy().tobytes() == b"abcdef"
 
 
-async def test_waiting_is_said_before_messages_that_have_not_begun(end: tuple[End, socket.socket]) -> None:
-    """Or the peer would hear of it when all of them have gone."""
+async def test_receive_credits_are_sent_before_messages_that_have_not_started(end: tuple[End, socket.socket]) -> None:
+    """Otherwise the peer would get them only after all queued messages."""
     made, peer = end
     peer.send(2 * posted())
     await settled()
     first = [made.send(torch.zeros(BIG, dtype=torch.uint8)) for _ in range(2)]
-    assert not made.owner.completed  # the first has begun
+    assert not made.owner.completed  # the first has started
     made.receive(torch.zeros(1), tag=7)
     come = await heard(peer, HEAD.size + BIG + HEAD.size)
     assert come[HEAD.size + BIG :] == posted(7)
@@ -203,7 +203,7 @@ async def test_waiting_is_said_before_messages_that_have_not_begun(end: tuple[En
 
 INVALID = {
     "random bytes": (b"\xee" + os.urandom(4096), "invalid data: a head of kind 238"),
-    "a message that nobody waits for": (
+    "a message without a receiver": (
         message_head("float32[4]", 5, 16),
         "a message with tag 5, for which no receive is pending",
     ),
@@ -211,12 +211,14 @@ INVALID = {
     "a shorter message": (message_head("float32[3]", 0, 12), "it sent float32[3] where float32[4] was expected"),
     "another dtype": (message_head("int32[4]", 0, 16), "it sent int32[4] where float32[4] was expected"),
     "a size that is not the signature's": (message_head("float32[4]", 0, 1 << 60), "where float32[4] was expected"),
-    "too many that wait": ((MAX_CREDITS + 1) * posted(1), "it granted more than"),
+    "too many waiting messages": ((MAX_CREDITS + 1) * posted(1), "it granted more than"),
 }
 
 
 @pytest.mark.parametrize("what", INVALID)
-async def test_nonsense_is_told_once_and_nothing_of_it_is_kept(end: tuple[End, socket.socket], what: str) -> None:
+async def test_protocol_error_is_reported_once_and_its_data_is_dropped(
+    end: tuple[End, socket.socket], what: str
+) -> None:
     made, peer = end
     data, words = INVALID[what]
     tensor = torch.full((4,), 7.0)
@@ -236,7 +238,7 @@ async def test_nonsense_is_told_once_and_nothing_of_it_is_kept(end: tuple[End, s
 
 
 @pytest.mark.parametrize("come", [0, 1, HEAD.size, HEAD.size + 1000, HEAD.size + 100_000])
-async def test_all_that_is_under_way_is_lost_with_the_connection(end: tuple[End, socket.socket], come: int) -> None:
+async def test_pending_messages_fail_when_the_connection_is_lost(end: tuple[End, socket.socket], come: int) -> None:
     made, peer = end
     peer.send(posted(3))
     await settled()
@@ -258,7 +260,7 @@ async def test_all_that_is_under_way_is_lost_with_the_connection(end: tuple[End,
     assert made.line.end_reason == reason
 
 
-async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[End, socket.socket]) -> None:
+async def test_event_loop_runs_other_work_while_a_peer_sends_continuously(end: tuple[End, socket.socket]) -> None:
     made, peer = end
     size = 64 << 20
     operation = made.receive(torch.zeros(size, dtype=torch.uint8))
@@ -273,8 +275,8 @@ async def test_the_loop_has_its_turn_while_a_peer_sends_without_end(end: tuple[E
     assert turns > 32
 
 
-async def test_a_message_that_nobody_else_keeps_stays_what_it_is_until_it_has_gone(pair: tuple[End, End]) -> None:
-    """The copy of a tensor with strides, or of one on a device, is the line's alone."""
+async def test_temporary_copy_is_kept_until_it_is_sent(pair: tuple[End, End]) -> None:
+    """Only the connection references the copy of a strided tensor or of a device tensor."""
     one, other = pair
     come = torch.zeros(BIG, dtype=torch.uint8)
     arrives = other.receive(come)
@@ -288,14 +290,14 @@ async def test_a_message_that_nobody_else_keeps_stays_what_it_is_until_it_has_go
         one.line.send(transfer, 0)
     del transfer, tensor
     gc.collect()
-    assert kept() is not None, "part of it has gone, and the rest is sent from its memory"
+    assert kept() is not None, "part of it was sent, and the rest is sent from its memory"
     await other.until_completed(arrives)
     assert bool((come == 7).all())
     await until(lambda: kept() is None)
 
 
 class Narrow:
-    """A socket of which the kernel takes `room` bytes, and then no more until it is given room again."""
+    """A socket whose kernel buffer takes `room` bytes, and nothing more until it gets new room."""
 
     def __init__(self, sock: socket.socket, room: int) -> None:
         self._sock, self.room = sock, room
@@ -311,7 +313,7 @@ class Narrow:
 
 
 @pytest.mark.parametrize("gone", [1, HEAD.size - 1, HEAD.size])
-async def test_nothing_comes_into_a_head_that_has_gone_in_part(
+async def test_partially_sent_header_is_completed_first(
     end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
     made, peer = end
@@ -327,7 +329,7 @@ async def test_nothing_comes_into_a_head_that_has_gone_in_part(
     assert come == message_head("uint8[3]", 0, 3) + b"\t\t\t" + posted(7)
 
 
-async def test_nothing_comes_between_a_head_and_its_message(
+async def test_nothing_is_sent_between_a_header_and_its_payload(
     pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiworld.transport.connection._SENDMSG_BUFFERS", 1)
@@ -336,7 +338,7 @@ async def test_nothing_comes_between_a_head_and_its_message(
     there, back = torch.zeros(4), torch.zeros(4)
     arrives = other.receive(there)
     await settled()
-    sent = one.send(torch.arange(4.0))  # of this, the head alone goes at once
+    sent = one.send(torch.arange(4.0))  # only the header of this one is sent at once
     answered = one.receive(back, tag=1)
     other.send(torch.arange(4.0, 8.0), tag=1)
     await one.until_completed(sent, answered)
@@ -345,8 +347,8 @@ async def test_nothing_comes_between_a_head_and_its_message(
     assert torch.equal(back, torch.arange(4.0, 8.0))
 
 
-def test_what_comes_behind_the_handshake_is_left_to_the_line() -> None:
-    """Who lets a member in may write to it at once."""
+def test_data_after_the_handshake_is_left_to_the_connection() -> None:
+    """A server may write to the connection right after it has accepted the client."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(PATIENCE_S)
@@ -362,12 +364,12 @@ def test_what_comes_behind_the_handshake_is_left_to_the_line() -> None:
             _next_frame(ours)
 
 
-async def test_messages_are_read_in_order_when_their_owner_uses_the_line_at_once(
+async def test_messages_are_read_in_order_when_the_owner_reenters_the_connection(
     end: tuple[End, socket.socket],
 ) -> None:
-    """As a script does that an eager task factory runs inside of `on_transferred`."""
+    """Like an algorithm that an eager task factory runs inside `on_transferred`."""
     made, peer = end
-    count = 400  # more than is read at once
+    count = 400  # more than one read returns
     tensors = [torch.zeros(4) for _ in range(count)]
     arrivals = [made.receive(tensor) for tensor in tensors]
     answers = iter(range(count))
@@ -381,7 +383,7 @@ async def test_messages_are_read_in_order_when_their_owner_uses_the_line_at_once
     assert not made.owner.protocol_errors
 
 
-async def test_bytes_are_sent_once_when_their_owner_uses_the_line_at_once(
+async def test_bytes_are_sent_once_when_the_owner_reenters_the_connection(
     end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, peer = end
@@ -398,7 +400,7 @@ async def test_bytes_are_sent_once_when_their_owner_uses_the_line_at_once(
     made.owner.then = receive_once
     for size in sizes:
         made.send(torch.full((size,), size % 251, dtype=torch.uint8))
-    while made.line._outbox and made.line.end_reason is None:  # the loop has to run for it
+    while made.line._outbox and made.line.end_reason is None:  # needs a turn of the loop
         narrow.room = 1 << 20
         await asyncio.sleep(0)
     come = await heard(peer, sum(sizes) + (len(sizes) + 1) * HEAD.size)
@@ -412,7 +414,7 @@ async def test_bytes_are_sent_once_when_their_owner_uses_the_line_at_once(
     assert sorted(seen) == sorted([(RECV_READY, 9, 0), *((MESSAGE, 0, size) for size in sizes)])
 
 
-async def test_failing_to_read_is_no_failure_of_the_peer_when_memory_is_missing(
+async def test_failed_read_for_lack_of_memory_is_not_a_peer_failure(
     end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, peer = end

@@ -62,7 +62,7 @@ class Client:
         self.handshake = ClientHandshake(secret, hello)
 
     def next(self) -> Frame | None:
-        """The next frame that is no heartbeat; None at the end."""
+        """The next frame that is not a heartbeat; None at the end."""
         while True:
             while self._come:
                 frame = self._come.pop(0)
@@ -126,14 +126,14 @@ def house() -> Iterator[House]:
         client.sock.close()
 
 
-def test_clients_wait_for_their_world_and_start_with_it(house: House) -> None:
+def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
     early = [house.client(rank=rank, size=3).enter() for rank in (2, 1)]
     told = house.host(size=3)
     assert told.next() == ("all joined", 1, "127.0.0.1")
     assert [client.next() for client in early] == [Frame(Kind.START, (b"1",))] * 2
 
 
-def test_a_world_of_one_starts_at_once(house: House) -> None:
+def test_world_of_one_starts_at_once(house: House) -> None:
     assert house.host(size=1).next() == ("all joined", 1, "")
 
 
@@ -147,27 +147,27 @@ def test_a_world_of_one_starts_at_once(house: House) -> None:
         ({"generation": 4}, "generation 4 has formed already; the current one is 5", b"0"),
     ],
 )
-def test_client_is_refused_when_its_rank_does_not_exist(
+def test_member_is_refused_when_its_rank_does_not_exist(
     house: House, wish: dict[str, int], reason: str, retry: bytes
 ) -> None:
     house.host(generation=5)
     client = house.client(**wish).enter()  # type: ignore[arg-type]
-    refusal = client.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].decode().startswith(reason)
-    assert refusal.fields[1] == retry
+    rejection = client.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].decode().startswith(reason)
+    assert rejection.fields[1] == retry
     assert client.next() is None
 
 
-def test_client_may_retry_when_its_rank_is_taken(house: House) -> None:
+def test_member_may_retry_when_its_rank_is_taken(house: House) -> None:
     house.host(size=3)
     house.client(size=3).enter()
     second = house.client(size=3).enter()
     assert second.next() == Frame(Kind.REFUSE, (b"rank 1 is taken", b"1"))
 
 
-def test_client_without_a_generation_waits_for_the_next_one_when_this_one_has_started(house: House) -> None:
+def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_has_started(house: House) -> None:
     first = house.host()
     house.client().enter()
     first.next()
@@ -177,7 +177,7 @@ def test_client_without_a_generation_waits_for_the_next_one_when_this_one_has_st
     assert waiting.next() == Frame(Kind.START, (b"2",))
 
 
-def test_client_with_a_later_generation_waits_for_it(house: House) -> None:
+def test_member_with_a_later_generation_waits_for_it(house: House) -> None:
     house.host(generation=2)
     waiting = house.client(generation=3).enter()
     told = house.host(generation=3)
@@ -186,18 +186,18 @@ def test_client_with_a_later_generation_waits_for_it(house: House) -> None:
 
 
 def test_the_newer_of_two_clients_for_one_rank_is_admitted(house: House) -> None:
-    """The elder may be what is left of a process that has been started anew."""
+    """The earlier one may belong to a process that has been restarted."""
     elder, younger = house.client().enter(), house.client().enter()
     house.host().next()
     assert younger.next() == Frame(Kind.START, (b"1",))
     del elder
 
 
-def test_client_that_leaves_before_the_start_frees_its_rank(house: House) -> None:
+def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House) -> None:
     told = house.host(size=3)
     house.client(size=3).enter().sock.close()
     house.client(rank=2, size=3).enter()
-    for _ in range(1000):  # until the end of the first connection has been seen
+    for _ in range(1000):  # until the end of the first connection has been detected
         heir = house.client(size=3).enter()
         answer = heir.next()
         assert answer is not None
@@ -207,8 +207,8 @@ def test_client_that_leaves_before_the_start_frees_its_rank(house: House) -> Non
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times: int) -> None:
-    """Byte by byte what somebody with the secret has said, on a connection of its own, while the world still waits for its members."""
+def test_replayed_join_is_refused(house: House, times: int) -> None:
+    """The recorded bytes of an authenticated member, on a new connection, while the world still waits for members."""
     told = house.host(size=3)
     house.client(size=3).enter()
     honest = house.client(rank=2, size=3)
@@ -225,7 +225,7 @@ def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times
     assert told.next()[0] == "all joined"
 
 
-def test_client_with_the_wrong_secret_is_refused_without_retry(house: House) -> None:
+def test_member_with_a_wrong_secret_is_refused_permanently(house: House) -> None:
     client = house.client(secret=b"wrong")
     challenge = client.next()
     assert challenge is not None
@@ -235,7 +235,7 @@ def test_client_with_the_wrong_secret_is_refused_without_retry(house: House) -> 
 
 
 class NestedHello(Hello):
-    """What somebody who knows the secret may send."""
+    """A hello with deeply nested JSON, which a member with the secret may send."""
 
     def encode(self) -> bytes:
         return b"[" * 30_000
@@ -247,15 +247,15 @@ def test_client_gets_the_reason_when_its_hello_is_invalid(house: House, caplog: 
     challenge = client.next()
     assert challenge is not None
     client.sock.sendall(client.handshake.hello(challenge).encode())
-    refusal = client.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].startswith(b"not a hello")
-    assert refusal.fields[1] == b"1"
+    rejection = client.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].startswith(b"not a hello")
+    assert rejection.fields[1] == b"1"
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
-def test_what_a_member_says_of_a_failure_is_cut_and_escaped_when_it_is_long(house: House) -> None:
+def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) -> None:
     told = house.host()
     member = house.client().enter()
     told.next()
@@ -278,7 +278,7 @@ def test_client_is_closed_when_it_does_not_authenticate_in_time(house: House, mo
 
 
 def test_client_is_closed_when_it_sends_only_heartbeats(house: House) -> None:
-    """Each is cheap, and a million of them a second would keep the watchdog from its worlds."""
+    """A million heartbeats per second would keep the watchdog thread from its worlds."""
     stranger = socket.create_connection(("127.0.0.1", house.acceptor.port))
     stranger.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
@@ -324,7 +324,7 @@ def test_all_clients_are_closed_when_the_acceptor_closes(house: House) -> None:
         house.client()
 
 
-def test_members_hear_each_other_through_the_host(house: House) -> None:
+def test_members_get_reports_of_each_other_through_the_host(house: House) -> None:
     told = house.host(size=3)
     first, second = house.client(rank=1, size=3).enter(), house.client(rank=2, size=3).enter()
     told.next()
@@ -347,7 +347,7 @@ def test_members_hear_each_other_through_the_host(house: House) -> None:
     ],
     ids=["rank", "cause", "fields", "kind"],
 )
-def test_a_member_that_talks_nonsense_is_lost(house: House, frame: Frame) -> None:
+def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -> None:
     told = house.host()
     member = house.client().enter()
     told.next()
@@ -356,7 +356,7 @@ def test_a_member_that_talks_nonsense_is_lost(house: House, frame: Frame) -> Non
 
 
 def strict_session(house: House, told: Told) -> HostSession:
-    """Rank 0 of a world of two that watches event loops."""
+    """Rank 0 of a world of two with event loop monitoring."""
     watching = HeartbeatConfig(0.05, 3600.0, 0.5)
     session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), watching))
     assert isinstance(session, HostSession)
@@ -365,9 +365,7 @@ def strict_session(house: House, told: Told) -> HostSession:
 
 
 @pytest.mark.parametrize("fields", [(b"7",), (b"7", b"of a later release")])
-def test_a_member_whose_count_stands_still_is_lost_as_stalled_and_told_so(
-    house: House, fields: tuple[bytes, ...]
-) -> None:
+def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: House, fields: tuple[bytes, ...]) -> None:
     told = Told()
     session = strict_session(house, told)
     member = house.client().enter()
@@ -383,7 +381,7 @@ def test_a_member_whose_count_stands_still_is_lost_as_stalled_and_told_so(
     house.on_watchdog(session.close)
 
 
-def test_a_member_is_not_stalled_when_its_heartbeats_have_no_count(house: House) -> None:
+def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
     told = Told()
     session = strict_session(house, told)
     member = house.client().enter()
@@ -396,7 +394,7 @@ def test_a_member_is_not_stalled_when_its_heartbeats_have_no_count(house: House)
     house.on_watchdog(session.close)
 
 
-def test_a_silent_member_is_lost_and_told_so(house: House) -> None:
+def test_silent_member_is_lost_and_told_so(house: House) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
     session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), strict))

@@ -1,4 +1,4 @@
-"""Observation of a service: answers, status, processes and connections."""
+"""Observations of a service: answers, its status page, its processes and connections."""
 
 import os
 import socket
@@ -39,20 +39,20 @@ def at(at_s: float, *replicas: Replica) -> Snapshot:
     return Snapshot(at_s, {each.key: each for each in replicas})
 
 
-def test_answer_is_correct_when_it_differs_by_rounding() -> None:
+def test_answer_is_right_when_it_differs_by_rounding() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5001, c2=0.2999, c3=0.1)) == ""
 
 
-def test_answer_is_correct_when_the_least_probable_class_is_replaced_by_an_equal() -> None:
+def test_answer_is_right_when_classes_of_equal_probability_are_swapped() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5, c2=0.3, c4=0.1)) == ""
 
 
 @pytest.mark.parametrize("answer", [says(c1=0.4, c2=0.4, c3=0.1), says(c7=0.5, c8=0.3, c9=0.1), says()])
-def test_answer_is_wrong_when_it_is_that_of_another_image(answer: dict[str, object]) -> None:
+def test_answer_is_wrong_when_it_belongs_to_another_image(answer: dict[str, object]) -> None:
     assert QUESTION.find_mismatch(answer).startswith("wrong answer")
 
 
-def test_images_with_the_same_answer_are_counted() -> None:
+def test_images_with_equal_answers_are_reported() -> None:
     assert count_indistinguishable([QUESTION, QUESTION, ReferenceRequest(b"", expected={1: 0.9})]) == 1
 
 
@@ -62,7 +62,7 @@ def test_photo_depends_on_the_seed_only() -> None:
         assert (image.format, image.size) == ("JPEG", (200, 100))
 
 
-def test_image_file_is_refused_when_it_is_not_an_image(tmp_path: Path) -> None:
+def test_invalid_image_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("text")
     with pytest.raises(UserError, match=r"--image .*a\.jpg"):
         image_file(tmp_path / "a.jpg")
@@ -83,7 +83,7 @@ def test_snapshot_is_parsed_from_the_status() -> None:
     assert (now.ready, now.leader_since_s) == (0, 10.0)
 
 
-def test_snapshots_differ_when_the_leader_was_restarted() -> None:
+def test_moments_differ_when_the_leader_was_restarted() -> None:
     before = Snapshot(10.0, {}, leader_since_s=1.0)
     assert not Snapshot(20.0, {}, leader_since_s=1.5).differs_from(before)
     assert Snapshot(20.0, {}, leader_since_s=18.0).differs_from(before)
@@ -99,7 +99,7 @@ def test_snapshots_differ_when_the_leader_was_restarted() -> None:
         (replica("ready", epoch=2), True),
     ],
 )
-def test_replica_is_broken_when_its_world_is_another_or_none(later: Replica, broken: bool) -> None:
+def test_replica_is_broken_when_it_is_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
     assert later.broken_since(replica("ready")) is broken
 
 
@@ -154,7 +154,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_process_does_not_run_while_it_is_stopped(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_process_is_stopped_during_a_freeze(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         with process.stopped():
             while state(sleeper.pid) != "T":  # bounded by the test's own timeout
@@ -164,7 +164,7 @@ def test_process_does_not_run_while_it_is_stopped(sleeper: "subprocess.Popen[byt
         assert resources(sleeper.pid).threads == 1
 
 
-def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_ended_process_is_not_signaled(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         sleeper.kill()
         sleeper.wait()
@@ -191,7 +191,7 @@ def test_connections_of_a_process_are_its_open_ones() -> None:
     assert parent(os.getpid()) == os.getppid()
 
 
-def test_rules_drop_packets_in_the_given_direction_and_new_connections() -> None:
+def test_rules_drop_packets_in_the_given_directions_including_new_connections() -> None:
     connection = Connection("10.0.0.1", 4000, "10.0.0.2", 8001)
     out = ["-s", "10.0.0.1", "--sport", "4000", "-d", "10.0.0.2", "--dport", "8001"]
     back = ["-s", "10.0.0.2", "--sport", "8001", "-d", "10.0.0.1", "--dport", "4000"]

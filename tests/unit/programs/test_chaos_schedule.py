@@ -1,4 +1,4 @@
-"""The schedule of a campaign: which faults, in which order, on which targets."""
+"""The schedule of a campaign: durations, selection and order of faults, and their targets."""
 
 from collections import Counter
 from itertools import islice
@@ -26,7 +26,7 @@ def pipeline(stages: int, replicas: int) -> Snapshot:
     return Snapshot(0.0, {replica.key: replica for replica in every})
 
 
-def test_all_faults_are_chosen_when_none_is_named() -> None:
+def test_all_faults_are_selected_by_default() -> None:
     assert chosen_faults(None) == list(PROCESS_FAULTS)
 
 
@@ -51,7 +51,7 @@ def test_container_faults_are_known_only_for_containers() -> None:
         chosen_faults("oom")
 
 
-def test_order_has_every_fault_once_per_round_and_depends_on_the_seed() -> None:
+def test_order_has_every_fault_once_per_round_and_depends_only_on_the_seed() -> None:
     rounds = [fault.name for fault in islice(order(PROCESS_FAULTS, 7), 3 * len(PROCESS_FAULTS))]
     assert set(Counter(rounds).values()) == {3}
     assert set(rounds[: len(PROCESS_FAULTS)]) == {fault.name for fault in PROCESS_FAULTS}
@@ -71,7 +71,7 @@ def test_order_has_every_fault_once_per_round_and_depends_on_the_seed() -> None:
         ("deadline", 1, 1, True),
     ],
 )
-def test_fault_has_no_targets_when_the_pipeline_is_too_small(
+def test_fault_is_impossible_when_the_pipeline_is_too_small(
     name: str, stages: int, replicas: int, possible: bool
 ) -> None:
     assert (missing_targets_reason(BY_NAME[name], pipeline(stages, replicas)) == "") == possible

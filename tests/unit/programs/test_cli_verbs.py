@@ -1,4 +1,4 @@
-"""The command line: what each verb passes on, prints and exits with."""
+"""The command line: arguments, output and exit status of each verb."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ SNAPSHOT = {
 
 
 class FakeService(BaseHTTPRequestHandler):
-    """Answers as the service does; refuses what is not called cat."""
+    """Answers like the service; refuses files that are not named cat."""
 
     status: ClassVar[Any] = SNAPSHOT
 
@@ -147,7 +147,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_serve_passes_its_settings(program: Recorder) -> None:
+def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
     program.outcome = 7
     assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
     [settings] = program.arguments
@@ -171,9 +171,7 @@ def test_frontend_joins_every_leader_that_it_is_given(program: Recorder, monkeyp
     assert [str(address) for address in settings.leaders] == ["10.0.0.1:8001", "10.0.0.2:8001", "10.0.0.3:8001"]
 
 
-def test_flag_of_the_environment_is_taken_back_by_the_command_line(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line_overrides_a_flag_of_the_environment(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_ACCESS_LOG", "true")
     main(["serve"])
     assert program.arguments[0].access_log is True
@@ -181,7 +179,7 @@ def test_flag_of_the_environment_is_taken_back_by_the_command_line(
     assert program.arguments[0].access_log is False
 
 
-def test_programs_understand_the_commands_of_the_service(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {
         "http_port": 0,
         "join_port": 0,
@@ -243,25 +241,25 @@ def received(program: Recorder, group: Supervisor, cls: type[S]) -> S:
     ],
     ids=" ".join,
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_bad_input_prints_one_line_and_exits_with_2(
     program: Recorder, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert main(arguments) == 2
     one_line(capsys)
 
 
-def test_misspelt_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     main(["serve", "--stagse", "2"])
     assert "--stages" in one_line(capsys)
 
 
-def test_error_of_a_person_is_one_line_and_status_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_prints_one_line_and_exits_with_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     program.outcome = UserError("port 8000 is in use:\n  choose another with --http-port")
     assert main(["serve"]) == 2
     assert one_line(capsys).endswith("port 8000 is in use: choose another with --http-port\n")
 
 
-def test_error_of_models_is_one_line_and_status_2(
+def test_model_error_prints_one_line_and_exits_with_2(
     program: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ModelError(ValueError):
@@ -275,13 +273,13 @@ def test_error_of_models_is_one_line_and_status_2(
     assert "no such weights" in one_line(capsys)
 
 
-def test_unexpected_error_is_raised_as_it_is(program: Recorder) -> None:
+def test_unexpected_error_is_raised_unchanged(program: Recorder) -> None:
     program.outcome = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         main(["serve"])
 
 
-def test_ctrl_c_is_status_130(program: Recorder) -> None:
+def test_ctrl_c_exits_with_130(program: Recorder) -> None:
     program.outcome = KeyboardInterrupt()
     assert main(["serve"]) == 130
 
@@ -294,7 +292,7 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str], verb: list[str]) ->
     assert "Usage: multiworld" in capsys.readouterr().out
 
 
-def test_help_is_printed_when_no_verb_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "predict" in capsys.readouterr().out
 
@@ -303,7 +301,7 @@ def test_help_is_printed_when_no_verb_is_given(capsys: pytest.CaptureFixture[str
     ("verb", "cls"),
     [("serve", ServeSettings), ("leader", LeaderSettings), ("frontend", FrontendSettings), ("worker", WorkerSettings)],
 )
-def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
+def test_help_lists_every_setting_except_secret_and_hidden_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, cls: type[Settings]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -329,20 +327,20 @@ def test_verbs_that_do_not_compute_start_without_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_predict_shows_a_table(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_a_table(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "cat.jpg"]) == 0
     out = capsys.readouterr().out
     for part in ("cat.jpg", "tabby cat", "281", "0.7500", "resnet18 random:0", "total 12.5 ms"):
         assert part in out
 
 
-def test_predict_prints_one_json_object_a_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_one_json_object_per_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in lines] == [{"file": "cat.jpg", **ANSWER, "asked_for": 1}] * 2
 
 
-def test_predict_goes_on_when_a_file_is_refused_or_missing(
+def test_predict_continues_when_a_file_is_refused_or_missing(
     url: str, images: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["predict", "--url", url, "dog.txt", "nowhere.jpg", "cat.jpg"]) == 1
@@ -354,7 +352,7 @@ def test_predict_goes_on_when_a_file_is_refused_or_missing(
     ]
 
 
-def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: str, images: None) -> None:
+def test_predict_shows_progress_on_a_terminal_when_its_output_is_redirected(url: str, images: None) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "multiworld_serving.cli.main", "predict", "--url", url, "--json", *["cat.jpg"] * 3]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -370,7 +368,7 @@ def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: st
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])
-def test_service_that_does_not_answer_is_one_line_that_says_how_to_start_it(
+def test_unreachable_service_prints_one_line_with_instructions(
     images: None, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
@@ -379,7 +377,7 @@ def test_service_that_does_not_answer_is_one_line_that_says_how_to_start_it(
     assert "multiworld serve" in one_line(capsys)
 
 
-def test_status_shows_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
@@ -393,7 +391,7 @@ def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out) == SNAPSHOT
 
 
-def test_status_says_so_when_something_else_answers(
+def test_status_reports_that_another_server_answers(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeService, "status", ["something", "else"])
@@ -401,7 +399,7 @@ def test_status_says_so_when_something_else_answers(
     assert "does not answer like a multiworld service" in one_line(capsys)
 
 
-def test_version_names_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_versions_of_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
     assert {"multiworld", "torch"} <= json.loads(capsys.readouterr().out).keys()
 
@@ -410,5 +408,5 @@ def test_version_names_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) 
     ("seconds", "text"),
     [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599.7, "1 h 0 min"), (90000, "1 d 1 h"), (-5, "0 s")],
 )
-def test_duration_has_two_units_at_most(seconds: float, text: str) -> None:
+def test_duration_has_at_most_two_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -182,7 +182,7 @@ async def test_last_error_is_raised_after_max_tries(
 
 @both
 async def test_deadline_error_is_raised_when_the_server_stalls(script: Script, predict: Predict) -> None:
-    script.answers = [(200, {"Content-Length": "5"}, "")]  # announces a body that never comes
+    script.answers = [(200, {"Content-Length": "5"}, "")]  # announces a body that never arrives
     with pytest.raises(DeadlineError):
         await predict(script, timeout_s=0.3)
 
@@ -194,7 +194,7 @@ def test_errors_can_be_pickled(error: ClientError) -> None:
     assert str(again) == str(error)
 
 
-def test_pauses_grow_up_to_the_limit() -> None:
+def test_delays_grow_up_to_the_limit() -> None:
     retries = Retries(first_pause_s=0.1, max_pause_s=1.0)
     pauses = [retries.pause_s(failures) for failures in range(1, 200)]
     assert 0.05 <= pauses[0] <= 0.1

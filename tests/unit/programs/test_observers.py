@@ -1,4 +1,4 @@
-"""Observers never break what they observe."""
+"""Failing observers do not affect the observed code."""
 
 import logging
 import sys
@@ -29,12 +29,12 @@ class Observer:
         raise ValueError("nothing")
 
 
-def test_observer_is_what_it_was_when_it_is_guarded() -> None:
+def test_guarded_observer_behaves_like_the_original() -> None:
     observer = guarded(Observer())
     assert (observer.name, observer.saw("it")) == ("me", "it")
 
 
-def test_observer_is_called_again_and_logged_once_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_logged_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
     observer = guarded(Observer())
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_observer_is_called_again_and_logged_once_when_it_fails(caplog: pytest.L
     assert "BrokenPipeError: it" in caplog.text
 
 
-def test_cancellation_is_not_swallowed_when_an_observer_is_guarded() -> None:
+def test_guarded_observer_does_not_swallow_cancellation() -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The one thing that must not happen is counted: a request with neither answer nor error."""
+"""A request with neither answer nor error, which must never happen, is counted."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from multiworld_serving.server.settings import ServeSettings
 
 
 class ForgetfulDriver(SchedulerDriver):
-    """Has a bug: it tells nobody that a request was refused."""
+    """Has a bug: it does not report rejected requests."""
 
     def _perform(self, action: Action) -> None:
         if not isinstance(action, Reject):
@@ -23,7 +23,7 @@ class ForgetfulDriver(SchedulerDriver):
 
 
 @pytest.mark.parametrize(("driver_class", "lost"), [(SchedulerDriver, 0), (ForgetfulDriver, 1)])
-async def test_request_is_counted_as_lost_when_nobody_answers_it(
+async def test_request_without_an_outcome_is_counted_as_lost(
     driver_class: type[SchedulerDriver], lost: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()

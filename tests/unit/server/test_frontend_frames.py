@@ -219,7 +219,7 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
             await asyncio.sleep(0.005)
         assert 0 < sent <= 16
         for _ in range(20):
-            ends.frontend.send(FrameKind.LOAD)  # what is small does not wait
+            ends.frontend.send(FrameKind.LOAD)  # small frames do not wait
         ends.run_leader()
         await senders
         await until(lambda: len(ends.at_leader) == 60)
@@ -239,7 +239,7 @@ async def test_senders_continue_and_send_nothing_when_the_link_ends() -> None:
         ending = await running
         assert isinstance(ending, BrokenWorldException)
         assert ending.cause is Cause.LEFT
-        ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)  # to nobody, which is no error
+        ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)  # addressed to no request, which is not an error
         await ends.frontend.wait_writable()
 
 

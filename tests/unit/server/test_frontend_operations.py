@@ -18,7 +18,7 @@ from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_front
 
 
 async def no_steps() -> AsyncGenerator[RestartStep, None]:
-    """A restart of nobody."""
+    """A rolling restart without workers."""
     steps: tuple[RestartStep, ...] = ()
     for step in steps:
         yield step
@@ -85,7 +85,7 @@ async def test_index_lists_existing_endpoints() -> None:
         endpoints = (await frontend.client.get("/")).json()["endpoints"]
         for endpoint in endpoints:
             method, path = endpoint.split()
-            if method == "GET" and path != "/events":  # that one goes on until its reader goes
+            if method == "GET" and path != "/events":  # that one continues until its client disconnects
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 

@@ -64,7 +64,7 @@ def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestReje
     assert (type(copy), copy.detail, copy.retry_after_s, str(copy)) == (kind, "why", 1.5, "why")
 
 
-async def test_predict_answers_500_and_logs_once_when_the_predictor_has_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+async def test_predict_returns_500_and_logs_once_when_the_predictor_raises(caplog: pytest.LogCaptureFixture) -> None:
     predictor = ColourPredictor(failure=ZeroDivisionError("our bug"))
     async with running_frontend(predictor) as frontend:
         with caplog.at_level(logging.INFO):
@@ -107,7 +107,7 @@ async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
 
 
 class Connection:
-    """One request spoken to the application directly, so that the test can hang up."""
+    """One request sent to the application directly, so that the test can disconnect."""
 
     def __init__(self, body: bytes, *, complete: bool = True) -> None:
         self.scope: dict[str, Any] = {
@@ -160,7 +160,7 @@ async def test_request_is_cancelled_when_the_client_disconnects_while_sending() 
         assert frontend.predictor.request_ids == []
 
 
-async def test_the_request_is_counted_when_its_task_is_cancelled() -> None:
+async def test_request_is_counted_when_its_task_is_cancelled() -> None:
     async with running_frontend(ColourPredictor(proceed=asyncio.Event())) as frontend:
         request = asyncio.create_task(Connection(image_bytes()).run(frontend.app))
         await frontend.predictor.asked_times(1)

@@ -79,7 +79,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.resubmitted("failed")
 
 
-def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: Metrics) -> None:
+def test_every_documented_name_is_exposed_with_its_labels(metrics: Metrics) -> None:
     tell_everything(metrics)
     text, _ = metrics.exposition()
     found = {}
@@ -121,7 +121,7 @@ def test_scrape_uses_a_supported_format_when_the_requested_one_is_not(
     assert text.endswith(b"# EOF\n") == found.startswith(OPEN)
 
 
-def test_world_up_follows_the_world_and_failures_outlive_it(metrics: Metrics) -> None:
+def test_world_up_follows_the_world_and_failure_counts_remain(metrics: Metrics) -> None:
     value = metrics.registry.get_sample_value
     labels = {"world": "stage0-1", "stage": "0", "replica": "1"}
     failures = {"stage": "0", "replica": "1", "cause": "hang"}
@@ -171,7 +171,7 @@ def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics
     assert value("multiworld_stage_replicas", {"stage": "0", "state": "ready"}) == 2
 
 
-def test_bytes_and_batches_in_flight_are_counted_for_each_link(metrics: Metrics) -> None:
+def test_bytes_and_batches_in_flight_are_counted_per_link(metrics: Metrics) -> None:
     value, link = metrics.registry.get_sample_value, {"stage": "0", "replica": "1"}
     metrics.world_ready("s0.r1", 0, 1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A process that cannot go on ends, whatever state it is in."""
+"""A process that cannot continue ends, whatever state it is in."""
 
 import subprocess
 import sys
@@ -92,17 +92,17 @@ def outcome(program: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_process_ends_by_an_alarm_when_a_callback_lacked_memory() -> None:
+def test_process_ends_by_its_timer_when_a_callback_ran_out_of_memory() -> None:
     status, said = outcome(CALLBACK_WITHOUT_MEMORY)
     assert status == -14
     assert "MemoryError: no room" in said
 
 
-def test_who_ends_in_good_order_is_not_ended() -> None:
+def test_regular_exit_is_not_interrupted() -> None:
     assert outcome(ENDS_IN_TIME) == (0, "in good order\n")
 
 
-def test_the_sooner_of_two_ends_counts() -> None:
+def test_earlier_of_two_timers_counts() -> None:
     assert outcome(THE_SOONER_COUNTS) == (-14, "")
 
 
@@ -120,7 +120,7 @@ def test_process_goes_on_when_its_event_loop_is_not_to_blame(program: str) -> No
 
 
 def too_large_for_torch() -> BaseException:
-    """What torch really raises."""
+    """The error that torch raises."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 56, dtype=torch.uint8)
     return refused.value
@@ -136,5 +136,5 @@ def too_large_for_torch() -> BaseException:
         (ValueError("bad_alloc"), False),
     ],
 )
-def test_what_says_that_the_host_has_no_memory(error: BaseException, lacks: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: BaseException, lacks: bool) -> None:
     assert is_out_of_memory(error) is lacks

@@ -1,4 +1,4 @@
-"""The header of a message: what is packed comes back, and nothing that contradicts itself is believed."""
+"""Message headers: round trips, and rejection of inconsistent ones."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def parsed(message: Message) -> Header:
 
 
 @given(st.sampled_from(MessageKind), st.integers(0, 2**64 - 1), dtypes, shapes, st.integers(0, 2**63))
-def test_header_comes_back_as_it_was_packed(
+def test_header_survives_a_round_trip(
     kind: MessageKind, batch: int, dtype: torch.dtype, shape: list[int], compute_ns: int
 ) -> None:
     payload = torch.zeros(shape, dtype=dtype)
@@ -43,7 +43,7 @@ def test_header_comes_back_as_it_was_packed(
     assert (header.dtype, header.shape) == (dtype, tuple(shape))
 
 
-def test_header_without_payload_is_not_that_of_an_empty_tensor() -> None:
+def test_header_without_payload_differs_from_an_empty_tensor() -> None:
     assert parsed(Message(MessageKind.LEAVING)).shape is None
     assert parsed(Message(MessageKind.RESULT, 1, torch.zeros(0, dtype=torch.uint8))).shape == (0,)
     assert parsed(Message(MessageKind.RESULT, 1, torch.tensor(7, dtype=torch.uint8))).shape == ()
@@ -54,7 +54,7 @@ def test_header_has_the_size_that_the_library_carries() -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.integers(0, 2**64 - 1))
-def test_random_header_is_refused_or_consistent(data: bytes, size: int) -> None:
+def test_random_header_is_refused(data: bytes, size: int) -> None:
     try:
         header = Header.parse(data, size)
     except WireError:
@@ -69,9 +69,7 @@ def test_header_is_refused_when_it_is_the_signature_of_a_tensor(signature: str) 
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-def test_header_with_a_flipped_byte_is_refused_when_another_payload_than_expected_would_follow(
-    at: int, flip: int
-) -> None:
+def test_header_with_a_flipped_byte_is_refused_when_its_payload_would_differ(at: int, flip: int) -> None:
     data = bytearray(Message(MessageKind.BATCH, 1, torch.zeros(2, 3)).header())
     data[at] ^= flip
     try:
@@ -94,7 +92,7 @@ SIZES_THAT_ARE_NO_SIZES = {
 
 
 @pytest.mark.parametrize("what", SIZES_THAT_ARE_NO_SIZES)
-def test_header_is_refused_when_its_size_is_not_that_of_its_shape(what: str) -> None:
+def test_header_is_refused_when_size_and_shape_disagree(what: str) -> None:
     size, shape = SIZES_THAT_ARE_NO_SIZES[what]
     with pytest.raises(WireError, match=f"{size} bytes are not torch.float32"):
         Header.parse(raw_header(MessageKind.RESULT, 1, torch.float32, shape), size)
@@ -116,25 +114,25 @@ def test_header_is_refused_when_its_size_is_not_that_of_its_shape(what: str) -> 
     ],
     ids=lambda payload: "none" if payload is None else f"{payload.dtype} {tuple(payload.shape)}",
 )
-def test_header_is_refused_when_other_rows_are_expected(payload: torch.Tensor | None) -> None:
+def test_header_is_refused_when_its_samples_are_unexpected(payload: torch.Tensor | None) -> None:
     parsed(Message(MessageKind.RESULT, 1, torch.zeros(4, 10))).require_batch(torch.float32, (10,), 4, 4)
     with pytest.raises(WireError, match=r"RESULT: expected torch.float32, 4 rows of \(10,\), got"):
         parsed(Message(MessageKind.RESULT, 1, payload)).require_batch(torch.float32, (10,), 4, 4)
 
 
-def test_text_is_refused_when_it_is_too_long() -> None:
+def test_long_text_is_refused() -> None:
     parsed(Message.from_text(MessageKind.FAILED, "")).require_text()
     with pytest.raises(WireError, match=r"expected torch.uint8, 0 to 65536 rows"):
         parsed(Message.from_text(MessageKind.FAILED, "x" * 65537)).require_text()
 
 
-def test_payload_is_refused_where_none_is_expected() -> None:
+def test_unexpected_payload_is_refused() -> None:
     parsed(Message(MessageKind.LEAVING)).require_no_payload()
     with pytest.raises(WireError, match="expected no payload"):
         parsed(Message(MessageKind.LEAVING, 0, torch.zeros(0))).require_no_payload()
 
 
-def test_header_is_not_made_of_a_payload_that_cannot_travel() -> None:
+def test_unsupported_payload_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot send torch.bool"):
         Message(MessageKind.RESULT, 1, torch.zeros(3, dtype=torch.bool)).header()
 
@@ -157,19 +155,19 @@ def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
         StageAssignment("{}", 10, "3x224x224", 8, 2, 1, "bfloat16", "auto", 2000),
     ],
 )
-def test_joining_words_come_back_from_json(value: JoinRequest | JoinOffer | StageAssignment) -> None:
+def test_join_messages_survive_json(value: JoinRequest | JoinOffer | StageAssignment) -> None:
     assert type(value).from_json(value.to_json()) == value
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"world": "a"}', '{"world": 1, "epoch": 2}', '{"world": "a", "epoch": true}']
 )
-def test_joining_words_are_refused_when_they_are_not_exactly_right(text: str) -> None:
+def test_inexact_join_messages_are_refused(text: str) -> None:
     with pytest.raises(WireError):
         JoinOffer.from_json(text)
 
 
-def test_joining_words_are_refused_when_they_are_deeply_nested() -> None:
+def test_deeply_nested_join_messages_are_refused() -> None:
     with pytest.raises(WireError, match="not JSON"):
         JoinOffer.from_json("[" * 60_000)
 
@@ -178,18 +176,18 @@ def test_joining_words_are_refused_when_they_are_deeply_nested() -> None:
     ("offer", "reason"),
     [({"world": "s0\n"}, "world is"), ({"world": "w" * 65}, "world is"), ({"wait_ms": -1}, "wait_ms is")],
 )
-def test_offer_is_refused_when_its_values_cannot_be(offer: dict[str, object], reason: str) -> None:
+def test_offer_with_invalid_values_is_refused(offer: dict[str, object], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         JoinOffer.from_json(json.dumps({"world": "", "epoch": 1, "wait_ms": 0, "address": ""} | offer))
 
 
-def test_reason_is_one_short_line_when_the_text_is_long() -> None:
+def test_long_reason_becomes_one_short_line() -> None:
     said = Message.from_text(MessageKind.FAILED, "no\x1b[2J\nroom " + "x" * 60_000).reason()
     assert said.startswith("no\\x1b[2J\\nroom xxx")
     assert len(said) == MAX_TEXT_CHARS
 
 
-def test_order_gives_the_shape_of_a_row() -> None:
+def test_assignment_gives_the_shape_of_a_sample() -> None:
     assert StageAssignment("{}", 10, "3x224x224", 8, 2, 1).sample_shape == (3, 224, 224)
 
 

@@ -88,13 +88,13 @@ async def test_members_say_so_when_they_were_given_different_backends(
     with pytest.raises(JoinError, match=told):
         await guest.initialize_world("w", 1, 2, "c10d-gloo", port=port)
     (ending,) = await asyncio.gather(hosting, return_exceptions=True)
-    assert isinstance(ending, WorldError), "rank 0 learns of it at once"
+    assert isinstance(ending, WorldError), "rank 0 is notified at once"
 
 
 async def test_connections_leave_from_the_address_that_was_bound(managers: tuple[WorldManager, WorldManager]) -> None:
     before = listening()
     await form(managers, "tcp", "tcp")
-    assert len(listening() - before) == 1, "rank 0's port, and none of c10d's"
+    assert len(listening() - before) == 1, "only rank 0's port, none of c10d's"
     hosts = {line.rsplit(":", 1)[0] for line in peers_of(managers[0])}
     assert hosts == {"127.0.0.2"}
 

@@ -1,4 +1,4 @@
-"""A stopped worker's story can be told from the leader's log alone, from its fields, and the terminal shows it too."""
+"""The log fields of the leader document a frozen worker's whole history, and the terminal shows it as well."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def index(lines: list[LogLine], after: int, **fields: object) -> int:
-    """Where, after another, the first line with these fields is."""
+    """Index of the first line with these fields after another index."""
     for at in range(after + 1, len(lines)):
         if all(re.fullmatch(str(value), str(lines[at][name])) for name, value in fields.items()):
             return at
     raise AssertionError(f"no line with {fields} after {lines[after].message!r}")
 
 
-def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_path: Path) -> None:
+def test_log_and_terminal_show_the_history_of_a_frozen_worker(tmp_path: Path) -> None:
     seen = tmp_path / "watch.txt"
     settings: dict[str, Any] = {"image_size": 32, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S}
     with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, **settings) as service:
@@ -39,7 +39,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
                     fault = make_fault(service, "freeze", (1, 0))
                     service.wait_until_complete(90)
                 wait_for_a_tick = threading.Event()
-                wait_for_a_tick.wait(3)  # the terminal is told within a second
+                wait_for_a_tick.wait(3)  # the terminal is updated within a second
                 assert watch.poll() is None
                 watch.send_signal(signal.SIGINT)
                 assert watch.wait(30) == 130
@@ -57,7 +57,7 @@ def test_log_tells_the_story_of_a_frozen_worker_and_the_terminal_shows_it(tmp_pa
     broken = index(lines, ready, **world, epoch="1", worker=worker, cause="hang", level="warning")
     assert float(lines[broken]["after_s"]) > 0
     back = index(lines, broken, **world, epoch="2", message=".*joining.*")
-    index(lines, back, **world, epoch="[2-9]", message=".*checking->ready.*")  # a busy machine may take two attempts
+    index(lines, back, **world, epoch="[2-9]", message=".*checking->ready.*")  # a busy machine may need two attempts
     for line in lines[broken:]:
         if "rerouted" in line.message and line["stage"] == "1":
             assert line["world"] == "s1.r1"
