@@ -1,4 +1,4 @@
-"""The scheduler under every kind of load and fault. All invariants are checked after every event (testing/simulation/invariants/checker.py)."""
+"""The scheduler with simulated workers: every seed is a run whose invariants are checked after every event."""
 
 from __future__ import annotations
 
