@@ -300,10 +300,8 @@ class LeaderPool:
             logger.warning("leader %s does not serve version %s: %s", link.name, self._version.name, error)
             await asyncio.sleep(_UPDATE_PAUSE_S)
         finally:
-            del self._updates[link]
+            del self._updates[link]  # if the leader is still outdated, its next STATE starts another update
             self._notify_changed()
-            if self._is_outdated(link):
-                self._updates[link] = asyncio.create_task(self._update_leader(link))
 
     def _notify_changed(self) -> None:
         self._changed.set()
@@ -358,7 +356,7 @@ class LeaderPool:
                 resent += 1
                 self._metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
-                if rejection.reason == "draining":  # its STATE frame is on the way, or has arrived
+                if rejection.reason == "draining" and time.monotonic() < deadline_s:  # its STATE frame is on the way, or has arrived
                     await self._wait_for_change(
                         min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
                     )

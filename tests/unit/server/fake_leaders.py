@@ -13,7 +13,7 @@ import torch
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.server.errors import DrainingError, NotReadyError
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
-from multiworld_serving.server.frontends.leader_link import LeaderLink
+from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
@@ -52,6 +52,7 @@ class FakeLeader(LeaderLink):
         loaded: weights and revision of each operation that loaded a version.
         refuses: what the operations raise, by weights.
         cancelled: how many requests were withdrawn.
+        joins_again: whether it is connected again at once when its link has ended.
     """
 
     def __init__(self, pool: LeaderPool, number: int) -> None:
@@ -67,6 +68,7 @@ class FakeLeader(LeaderLink):
         self.proceed: asyncio.Event | None = None
         self.load = 0
         self.cancelled = 0
+        self.joins_again = False
 
     @property
     def pending(self) -> int:
@@ -98,6 +100,10 @@ class FakeLeader(LeaderLink):
         answer = self.answers.pop(0) if self.answers else None
         try:
             await asyncio.sleep(0)
+            if isinstance(answer, LeaderLostError):
+                self._on_lost(str(answer), failed=answer.failed)
+                if self.joins_again:
+                    self.tells()
             if isinstance(answer, BaseException):
                 raise answer
             if answer is not None:

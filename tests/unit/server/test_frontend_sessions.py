@@ -54,7 +54,7 @@ class FakeLeader:
         self.version, self.weights = ModelVersion(1, "v1"), None
         self.ready = True
         self.failure: Exception | None = None
-        self.rejection: RequestRejected | None = None
+        self.rejects_with: RequestRejected | None = None
         self.closed_by: RequestRejected | None = None
         self.proceed: asyncio.Event | None = None
         self.got: list[tuple[float, str]] = []
@@ -75,7 +75,7 @@ class FakeLeader:
 
     def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
         self.ahead.append(ahead)
-        return self.rejection
+        return self.rejects_with
 
     def closed_error(self) -> RequestRejected | None:
         return self.closed_by
@@ -350,7 +350,7 @@ async def test_check_counts_what_all_frontends_prepare() -> None:
         await first.check(deadline_s=deadline_s, ahead=3)
         await second.check(deadline_s=deadline_s, ahead=4)
         assert service.leader.ahead == [3, 7]
-        service.leader.rejection = OverloadedError("full", retry_after_s=1)
+        service.leader.rejects_with = OverloadedError("full", retry_after_s=1)
         with pytest.raises(OverloadedError, match="full"):
             await first.check(deadline_s=deadline_s, ahead=1)
 
