@@ -137,7 +137,8 @@ class LeaderLink:
                 link.send(kind, number, fields, payload)
                 return await future
         finally:
-            if self._pending.pop(number, None) is not None and not future.done():
+            del self._pending[number]
+            if future.cancelled() or not future.done():  # the reply is not needed any more
                 link.send(FrameKind.CANCEL, number)
 
     async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:

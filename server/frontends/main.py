@@ -203,6 +203,7 @@ class _Frontend:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
+            logger.info("stopping: waiting for %d open requests", pool.inflight.count)
             http.set_graceful_timeout(
                 settings.drain_timeout_s
             )  # requests in flight are answered; new connections are not accepted

@@ -66,10 +66,10 @@ def test_accepted_requests_are_answered_when_the_service_stops(frontends: int) -
     with running as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         assert service.stop() == 0
-    stopping = next(line for line in service.lines if line.message.startswith("stopping: "))
-    accepted = int(stopping.message.split("waiting for ")[1].split()[0])
+    stopping = [line for line in service.lines if line.message.startswith("stopping: waiting")][:frontends]
+    accepted = sum(int(line.message.split("waiting for ")[1].split()[0]) for line in stopping)
     assert accepted
-    at_s = datetime.fromisoformat(stopping["time"]).timestamp()
+    at_s = min(datetime.fromisoformat(line["time"]).timestamp() for line in stopping)
     assert len([sample for sample in load.samples if sample.status == 200 and sample.done_s >= at_s]) >= accepted
     assert not [line for line in service.lines if "unanswered" in line.message]
     # The others are refused while it drains; afterwards nothing listens.
