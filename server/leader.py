@@ -58,6 +58,7 @@ class Leader:
     Attributes:
         inflight: requests that have begun; `drain` waits for them.
         weights: with which the current version was loaded; None: those of the settings.
+        revision: of the operation that loaded the version or unloaded the model; 0: none.
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class Leader:
         )
         self.inflight = InflightTracker()
         self.weights: str | None = None
+        self.revision = 0
+        self._next: tuple[str | None, int] | None = None
+        """Weights and revision of the version that is being loaded."""
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -207,31 +211,33 @@ class Leader:
         """Accept only these secrets from joining workers. Connected workers stay connected."""
         self._manager.set_accepted_secrets(*secrets)
 
-    async def load_version(self, weights: str | None) -> ModelVersion:
+    async def load_version(self, weights: str | None, revision: int = 0) -> ModelVersion:
         """Switch to another version without failing a request. Puts an unloaded model back into service.
 
         Args:
             weights: as accepted by the version loader; None: the weights of the settings.
+            revision: of this operation; see `multiworld_serving.server.frontends.version_agreement`.
         Raises:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.
         """
+        if not self._exclusive.busy:
+            self._next = (weights, revision)
         version = await self._rollout.run(weights)
-        self.weights = weights
-        if self._unloaded:  # the current version was loaded again, so there was no switch
+        if self._next is not None:  # the current version was loaded again, so there was no switch
             self._into_service()
             self._states_changed()
         await self.inflight.sync_state()
         return version
 
-    async def unload(self) -> None:
-        """Refuse new requests, and wait until the open ones are answered. Workers keep their versions.
+    async def unload(self, revision: int = 0) -> None:
+        """Reject new requests, and wait until the open ones are answered. Workers keep their versions.
 
         Raises:
             OperationInProgressError: another operation is in progress.
         """
         with self._exclusive.acquire("unloading the model"):
-            self._unloaded = True
+            self._unloaded, self.revision = True, max(self.revision, revision)
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
             await self.inflight.wait_idle()
@@ -298,6 +304,9 @@ class Leader:
         self._states_changed()
 
     def _into_service(self) -> None:
+        if self._next is not None:
+            (self.weights, revision), self._next = self._next, None
+            self.revision = max(self.revision, revision)
         if self._unloaded:
             self._unloaded = False
             logger.info("the model is in service again")

@@ -33,6 +33,7 @@ from multiworld_serving.server.errors import (
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.messages import image_payload, parse_prediction, parse_rejection
+from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span
@@ -46,9 +47,8 @@ _MAX_LEADER_FAILURES = 2
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _RETRY_AFTER_S = 1.0
-_UPDATE_DELAY_S = 2.0
-_UPDATE_PAUSE_S = 5.0
-"""Pause after a leader could not load the latest version."""
+_CHECK_S = 1.0
+"""How long after a rejection requests are checked before their images are decoded."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
 
 
@@ -84,14 +84,9 @@ class LeaderPool:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._last: PipelineSnapshot | None = None
-        self._version = ModelVersion(0, "")
-        self._weights: str | None = None
-        """With which the latest version was loaded; None = the configured weights."""
-        self._revision = 0
-        """Of the latest version; each operation that loads a version has a higher one."""
-        self._operating = False
+        self._agreement = VersionAgreement(self.links, self._notify_changed)
+        self._check_until_s = 0.0
         self._was_ready = False
-        self._updates: dict[LeaderLink, asyncio.Task[None]] = {}
         self._started_s = time.monotonic()
 
     # -- Predictor -------------------------------------------------------------------------------------------------------------
@@ -99,19 +94,24 @@ class LeaderPool:
     @property
     def version(self) -> ModelVersion:
         """The version that serves new requests: that of the usable leaders, the latest if they differ."""
-        return self._version
+        return self._agreement.version
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
         """See `Predictor.predict`."""
         fields = {"request_id": request_id, "span": _span()}
         reply, resent = await self._request(FrameKind.PREDICT, fields, deadline_s, image_payload(image))
         prediction = parse_prediction(reply.fields, reply.payload)
-        number = self._version.number if prediction.version == self._version.name else prediction.version_number
+        number = (
+            self._agreement.version.number
+            if prediction.version == self._agreement.version.name
+            else prediction.version_number
+        )
         return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
-        """See `Predictor.check`."""
-        await self._request(FrameKind.CHECK, {"ahead": ahead}, deadline_s)
+        """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
+        if time.monotonic() < self._check_until_s or not self.ready:
+            await self._request(FrameKind.CHECK, {"ahead": ahead}, deadline_s)
         request = _open_request.get()
         if request is not None and not request.admitted:
             request.admitted = True
@@ -178,71 +178,22 @@ class LeaderPool:
     # -- administration: on all leaders ----------------------------------------------------------------------------------------
 
     async def load_version(self, weights: str | None) -> ModelVersion:
-        """Load a version on every leader, one after another. If one fails, the others go back to the version before.
-
-        Raises:
-            ModelError, OperationInProgressError, VersionFailedError: all leaders serve the version before, as far as they live.
-        """
-        done: list[tuple[LeaderLink, str | None]] = []
-        version, self._operating = self._version, True
-        try:
-            for link in self._connected():
-                assert link.state is not None
-                before = link.state.weights
-                try:
-                    version = await self._load(link, weights, self._revision + 1)
-                except BaseException as error:
-                    for changed, former in done:
-                        await self._revert(changed, former)
-                    if isinstance(error, LeaderLostError):
-                        raise self._lost_during("load-version", link, error) from error
-                    raise
-                done.append((link, before))
-        finally:
-            self._operating = False
-        return version
-
-    async def _load(self, link: LeaderLink, weights: str | None, revision: int) -> ModelVersion:
-        version = self._version
-        async for result in link.operate("load_version", weights=weights, revision=revision):
-            version = ModelVersion(*result["version"])
-        return version
-
-    async def _revert(self, link: LeaderLink, weights: str | None) -> None:
-        try:
-            await self._load(link, weights, self._revision + 2)
-        except Exception:
-            logger.exception("leader %s keeps the new version: it cannot load the former one again", link.name)
+        """See `VersionAgreement.load`."""
+        return await self._agreement.load(weights)
 
     async def unload(self) -> None:
-        """Unload the model on every leader."""
-        for link in self._connected():
-            try:
-                async for _ in link.operate("unload"):
-                    pass
-            except LeaderLostError as error:
-                raise self._lost_during("unload", link, error) from error
+        """See `VersionAgreement.unload`."""
+        await self._agreement.unload()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
         """Restart every worker in turn. Workers serve all leaders, so the first connected leader does it; yields each step."""
-        link = self._connected()[0]
+        link = self._agreement.connected()[0]
         try:
             async for step in link.operate("restart_workers"):
                 if step:
                     yield RestartStep(**step)
         except LeaderLostError as error:
-            raise self._lost_during("rolling-restart", link, error) from error
-
-    def _connected(self) -> list[LeaderLink]:
-        connected = [link for link in self.links if link.state is not None]
-        if not connected:
-            raise NotReadyError("no leader is connected; wait until one is", retry_after_s=_RETRY_AFTER_S)
-        return connected
-
-    def _lost_during(self, operation: str, link: LeaderLink, error: LeaderLostError) -> RequestRejected:
-        return NotReadyError(
-            f"leader {link.name} was lost during {operation} ({error}); try again", retry_after_s=_RETRY_AFTER_S
-        )
+            raise self._agreement.lost_during("rolling-restart", link, error) from error
 
     # -- LinkEvents ------------------------------------------------------------------------------------------------------------
 
@@ -261,47 +212,11 @@ class LeaderPool:
     def on_state(self, leader: LeaderLink) -> None:
         """See `LinkEvents`."""
         self._was_ready |= leader.was_ready
-        self._update_version()
+        self._agreement.observe()
         self._notify_changed()
         self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
         if any(link.state is not None for link in self.links):
             self._on_change(self.snapshot())
-
-    def _update_version(self) -> None:
-        """Learn the latest version, and have leaders that started later load it: a new leader starts with the configured version."""
-        states = [link.state for link in self.links if link.state is not None]
-        latest = max(states, key=lambda state: state.revision, default=None)
-        if latest is not None and latest.revision >= self._revision:
-            self._revision, self._version, self._weights = latest.revision, latest.version, latest.weights
-        for link in self.links:
-            if self._is_outdated(link) and link not in self._updates:
-                self._updates[link] = asyncio.create_task(self._update_leader(link))
-
-    def _is_outdated(self, link: LeaderLink) -> bool:
-        """Whether a leader serves an earlier version than the latest one."""
-        state = link.state
-        return state is not None and state.version.name != self._version.name and state.revision < self._revision
-
-    async def _update_leader(self, link: LeaderLink) -> None:
-        """Load the latest version on a leader that serves an earlier one."""
-        try:
-            if any(each.state is not None and not self._is_outdated(each) for each in self.links):
-                await asyncio.sleep(_UPDATE_DELAY_S)  # an operation that loads it everywhere may be on the way
-            state = link.state
-            if (
-                state is not None
-                and self._is_outdated(link)
-                and not self._operating
-                and state.snapshot.version_loading is None
-            ):
-                logger.info("leader %s is told to load version %s", link.name, self._version.name)
-                await self._load(link, self._weights, self._revision)
-        except Exception as error:  # noqa: BLE001 - whatever it is, other leaders serve
-            logger.warning("leader %s does not serve version %s: %s", link.name, self._version.name, error)
-            await asyncio.sleep(_UPDATE_PAUSE_S)
-        finally:
-            del self._updates[link]  # if the leader is still outdated, its next STATE starts another update
-            self._notify_changed()
 
     def _notify_changed(self) -> None:
         self._changed.set()
@@ -356,7 +271,10 @@ class LeaderPool:
                 resent += 1
                 self._metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
-                if rejection.reason == "draining" and time.monotonic() < deadline_s:  # its STATE frame is on the way, or has arrived
+                self._check_until_s = time.monotonic() + _CHECK_S
+                if (
+                    rejection.reason == "draining" and time.monotonic() < deadline_s
+                ):  # its STATE frame is on the way, or has arrived
                     await self._wait_for_change(
                         min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
                     )
@@ -372,7 +290,7 @@ class LeaderPool:
     def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
         """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
         candidates = [link for link in self.links if link.usable and link not in rejected]
-        candidates = [link for link in candidates if not self._is_outdated(link)]
+        candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
         if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
             candidates = [link for link in candidates if link.was_ready]
         if not candidates and kind is FrameKind.PREDICT and not rejected:

@@ -63,9 +63,6 @@ class FrontendSessions:
         manager: hosts the worlds; the leader's.
         address: where it listens.
         advertised: HOST:PORT at which frontends join; empty = the address that they connected to.
-
-    Attributes:
-        revision: see `LeaderState.revision`.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class FrontendSessions:
         self.model = model
         self.leader = leader
         self.metrics = metrics
-        self.revision = 0
         self._manager = manager
         self._host, self._port = address
         self._advertised = advertised
@@ -140,7 +136,7 @@ class FrontendSessions:
             pid=os.getpid(),
             version=leader.version,
             weights=leader.weights,
-            revision=self.revision,
+            revision=leader.revision,
             ready=leader.ready,
             rejection=None if closed is None else rejection_fields(closed),
             snapshot=snapshot,
@@ -324,12 +320,11 @@ class FrontendSession:
             match fields["operation"]:
                 case "load_version":
                     weights = fields["weights"]
-                    version = await leader.load_version(weights if weights is None else str(weights))
-                    self._sessions.revision = max(self._sessions.revision, int(fields["revision"]))
-                    self._sessions.state_changed()
+                    weights = weights if weights is None else str(weights)
+                    version = await leader.load_version(weights, int(fields["revision"]))
                     result = {"version": list(version)}
                 case "unload":
-                    await leader.unload()
+                    await leader.unload(int(fields["revision"]))
                 case "restart_workers":
                     async with aclosing(leader.restart_workers()) as steps:
                         async for step in steps:

@@ -171,5 +171,5 @@ def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -
     try:
         yield made
     finally:
-        for task in made.pool._updates.values():
+        for task in made.pool._agreement._updates.values():
             task.cancel()

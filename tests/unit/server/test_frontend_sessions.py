@@ -51,7 +51,7 @@ class FakeLeader:
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
         self.inflight = InflightTracker()
-        self.version, self.weights = ModelVersion(1, "v1"), None
+        self.version, self.weights, self.revision = ModelVersion(1, "v1"), None, 0
         self.ready = True
         self.failure: Exception | None = None
         self.rejects_with: RequestRejected | None = None
@@ -83,14 +83,16 @@ class FakeLeader:
     def snapshot(self) -> PipelineSnapshot:
         return PipelineSnapshot("m", "v1", self.ready, self.closed_by is not None, 1.0, 0, len(self.got), ())
 
-    async def load_version(self, weights: str | None) -> ModelVersion:
+    async def load_version(self, weights: str | None, revision: int) -> ModelVersion:
         if self.failure is not None:
             raise self.failure
+        self.revision = revision
         self.version, self.weights = ModelVersion(2, weights or "v1"), weights  # type: ignore[assignment]
         await self.inflight.sync_state()
         return self.version
 
-    async def unload(self) -> None:
+    async def unload(self, revision: int) -> None:
+        self.revision = revision
         await self.inflight.wait_idle()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from multiworld_serving.server.errors import (
     PoisonError,
     RequestRejected,
 )
-from multiworld_serving.server.frontends import leader_pool
+from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
@@ -38,6 +39,8 @@ async def predict(pool: LeaderPool, *, timeout_s: float = 30.0) -> Prediction:
 
 
 async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
+    """Check as after a rejection: otherwise no leader is asked."""
+    pool._check_until_s = math.inf
     async with asyncio.timeout(60):
         await pool.check(deadline_s=time.monotonic() + timeout_s, ahead=3)
 
@@ -424,16 +427,16 @@ async def test_leader_of_another_model_is_not_accepted() -> None:
 
 
 async def test_version_is_loaded_on_every_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_pool, "_UPDATE_DELAY_S", 0.01)
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
     with pool_of(2) as made:
         assert await made.pool.load_version("v2") == (2, "v2")
         assert made.pool.version == (2, "v2")
-        await until(lambda: not made.pool._updates)
+        await until(lambda: not made.pool._agreement._updates)
         assert [[weights for weights, _ in leader.loaded] for leader in made.leaders] == [["v2"], ["v2"]]
 
 
 async def test_former_version_is_in_service_again_when_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_pool, "_UPDATE_DELAY_S", 0.01)
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
     with pool_of(2) as made:
         await made.pool.load_version("v2")
         assert await made.pool.load_version(None) == (1, "v1"), "its number is lower than that of the one before"
@@ -444,7 +447,11 @@ async def test_former_version_is_in_service_again_when_it_is_loaded_again(monkey
 
 
 @pytest.mark.parametrize("error", [VersionFailedError("no"), OperationInProgressError("busy")])
-async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new_one(error: Exception) -> None:
+async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_agreement, "_BUSY_S", 0.05)
+    monkeypatch.setattr(version_agreement, "_BUSY_PAUSE_S", 0.01)
     with pool_of(2) as made:
         first, second = made.leaders
         await made.pool.load_version("v2")
@@ -480,7 +487,7 @@ async def test_model_is_unloaded_on_every_leader_and_workers_are_restarted_by_on
 
 
 async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_pool, "_UPDATE_DELAY_S", 0.01)
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
     with pool_of(2) as made:
         first, second = made.leaders
         await made.pool.load_version("v2")
@@ -490,7 +497,7 @@ async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: py
         assert second.state is not None
         await until(lambda: second.loaded)
         assert second.loaded[0][0] == "v2"
-        await until(lambda: not made.pool._updates)
+        await until(lambda: not made.pool._agreement._updates)
         assert first.state is not None
         assert second.state.version == first.state.version
         second.load, first.load = 0, 9
@@ -539,8 +546,8 @@ async def test_frontend_waits_without_a_busy_loop_when_another_one_has_the_versi
 async def test_leader_that_cannot_load_the_latest_version_is_told_again_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(leader_pool, "_UPDATE_DELAY_S", 0.01)
-    monkeypatch.setattr(leader_pool, "_UPDATE_PAUSE_S", 0.05)
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    monkeypatch.setattr(version_agreement, "_FAILED_PAUSE_S", 0.05)
     with pool_of(2) as made:
         _, second = made.leaders
         await made.pool.load_version("v2")
@@ -552,6 +559,6 @@ async def test_leader_that_cannot_load_the_latest_version_is_told_again_later(
         assert len(second.loaded) == 1
         await until(lambda: "does not serve version v2: no memory" in caplog.text)
         second.refuses.clear()
-        await until(lambda: not made.pool._updates)
+        await until(lambda: not made.pool._agreement._updates)
         second.tells()  # a leader tells its state once a second
         await until(lambda: second.state is not None and second.state.version.name == "v2")
