@@ -349,6 +349,7 @@ async def test_check_counts_what_all_frontends_prepare() -> None:
     async with running() as service:
         first, second = await service.frontend("a"), await service.frontend("b")
         deadline_s = time.monotonic() + 30
+        first._check_until_s = second._check_until_s = deadline_s  # as after a rejection
         await first.check(deadline_s=deadline_s, ahead=3)
         await second.check(deadline_s=deadline_s, ahead=4)
         assert service.leader.ahead == [3, 7]
