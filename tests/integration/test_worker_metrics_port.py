@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from multiworld_serving.common.http.metrics_port import metrics_port
 
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
