@@ -45,7 +45,7 @@ def service(token_file: Path) -> Iterator[LocalService]:
         token_file=token_file,
     ) as running:
         for slot in (0, 1):
-            running.wait_for(lambda line, slot=slot: line.message.startswith(f"frontend-{slot} serves"), WAIT_S)  # type: ignore[misc]
+            wait_until_serving(running, slot, 0)
         yield running
 
 
@@ -69,6 +69,10 @@ def external_frontend(
     finally:
         process.kill()
         process.wait()
+
+
+def wait_until_serving(service: LocalService, slot: int, since: int) -> None:
+    service.wait_for(lambda line: line.message.startswith(f"frontend-{slot} serves"), WAIT_S, after=since)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -138,11 +142,7 @@ def test_no_call_fails_when_frontends_of_one_url_are_killed(service: LocalServic
         for slot in (0, 1):
             since = len(service.lines)
             os.kill(service.child_pids("frontend")[slot], signal.SIGKILL)
-            service.wait_for(
-                lambda line, slot=slot: line.message.startswith(f"frontend-{slot} serves"),
-                WAIT_S,
-                after=since,  # type: ignore[misc]
-            )
+            wait_until_serving(service, slot, since)
             calls.until_answered(20)
     assert not calls.failures, calls.failures[:3]
     assert calls.retried
