@@ -130,6 +130,7 @@ class Call:
             DeadlineError, UnreachableError: there is no time, or no try, left.
         """
         if isinstance(error, httpx.TimeoutException) and time.monotonic() >= self._deadline_s:
+            self._servers.on_failure(self.url)  # it may be blocked: the next call begins elsewhere
             raise self._deadline_error() from error
         return self._pause_or_raise(UnreachableError(f"{self.url}: {error or type(error).__name__}"))
 

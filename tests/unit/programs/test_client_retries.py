@@ -306,6 +306,15 @@ def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script,
     assert (len(script.connections), len(other.connections)) == (2, 1)
 
 
+def test_next_call_begins_at_the_next_url_when_the_first_stalls(script: Script, other: Script) -> None:
+    script.answers, other.answers = [(200, {"Content-Length": "5"}, "")], [GOOD]
+    with Client([script.url, other.url]) as client:
+        with pytest.raises(DeadlineError):
+            client.predict(JPEG, timeout_s=0.3)
+        assert client.predict(JPEG).tries == 1
+    assert len(other.requests) == 1
+
+
 def test_connecting_to_one_of_several_urls_leaves_time_for_the_others() -> None:
     deadline_s = time.monotonic() + 4.0
     assert RemainingTime(deadline_s).get("connect") > 3.0
