@@ -70,6 +70,8 @@ def _default(parameter: Any) -> str:
     default = getattr(parameter.default, "value", parameter.default)
     if parameter.required:
         return "**required**"
+    if isinstance(default, tuple | list):
+        default = ", ".join(map(str, default))
     return "" if default in (None, False, "") else f"`{default}`"
 
 

@@ -1,8 +1,9 @@
 """Access to a running service: the options of the verbs for it, requests, and error messages."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
 Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", envvar="MULTIWORLD_URL")]
+Urls = Annotated[
+    list[str],
+    value(
+        "URL",
+        "URL of the HTTP API of the service; repeat the option, or separate with commas, for several frontends: if one fails, the next "
+        "is used.",
+        "--url",
+        envvar="MULTIWORLD_URL",
+    ),
+]
 TimeoutS = Annotated[float, value("SECONDS", "Timeout of one request, in seconds.", min=0.001)]
 
 
@@ -98,6 +109,10 @@ class ServiceUnreachableError(ServiceError):
     """No connection to the service could be made; further requests would fail too."""
 
 
+class ServiceUnavailableError(ServiceError):
+    """This frontend lost the connection, or cannot serve now (429, 502, 503); another one may."""
+
+
 def _secret(file: Path | None, kind: str, variable: str) -> str:
     text = read_token(file, kind).get_secret_value() if file else os.environ.get(variable, "")
     return text.strip()
@@ -115,6 +130,31 @@ def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_
     raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
 
 
+@contextmanager
+def open_clients(
+    urls: Sequence[str], timeout_s: float, credentials: ClientCredentials
+) -> Iterator["deque[httpx.Client]"]:
+    """Open one HTTP client per URL, for `send_to_any`. Raises UserError if a URL is invalid."""
+    with ExitStack() as stack:
+        found = dict.fromkeys(url.strip() for text in urls for url in text.split(","))
+        yield deque([stack.enter_context(open_client(url, timeout_s, credentials)) for url in found])
+
+
+def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **request: Any) -> "httpx.Response":
+    """As `send_request`, with the first client; if that fails, with the next one, which becomes the first.
+
+    For requests without side effects only. Raises the error of the last client.
+    """
+    for left in reversed(range(len(clients))):
+        try:
+            return send_request(clients[0], method, path, **request)
+        except (ServiceUnreachableError, ServiceUnavailableError):
+            clients.rotate(-1)
+            if not left:
+                raise
+    raise AssertionError("no client")
+
+
 def send_request(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
     """Send one request and return its response, which is successful. Keyword arguments are those of httpx.
 
@@ -126,9 +166,9 @@ def send_request(client: "httpx.Client", method: str, path: str, **request: Any)
         return client.request(method, path, **request).raise_for_status()
 
 
-def read_status(client: "httpx.Client") -> "httpx.Response":
-    """Return the response to GET /status as JSON. Raises ServiceError."""
-    return send_request(client, "GET", "/status", headers={"Accept": "application/json"})
+def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":
+    """Return the response to GET /status as JSON, from any of the clients. Raises ServiceError."""
+    return send_to_any(clients, "GET", "/status", headers={"Accept": "application/json"})
 
 
 @contextmanager
@@ -145,8 +185,9 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
     try:
         yield
     except httpx.HTTPStatusError as error:
-        raise ServiceError(error_message(error.response)) from error
-    except httpx.ConnectError as error:
+        kind = ServiceUnavailableError if error.response.status_code in (429, 502, 503) else ServiceError
+        raise kind(error_message(error.response)) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         if "certificate" in str(error).lower():
             advice = "give its CA with --ca-file, and use a host name that the certificate contains"
             raise ServiceUnreachableError(f"the certificate of {url} cannot be verified: {error}; {advice}") from error
@@ -155,7 +196,7 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
     except httpx.TransportError as error:
         if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
             raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
-        raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
+        raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
 
 
 @contextmanager

@@ -71,16 +71,18 @@ class StatusView:
         return Group(*parts)
 
 
-def watch(client: "httpx.Client") -> int:
-    """Display until Ctrl-C. Raises ServiceError if the service does not answer at the start; later it reconnects."""
+def watch(clients: "deque[httpx.Client]") -> int:
+    """Display until Ctrl-C. Raises ServiceError if the service does not answer at the start; later it reconnects, with the next client."""
     from rich.live import Live
 
     from multiworld_serving.cli.console import console
 
-    view, url = StatusView(), str(client.base_url).rstrip("/")
-    view.status = read_status(client).json()
+    view = StatusView()
+    view.status = read_status(clients).json()
     with Live(view.render(), console=console(), auto_refresh=False) as live:
         while True:
+            client = clients[0]
+            url = str(client.base_url).rstrip("/")
             try:
                 with http_errors(url), client.stream("GET", "/events") as response:
                     if not response.is_success:
@@ -91,6 +93,7 @@ def watch(client: "httpx.Client") -> int:
                 view.error = f"{url} has stopped; reconnecting …"
             except ServiceError as error:
                 view.error = f"{error}; retrying …"
+            clients.rotate(-1)
             live.update(view.render(), refresh=True)
             time.sleep(_RECONNECT_S)
 

@@ -16,7 +16,7 @@ from multiworld_serving.cli.service import (
     answer_errors,
     http_errors,
     open_client,
-    read_status,
+    send_request,
 )
 from multiworld_serving.common.config import ClientCredentials, UserError
 
@@ -105,7 +105,7 @@ def bench(
     check_plot(plot_file)
     credentials, url = access.credentials(), url.rstrip("/")
     with open_client(url, 30.0, credentials) as client, answer_errors(url):
-        status = read_status(client).json()
+        status = send_request(client, "GET", "/status", headers={"Accept": "application/json"}).json()
         served = f"{status['model']} {status['version']}"
     run = _run(url, _reference_requests(url, options, credentials), options, credentials)
     images = options.images_per_request

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +15,10 @@ from multiworld_serving.cli.service import (
     ServiceError,
     ServiceUnreachableError,
     TimeoutS,
-    Url,
+    Urls,
     answer_errors,
-    open_client,
-    send_request,
+    open_clients,
+    send_to_any,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ TopK = Annotated[int | None, value("N", "Number of labels per image.", min=1, sh
 def predict(
     *,
     files: Files,
-    url: Url = DEFAULT_URL,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     top_k: TopK = None,
     as_json: AsJson = False,
     timeout_s: TimeoutS = 60.0,
@@ -54,19 +55,19 @@ def predict(
 
     failed = 0
     with (
-        open_client(url, timeout_s, access.credentials()) as client,
+        open_clients(urls, timeout_s, access.credentials()) as clients,
         progress("images", len(files)) as advance,
     ):
         for file in files:
-            failed += not _predict_file(client, file, top_k, as_json=as_json)
+            failed += not _predict_file(clients, file, top_k, as_json=as_json)
             advance()
     return 1 if failed else 0
 
 
-def _predict_file(client: "httpx.Client", file: Path, top_k: int | None, *, as_json: bool) -> bool:
+def _predict_file(clients: "deque[httpx.Client]", file: Path, top_k: int | None, *, as_json: bool) -> bool:
     """Classify one image and print the result or the error. Returns whether it succeeded. Raises ServiceUnreachableError."""
     try:
-        answer = _predict(client, file, top_k)
+        answer = _predict(clients, file, top_k)
     except ServiceUnreachableError:
         raise
     except (OSError, ServiceError) as error:
@@ -80,10 +81,10 @@ def _predict_file(client: "httpx.Client", file: Path, top_k: int | None, *, as_j
     return True
 
 
-def _predict(client: "httpx.Client", file: Path, top_k: int | None) -> dict[str, Any]:
+def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> dict[str, Any]:
     params = {} if top_k is None else {"top_k": top_k}
-    response = send_request(client, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
-    with answer_errors(client.base_url, "a multiworld service"):
+    response = send_to_any(clients, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
+    with answer_errors(clients[0].base_url, "a multiworld service"):
         answer = response.json()
         return {**answer, "predictions": list(answer["predictions"])}
 

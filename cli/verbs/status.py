@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from multiworld_serving.cli.options import AsJson, flag
-from multiworld_serving.cli.service import DEFAULT_URL, Access, TimeoutS, Url, answer_errors, open_client, read_status
+from multiworld_serving.cli.service import DEFAULT_URL, Access, TimeoutS, Urls, answer_errors, open_clients, read_status
 from multiworld_serving.cli.status_table import render_status
 from multiworld_serving.common.config import UserError
 
@@ -22,7 +22,7 @@ Watch = Annotated[bool, flag("--watch", "Keep running and show changes as they h
 
 def status(
     *,
-    url: Url = DEFAULT_URL,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     as_json: AsJson = False,
     watch: Watch = False,
     timeout_s: TimeoutS = 10.0,
@@ -31,12 +31,12 @@ def status(
     """Show the stages of a running service, their replicas, and the last failure of each."""
     if watch and as_json:
         raise UserError("--watch and --json exclude each other: programs read GET /events")
-    with open_client(url, timeout_s, access.credentials()) as client, answer_errors(url):
+    with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(", ".join(urls)):
         if watch:
             from multiworld_serving.cli.watch import watch as watch_status
 
-            return watch_status(client)
-        response = read_status(client)
+            return watch_status(clients)
+        response = read_status(clients)
         if as_json:
             print(response.text)
             return 0

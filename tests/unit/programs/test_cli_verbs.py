@@ -96,14 +96,20 @@ class FakeService(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
+@contextlib.contextmanager
+def serving(handler: type[FakeService]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(FakeService) as running:
+        yield running
 
 
 @pytest.fixture
@@ -389,6 +395,40 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
 def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SNAPSHOT
+
+
+class BusyService(FakeService):
+    """Cannot serve now."""
+
+    def do_GET(self) -> None:
+        self._answer(503, {"error": "not ready"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(503, {"error": "not ready"})
+
+
+@pytest.mark.parametrize("arguments", [["status", "--json"], ["predict", "cat.jpg", "cat.jpg"]], ids=" ".join)
+def test_next_url_is_used_when_one_fails(
+    images: None, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with serving(FakeService) as ended:
+        pass
+    with serving(BusyService) as busy:
+        for failing in (ended, busy):
+            assert main([*arguments, "--url", failing, "--url", url]) == 0
+            assert main([*arguments, "--url", f"{failing},{url}"]) == 0
+            monkeypatch.setenv("MULTIWORLD_URL", f"{failing},{url}")
+            assert main(arguments) == 0
+        assert capsys.readouterr().err == ""
+        assert main([*arguments[:2], "--url", ended, "--url", busy]) == 1
+        assert "not ready" in one_line(capsys)
+
+
+def test_refused_image_is_not_sent_to_the_next_url(images: None, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(BusyService) as busy:
+        assert main(["predict", "dog.txt", "--url", url, "--url", busy]) == 1
+    assert "not an image" in one_line(capsys)
 
 
 def test_status_reports_that_another_server_answers(
