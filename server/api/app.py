@@ -157,11 +157,16 @@ def create_admin_app(
     admin: AdminRoutes,
     authorizer: Authorizer | None = None,
     repository: RepositoryRoutes | None = None,
+    own: Scrape | None = None,
 ) -> ASGIApp:
-    """Create the application of the admin port: metrics and admin endpoints."""
+    """Create the application of the admin port: metrics and admin endpoints.
+
+    Args:
+        own: the metrics of this process alone, for `GET /metrics?own=true`.
+    """
 
     async def scrape(request: Request) -> Response:
-        return await metrics_response(metrics)
+        return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
     app = Starlette(routes=[Route("/metrics", scrape), *verbs])

@@ -26,6 +26,7 @@ from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -180,7 +181,9 @@ class _Frontend:
             scrape=self._scrape,
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
-        admin_app = create_admin_app(self._scrape, AdminRoutes(pool.restart_workers), authorizer, repository)
+        admin_app = create_admin_app(
+            self._scrape, AdminRoutes(pool.restart_workers), authorizer, repository, own=OwnMetrics(metrics)
+        )
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts
         http = HttpServer(

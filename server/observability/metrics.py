@@ -83,8 +83,8 @@ class Metrics(ProgramMetrics):
             "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
         )
         self._frontends = self._gauge("frontends", "Frontends that are connected to this leader.").labels()
-        self._leaders = self._gauge("leaders", "Leaders that this frontend can use.").labels()
-        self._leaders_configured = self._gauge("leaders_configured", "Leaders that this frontend was told of.").labels()
+        self._leaders = self._gauge("leaders", "Leaders that this frontend can use.")
+        self._leaders_configured = self._gauge("leaders_configured", "Leaders that this frontend was told of.")
         self._resubmitted = self._counter(
             "requests_resubmitted",
             "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped; otherwise the "
@@ -133,7 +133,7 @@ class Metrics(ProgramMetrics):
         self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
         self._redundancy = self._gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
-        ).labels()
+        )
         self._spares = self._gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
         self._quarantined = self._gauge(
             "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
@@ -215,8 +215,8 @@ class Metrics(ProgramMetrics):
 
     def leaders(self, usable: int, configured: int) -> None:
         """Set the number of leaders that a frontend can use, and of those that it was told of."""
-        self._leaders.set(usable)
-        self._leaders_configured.set(configured)
+        self._leaders.labels().set(usable)
+        self._leaders_configured.labels().set(configured)
 
     def resubmitted(self, reason: str) -> None:
         """A frontend sends a request to another leader."""
@@ -316,7 +316,7 @@ class Metrics(ProgramMetrics):
                 self._stage_replicas.labels(stage.index, state).set(tally[state])
             self._reroutes.labels(stage.index)
             self._retries.labels(stage.index)
-        self._redundancy.set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+        self._redundancy.labels().set(min((stage.ready_replicas for stage in stages), default=0) - 1)
 
     def spares(self, spares: int, quarantined: int) -> None:
         """Set the number of spares and of quarantined workers."""

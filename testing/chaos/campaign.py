@@ -73,7 +73,7 @@ class Injection:
         rerouted_s: mean time until the affected batches were sent to another replica; None if there were none.
         recovered_s: until every slot was ready again.
         recovered: whether that happened before the timeout.
-        leader_affected: whether the fault stopped the leader.
+        leader_affected: whether the fault stopped the only leader.
         unexpected: descriptions of effects that the fault does not expect.
     """
 
@@ -152,7 +152,7 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
                 found.aborted = "interrupted"
         found.ended_s = time.time()
         found.duplicates = sum(injection.duplicates for injection in found.injections)
-        if not any(injection.leader_affected for injection in found.injections):  # a new leader counts from 0
+        if not any(fault.scope == "leader" for fault in faults):  # a new leader counts from 0
             with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
                 found.duplicates = round(observer.metric(_DUPLICATES) - duplicates)
         found.outages, found.resources = observer.outages(), watch.series()
@@ -236,8 +236,7 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
     causes = tuple(sorted(cause for cause, _ in broken))
     context.unexpected += _unexpected_causes(fault, causes)
     detected_s = min((detected_s - at_s for _, detected_s in broken), default=None)
-    # The counters of a restarted leader start at 0.
-    more = {name: observer.metric(name) - (0.0 if fault.scope == "leader" else was) for name, was in before.items()}
+    more = {name: _increase(was, observer.metric(name)) for name, was in before.items()}
     count = round(more[f"{_REROUTES}_count"])
     mean_s = more[f"{_REROUTES}_sum"] / count if count else None
     return Injection(
@@ -252,9 +251,14 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
         recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
         recovered=recovered is not None,
         duplicates=round(more[_DUPLICATES]),
-        leader_affected=fault.scope == "leader",
+        leader_affected=fault.scope == "leader" and len(observer.now.leaders) < 2,
         unexpected=tuple(context.unexpected),
     )
+
+
+def _increase(before: float, now: float) -> float:
+    """The increase of a counter, which starts at 0 in a new leader."""
+    return now - before if now >= before else now
 
 
 def _inject_and_wait(fault: Fault, context: FaultContext) -> Snapshot | None:

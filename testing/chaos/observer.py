@@ -59,6 +59,8 @@ class Snapshot:
     replicas: dict[ReplicaKey, Replica]
     leader_since_s: float = 0.0
     """Start time of the leader, on the clock of this process."""
+    leaders: tuple[str, ...] = ()
+    """State of each leader."""
 
     @property
     def ready(self) -> int:
@@ -66,13 +68,20 @@ class Snapshot:
         return sum(replica.ready for replica in self.replicas.values())
 
     @property
+    def leaders_ready(self) -> bool:
+        """Every leader is ready."""
+        return all(state == "ready" for state in self.leaders)
+
+    @property
     def complete(self) -> bool:
-        """Every slot of every stage is ready."""
-        return all(replica.ready for replica in self.replicas.values())
+        """Every slot of every stage and every leader is ready."""
+        return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
 
     def differs_from(self, before: "Snapshot") -> bool:
-        """Whether a replica has changed or the leader was restarted since `before`."""
-        return self.replicas != before.replicas or self.leader_since_s - before.leader_since_s > _CLOCK_S
+        """Whether a replica or a leader has changed or the leader was restarted since `before`."""
+        if (self.replicas, self.leaders) != (before.replicas, before.leaders):
+            return True
+        return self.leader_since_s - before.leader_since_s > _CLOCK_S
 
     @property
     def stages_without_replica(self) -> frozenset[int]:
@@ -96,7 +105,8 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
             )
-    return Snapshot(at_s, found, at_s - status["uptime_s"])
+    leaders = tuple(leader["state"] for leader in status.get("leaders", ()))
+    return Snapshot(at_s, found, at_s - status["uptime_s"], leaders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ SETTINGS = {
     # A whole stage is away for as long as four processes need to import torch at once.
     "MULTIWORLD_RECOVERY_GRACE_S": "200",
     "MULTIWORLD_TIMEOUT_S": "210",
-    "WORKER_MEMORY": "768m",
+    "WORKER_MEMORY": "1280m",
     # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.
     "MULTIWORLD_OTLP_ENDPOINT": "http://127.0.0.1:4318",
     "MULTIWORLD_TRACE_RATIO": "0",
@@ -94,7 +94,7 @@ class Deployment:
 
     def __enter__(self) -> Self:
         if self._image is None:
-            self.compose("build", "--quiet", "leader")
+            self.compose("build", "--quiet", "frontend")
         try:
             began_s = time.monotonic()
             self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
@@ -163,8 +163,12 @@ class Deployment:
             observer.wait(lambda now: now.complete, WAIT_S, "complete")
 
     def worker_addresses(self) -> set[str]:
-        """The workers' addresses on the network shared with the leader."""
+        """The workers' addresses on the network shared with the leaders."""
         return {address for each in self.project.containers("worker") for address in each.addresses.values()}
+
+    def leader_addresses(self) -> list[str]:
+        """The leaders' addresses on all networks."""
+        return [address for each in self.project.leaders for address in each.addresses.values()]
 
     def requests(self) -> list[ReferenceRequest]:
         """Images, and the service's current answers for them."""

@@ -12,13 +12,14 @@ import pytest
 from multiworld_serving.common.config.settings import Settings, declaration, fields_of
 from multiworld_serving.common.config.sources import variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.testing.chaos.system.containers import docker
 from multiworld_serving.workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("compose_command")
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ("frontend", "leader-a", "leader-b", "worker")
 PROFILES = ("--profile", "alertmanager", "--profile", "grafana")
 FIXED = {
     "host",
@@ -27,13 +28,12 @@ FIXED = {
     "join_port",
     "metrics_host",
     "metrics_port",
-    "external_workers",
     "token",
     "token_file",
     "name",
 }
 """Settings that the Compose file sets, because its networks and ports depend on them, or that differ per container."""
-OF_LOCAL_WORKERS = {"device", "worker_threads"}
+OF_ONE_LEADER = {"leader_name", "advertise_host"}
 
 
 def config(
@@ -50,7 +50,7 @@ def config(
 
 def test_default_services_need_only_the_python_and_prometheus_images() -> None:
     services = config(options=())["services"]
-    assert services.keys() == {"token", "leader", "worker", "prometheus"}
+    assert services.keys() == {"token", "leader-a", "leader-b", "frontend", "worker", "prometheus"}
     images = {service["image"] for service in services.values()}
     assert images == {"multiworld-serving", "prom/prometheus:v2.53.3"}
     assert services["worker"]["deploy"]["replicas"] == 4
@@ -58,7 +58,7 @@ def test_default_services_need_only_the_python_and_prometheus_images() -> None:
 
 def test_every_service_is_restricted_and_restarted() -> None:
     services = config()["services"]
-    assert services.keys() == {"token", "leader", "worker", "prometheus", "alertmanager", "grafana"}
+    assert services.keys() == {*PROGRAMS, "token", "prometheus", "alertmanager", "grafana"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -76,7 +76,9 @@ def test_join_ports_and_worlds_use_an_internal_network() -> None:
     published = {name: [port["target"] for port in service.get("ports", ())] for name, service in services.items()}
     assert published == {
         "token": [],
-        "leader": [8000],
+        "frontend": [8000],
+        "leader-a": [],
+        "leader-b": [],
         "worker": [],
         "prometheus": [9090],
         "alertmanager": [9093],
@@ -89,17 +91,22 @@ def test_join_ports_and_worlds_use_an_internal_network() -> None:
 def test_token_is_in_a_file_and_not_in_the_environment() -> None:
     services = config(environment={"MULTIWORLD_TOKEN": "open-sesame"})["services"]
     assert "open-sesame" not in json.dumps(services)
-    for name in ("leader", "worker"):
+    for name in PROGRAMS:
         assert services[name]["environment"]["MULTIWORLD_TOKEN_FILE"] == "/run/multiworld/token"
         (volume,) = (each for each in services[name]["volumes"] if each["target"] == "/run/multiworld")
         assert volume["read_only"] is True
-    mine = config(environment={"TOKEN_FOLDER": "./secrets"})["services"]["leader"]["volumes"]
+    mine = config(environment={"TOKEN_FOLDER": "./secrets"})["services"]["leader-a"]["volumes"]
     assert any(volume["type"] == "bind" and volume["source"].endswith("/secrets") for volume in mine)
 
 
 @pytest.mark.parametrize(
     ("service", "program", "others"),
-    [("leader", ServeSettings, OF_LOCAL_WORKERS), ("worker", WorkerSettings, set[str]())],
+    [
+        ("leader-a", LeaderSettings, OF_ONE_LEADER),
+        ("leader-b", LeaderSettings, OF_ONE_LEADER),
+        ("frontend", FrontendSettings, set[str]()),
+        ("worker", WorkerSettings, set[str]()),
+    ],
 )
 def test_every_given_setting_is_passed_on(service: str, program: type[Settings], others: set[str]) -> None:
     names = [name for name, field in fields_of(program).items() if not declaration(field)["hidden"]]
@@ -107,6 +114,24 @@ def test_every_given_setting_is_passed_on(service: str, program: type[Settings],
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]
     assert {name: environment.get(name) for name in wanted} == given
+    known = {variable(name) for name in fields_of(program)}
+    assert environment.keys() <= known, "no setting that the program does not have"
+
+
+def test_frontend_and_workers_connect_to_all_leaders_which_prometheus_scrapes() -> None:
+    services = config()["services"]
+    leaders = sorted(name for name in services if name.startswith("leader-"))
+    for name in leaders:
+        assert services[name]["command"][:3] == ["leader", "--leader-name", name]
+    scraped = (ROOT / "deploy" / "prometheus" / "prometheus.compose.yml").read_text()
+    assert "targets: [" + ", ".join(f'"{name}:8002"' for name in leaders) + "]" in scraped
+    for name in ("frontend", "worker"):
+        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(f"{leader}:8001" for leader in leaders)
+
+
+def test_several_frontends_share_a_range_of_published_ports() -> None:
+    (port,) = config(environment={"API_PORT": "8000-8001"})["services"]["frontend"]["ports"]
+    assert (port["published"], port["target"]) == ("8000-8001", 8000)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
@@ -127,8 +152,9 @@ def test_gpu_overlay_has_one_worker_per_gpu(gpus: int, tmp_path: Path) -> None:
         assert worker["networks"]["worlds"]["aliases"] == ["worker"]
         assert worker["read_only"] is True
     assert services["worker"]["deploy"]["replicas"] == 0
-    leader = services["leader"]["environment"]
-    assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
+    for name in ("leader-a", "leader-b"):
+        leader = services[name]["environment"]
+        assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
 
 
 def test_gpu_overlay_of_the_repository_is_generated_for_four() -> None:

@@ -31,7 +31,7 @@ def test_configuration_is_valid(name: str) -> None:
 def test_kubernetes_configuration_is_valid_except_for_its_discovery(tmp_path: Path) -> None:
     text = (PROMETHEUS / "prometheus.kubernetes.yml").read_text()
     without, removed = re.subn(r"    kubernetes_sd_configs:\n(?:      .*\n)+", "", text)
-    assert removed == 2, "of leaders and of workers"
+    assert removed == 3, "of leaders, frontends and workers"
     shutil.copytree(PROMETHEUS / "rules", tmp_path / "rules")
     (tmp_path / "prometheus.yml").write_text(without)
     check(program("promtool"), "check", "config", tmp_path / "prometheus.yml")

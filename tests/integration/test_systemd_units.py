@@ -11,13 +11,18 @@ import pytest
 
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/multiworld/bin/multiworld"
-NAMES = ("multiworld-leader.service", "multiworld-worker@.service")
+PROGRAMS: dict[str, tuple[str, type[Settings]]] = {
+    "multiworld-leader.service": ("leader", LeaderSettings),
+    "multiworld-frontend.service": ("frontend", FrontendSettings),
+    "multiworld-worker@.service": ("worker", WorkerSettings),
+}
+NAMES = tuple(PROGRAMS)
 
 
 def value(name: str, key: str) -> str:
@@ -52,10 +57,9 @@ def test_systemd_analyze_detects_a_misspelled_line(tmp_path: Path) -> None:
     assert "RestartSecs" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "verb", "settings"), [(NAMES[0], "serve", ServeSettings), (NAMES[1], "worker", WorkerSettings)]
-)
-def test_unit_uses_options_and_variables_of_the_program(name: str, verb: str, settings: type[Settings]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_unit_uses_options_and_variables_of_the_program(name: str) -> None:
+    verb, settings = PROGRAMS[name]
     program, given, *arguments = value(name, "ExecStart").split()
     assert (program, given) == (PROGRAM, verb)
     known = {option(field) for field in settings.model_fields}
@@ -72,9 +76,9 @@ def test_watchdog_timeouts_exceed_the_stall_detection_of_peers() -> None:
 
 
 def test_stop_timeouts_cover_draining() -> None:
-    drain_s = ServeSettings.model_fields["drain_timeout_s"].default
-    assert int(value(NAMES[0], "TimeoutStopSec")) >= drain_s + 10
-    assert int(value(NAMES[1], "TimeoutStopSec")) >= DRAIN_S + 10
+    drain_s = LeaderSettings.model_fields["drain_timeout_s"].default
+    for name, at_least_s in zip(NAMES, (drain_s, drain_s, DRAIN_S), strict=True):
+        assert int(value(name, "TimeoutStopSec")) >= at_least_s + 10
     assert {value(name, "Restart") for name in NAMES} == {"always"}, (
         "a worker that is told to restart exits with status 0"
     )

@@ -96,9 +96,14 @@ class FaultContext:
         """Wait until every slot is ready. Raises NotRecoveredError."""
         return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
 
-    def wait_leader(self) -> None:
-        """Wait until a leader answers that was started after the injection. Raises NotRecoveredError."""
-        self.observer.wait(lambda now: now.leader_since_s > self.at_s, WAIT_S, "answered by a new leader")
+    def wait_leader_back(self, since: int) -> None:
+        """Wait until a leader was not ready in a snapshot from number `since` on and all are ready. Raises NotRecoveredError."""
+        seen = self.observer.snapshots
+        self.observer.wait(
+            lambda now: now.leaders_ready and not all(each.leaders_ready for each in seen[since:]),
+            WAIT_S,
+            "lost by a leader and served by all leaders again",
+        )
 
     def wait_rejoining(self, key: ReplicaKey, epoch: int) -> Replica:
         """Wait until a worker has joined this slot with a later epoch, ready or not. Returns the replica."""

@@ -1,6 +1,7 @@
-"""Faults on containers, including that of the leader."""
+"""Faults on containers, including those of the leaders."""
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
@@ -13,10 +14,12 @@ from multiworld_serving.testing.chaos.faults.fault import (
     fault,
 )
 from multiworld_serving.testing.chaos.system import network
-from multiworld_serving.testing.chaos.system.containers import ContainerError, docker_unavailable_reason
+from multiworld_serving.testing.chaos.system.containers import Container, ContainerError, docker_unavailable_reason
 
 NARROW_BITS_PER_S = 8_000_000
 NARROW_S = 6.0
+PAUSE_S = 4.0
+"""How long a leader is paused or disconnected: longer than the heartbeat timeout."""
 MORE_WORKERS = 2
 _STARVE = "import sys; open(f'/proc/{sys.argv[1]}/oom_score_adj', 'w').write('1000'); b'x' * int(sys.argv[2])"
 """Makes a process the first candidate of the OOM killer, then allocates all memory of the container."""
@@ -118,21 +121,56 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
     context.project.compose("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"{service}={count}", service)
 
 
-@_container_fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader")
+# The faults of leaders: each leader in turn, the next one after the previous one is ready again.
+
+
+@_container_fault("leader-kill", f"docker kill of each leader in turn, and docker start {HOLD_S:g} s later", "leader")
 def _kill_leader(context: FaultContext) -> None:
-    leader = context.project.leader
-    context.begin()
-    leader.run_docker("kill")
-    try:
-        context.hold(HOLD_S)
-    finally:
-        leader.run_docker("start")
-    context.wait_leader()
+    for leader in _leaders(context):
+        leader.run_docker("kill")
+        try:
+            context.hold(HOLD_S)
+        finally:
+            leader.run_docker("start")
 
 
-@_container_fault("leader-restart", "docker compose restart", "leader")
+@_container_fault(
+    "leader-pause", f"docker pause of each leader in turn, and docker unpause {PAUSE_S:g} s later", "leader"
+)
+def _pause_leader(context: FaultContext) -> None:
+    for leader in _leaders(context):
+        leader.run_docker("pause")
+        try:
+            context.hold(PAUSE_S)
+        finally:
+            leader.run_docker("unpause")
+
+
+@_container_fault("leader-restart", "docker compose restart of each leader in turn", "leader")
 def _restart_leader(context: FaultContext) -> None:
-    leader = context.project.leader
+    for leader in _leaders(context):
+        context.project.compose("restart", leader.service)
+
+
+@_container_fault(
+    "leader-unplug",
+    f"each leader in turn disconnected from its networks, and reconnected with other addresses {PAUSE_S:g} s later",
+    "leader",
+)
+def _unplug_leader(context: FaultContext) -> None:
+    for leader in _leaders(context):
+        leader.disconnect_networks()
+        try:
+            context.hold(PAUSE_S)
+        finally:
+            with leader.addresses_reserved():
+                leader.connect_networks()
+
+
+def _leaders(context: FaultContext) -> Iterator[Container]:
+    """Yield each leader. Waits after each until it was lost and all leaders are ready again."""
     context.begin()
-    context.project.compose("restart", leader.service)
-    context.wait_leader()
+    for leader in context.project.leaders:
+        seen = len(context.observer.snapshots)
+        yield leader
+        context.wait_leader_back(seen)

@@ -21,7 +21,7 @@ from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.chaos.system.processes import parent, status_fields
 
 HTTP_PORT = "8000/tcp"
-"""Port of the HTTP API in the container of the leader."""
+"""Port of the HTTP API in the container of a frontend."""
 _COMMAND_S = 180.0
 _FREE_ADDRESSES = 16
 _PLACEHOLDER_S = 600
@@ -39,6 +39,7 @@ class Container:
 
     Attributes:
         service: name in the Compose file.
+        program: first argument of `multiworld`, such as "leader" or "worker"; empty if there is none.
         hostname: prefix of the names of its workers, HOSTNAME-PID.
         pid: of its first process, on the host; 0 while it does not run.
         memory_bytes: memory limit; 0 for none.
@@ -51,6 +52,7 @@ class Container:
     image: str
     name: str
     service: str
+    program: str
     hostname: str
     pid: int
     memory_bytes: int
@@ -117,23 +119,29 @@ class ComposeProject:
         self.name = name
         self.credentials = credentials
         self._environment = environment
-        self.url = f"http://{self.leader.http}"
+        self.url = f"http://{self.frontend.http}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the leader; None if it does not run on this machine."""
-        return next(iter(_children(self.leader.pid)), None)
+        """Process id of the first leader; None if it does not run on this machine."""
+        return next((pid for leader in self.leaders for pid in _children(leader.pid)), None)
 
     @property
-    def leader(self) -> Container:
-        """The container that publishes the HTTP API, running or not."""
+    def leaders(self) -> list[Container]:
+        """The containers of the leaders, running or not, by name. A container of `multiworld serve` is a leader too."""
+        found = [each for each in self.containers() if each.program in ("leader", "serve")]
+        return sorted(found, key=lambda container: container.name)
+
+    @property
+    def frontend(self) -> Container:
+        """A container that publishes the HTTP API, running or not."""
         found = self.containers()
-        leader = next((each for each in found if each.http), None)
-        if leader is None:
+        frontend = next((each for each in found if each.http), None)
+        if frontend is None:
             raise ContainerError(
                 f"project {self.name}: {len(found)} containers, none of which publishes port {HTTP_PORT}"
             )
-        return leader
+        return frontend
 
     def containers(self, service: str | None = None) -> list[Container]:
         """Return all containers of the project, or of one service."""
@@ -162,7 +170,7 @@ class ComposeProject:
 
     def compose(self, *arguments: str) -> None:
         """Run `docker compose ARGUMENTS` with the Compose files of the project. Raises ContainerError."""
-        labels = json.loads(docker("inspect", self.leader.id))[0]["Config"]["Labels"]
+        labels = json.loads(docker("inspect", self.frontend.id))[0]["Config"]["Labels"]
         files = labels.get(f"{_COMPOSE}.project.config_files", "").split(",")
         folder = labels.get(f"{_COMPOSE}.project.working_dir", ".")
         given = [part for file in files if file for part in ("--file", file)]
@@ -216,6 +224,7 @@ def _container(found: dict[str, Any]) -> Container:
         image=found["Image"],
         name=found["Name"].removeprefix("/"),
         service=config["Labels"].get(f"{_COMPOSE}.service", ""),
+        program=next(iter(config.get("Cmd") or ()), ""),
         hostname=config["Hostname"],
         pid=found["State"]["Pid"],
         memory_bytes=found["HostConfig"]["Memory"],

@@ -29,7 +29,7 @@ def inspected(**changes: Any) -> dict[str, Any]:
         "Image": "sha256:1",
         "Name": "/shop-worker-1",
         "State": {"Pid": 4711},
-        "Config": {"Hostname": ID[:12], "Labels": {"com.docker.compose.service": "worker"}},
+        "Config": {"Cmd": ["worker"], "Hostname": ID[:12], "Labels": {"com.docker.compose.service": "worker"}},
         "HostConfig": {"Memory": 1 << 30, "PortBindings": {}},
         "NetworkSettings": {
             "Networks": {"shop_worlds": {"Aliases": ["shop-worker-1", "worker", ID[:12]], "IPAddress": "172.18.0.3"}},
@@ -45,6 +45,7 @@ def test_container_is_parsed_from_docker_inspect() -> None:
         image="sha256:1",
         name="shop-worker-1",
         service="worker",
+        program="worker",
         hostname=ID[:12],
         pid=4711,
         memory_bytes=1 << 30,
@@ -57,7 +58,7 @@ def test_container_is_parsed_from_docker_inspect() -> None:
 @pytest.mark.parametrize(
     ("host", "reached"), [("127.0.0.1", "127.0.0.1:80"), ("0.0.0.0", "127.0.0.1:80"), ("10.1.2.3", "10.1.2.3:80")]
 )
-def test_leader_address_is_its_published_port_even_when_stopped(host: str, reached: str) -> None:
+def test_frontend_address_is_its_published_port_even_when_stopped(host: str, reached: str) -> None:
     ports = {"8000/tcp": [{"HostIp": host, "HostPort": "80"}], "8001/tcp": None}
     running = inspected(NetworkSettings={"Networks": {}, "Ports": ports})
     stopped = inspected(NetworkSettings={"Networks": {}, "Ports": {}}, HostConfig={"Memory": 0, "PortBindings": ports})

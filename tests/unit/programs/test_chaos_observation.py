@@ -83,6 +83,15 @@ def test_snapshot_is_parsed_from_the_status() -> None:
     assert (now.ready, now.leader_since_s) == (0, 10.0)
 
 
+def test_service_is_complete_only_with_all_leaders() -> None:
+    slot = {"slot": 0, "state": "ready", "epoch": 1, "worker": "a", "last_failure": None}
+    status = {"uptime_s": 3.0, "stages": [{"index": 0, "replicas": [slot]}]}
+    both = parse_status({**status, "leaders": [{"state": "ready"}, {"state": "ready"}]}, 13.0)
+    one = parse_status({**status, "leaders": [{"state": "ready"}, {"state": "unreachable"}]}, 13.0)
+    assert (both.complete, one.complete) == (True, False)
+    assert one.differs_from(both)
+
+
 def test_moments_differ_when_the_leader_was_restarted() -> None:
     before = Snapshot(10.0, {}, leader_since_s=1.0)
     assert not Snapshot(20.0, {}, leader_since_s=1.5).differs_from(before)

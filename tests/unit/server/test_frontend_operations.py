@@ -120,6 +120,15 @@ async def test_only_inference_is_counted_as_requests() -> None:
     assert 'code="405"' in counted[0]
 
 
+async def test_metrics_of_one_process_are_served_on_request() -> None:
+    service, own = Metrics(), Metrics()
+    own.leaders(1, 2)
+    transport = httpx.ASGITransport(create_admin_app(OwnMetrics(service), ADMIN, own=OwnMetrics(own)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+        texts = [(await client.get(path)).text for path in ("/metrics", "/metrics?own=true")]
+    assert ["multiworld_leaders_configured 2" in text.splitlines() for text in texts] == [False, True]
+
+
 async def test_metrics_are_text_whatever_format_is_requested() -> None:
     transport = httpx.ASGITransport(create_admin_app(OwnMetrics(Metrics()), ADMIN))
     async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:

@@ -163,6 +163,12 @@ def test_redundancy_is_the_fewest_ready_replicas_minus_one(
     assert metrics.registry.get_sample_value("multiworld_redundancy") == redundancy
 
 
+def test_frontends_report_no_redundancy_and_leaders_no_leaders() -> None:
+    metrics = Metrics()
+    for name in ("multiworld_redundancy", "multiworld_leaders", "multiworld_leaders_configured"):
+        assert metrics.registry.get_sample_value(name) is None
+
+
 def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics) -> None:
     metrics.replica_states([stage(0, "joining", "ready")])
     metrics.replica_states([stage(0, "ready", "ready")])
