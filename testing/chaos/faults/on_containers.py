@@ -9,6 +9,7 @@ from multiworld_serving.testing.chaos.faults.fault import (
     HANG_CAUSES,
     HOLD_S,
     LEFT_CAUSES,
+    NOT_SERVED,
     PARTITION_CAUSES,
     fault,
 )
@@ -118,7 +119,7 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
     context.project.compose("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"{service}={count}", service)
 
 
-@_container_fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader")
+@_container_fault("leader-kill", f"docker kill, and docker start {HOLD_S:g} s later", "leader", excused=NOT_SERVED)
 def _kill_leader(context: FaultContext) -> None:
     leader = context.project.leader
     context.begin()
@@ -130,7 +131,7 @@ def _kill_leader(context: FaultContext) -> None:
     context.wait_leader()
 
 
-@_container_fault("leader-restart", "docker compose restart", "leader")
+@_container_fault("leader-restart", "docker compose restart", "leader", excused=NOT_SERVED)
 def _restart_leader(context: FaultContext) -> None:
     leader = context.project.leader
     context.begin()

@@ -121,7 +121,7 @@ class ComposeProject:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the leader; None if it does not run on this machine."""
+        """Process id of the first process of the leader's container; None if it does not run on this machine."""
         return next(iter(_children(self.leader.pid)), None)
 
     @property
@@ -159,6 +159,10 @@ class ComposeProject:
             for container in self.containers()
             for inner, pid in _inner_pids(container.pid)
         }
+
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """See `SystemUnderTest.child_pids`."""
+        return {}
 
     def compose(self, *arguments: str) -> None:
         """Run `docker compose ARGUMENTS` with the Compose files of the project. Raises ContainerError."""
