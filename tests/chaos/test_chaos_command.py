@@ -52,10 +52,10 @@ def test_no_request_is_lost_when_leaders_fail(tmp_path: Path) -> None:
 
 
 def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
-    """Without recovery grace, killing a whole stage makes the service refuse requests, and the report shows it."""
+    """Without recovery grace and another leader, killing a whole stage makes the service refuse requests."""
     file = tmp_path / "chaos.json"
     settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
-    done = chaos("--faults", "stage", "--clients", 4, "--json", file, *settings)
+    done = chaos("--faults", "stage", "--leaders", 1, "--clients", 4, "--json", file, *settings)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["failed"] > 0
