@@ -65,7 +65,8 @@ def main() -> int:
     small = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 1, "replicas": 1}
     with ExitStack() as stack:
         services = [
-            (count, stack.enter_context(ours(photo(), frontends=count, leaders=options.leaders, **small))) for count in options.frontends
+            (count, stack.enter_context(ours(photo(), frontends=count, leaders=options.leaders, **small)))
+            for count in options.frontends
         ]
         turns: list[list[Mapping[str, float]]] = [[] for _ in services]
         for number in range(options.rounds + 1):

@@ -47,9 +47,11 @@ class RunningOptions:
     compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
     log: Annotated[
         Path | None,
-        value("FILE", "With --url: log file of the service, to find the processes of its local workers."),
+        value("FILE", "With --url: log file of the service, to find its processes."),
     ] = None
-    pid: Annotated[int | None, value("PID", "With --url: process id of the leader, to monitor its resources.")] = None
+    pid: Annotated[
+        int | None, value("PID", "With --url: process id of `multiworld serve`, to kill it or monitor its resources.")
+    ] = None
 
     def service(self, credentials: "ClientCredentials") -> "SystemUnderTest | None":
         """Return the running service; None if one is to be started."""
@@ -78,6 +80,7 @@ class ServiceOptions:
     weights: Annotated[str, value("WEIGHTS", "Weights of the started service.")] = "random:0"
     stages: Annotated[int, value("N", "Stages of the started service.", min=1)] = 2
     replicas: Annotated[int, value("N", "Replicas per stage of the started service.", min=1)] = 2
+    leaders: Annotated[int, value("N", "Leaders of the started service.", min=1)] = 2
     heartbeat_timeout_s: Annotated[float, value("SECONDS", "Heartbeat timeout of the service.", min=0.01)] = 1.0
     recovery_grace_s: Annotated[
         float,
@@ -111,7 +114,10 @@ class FaultOptions:
     panel: ClassVar[str] = "Faults"
     faults: Annotated[
         str | None,
-        value("NAME,…", "Faults to inject; default: all that are possible on this machine. See --list."),
+        value(
+            "NAME,…",
+            "Faults to inject; default: all that are possible on this machine, except supervisor-kill. See --list.",
+        ),
     ] = None
     list_faults: Annotated[bool, flag("--list", "List the faults with their expected effect, and exit.")] = False
     rounds: Annotated[int, value("N", "Number of injections of each fault.", min=1)] = 1
@@ -168,7 +174,7 @@ def chaos(
     output: OutputOptions,
     access: Access,
 ) -> int:
-    """Kill, freeze, slow down and partition workers of a service under load, and report the effect on the clients.
+    """Kill, freeze, slow down and partition processes of a service under load, and report the effect on the clients.
 
     Without --url or --compose, starts a service and stops it at the end. Every answer is compared with the answer of the
     service before the first fault.

@@ -70,9 +70,16 @@ class LeaderPool:
         grace_s: how long a request waits while no leader is usable.
         metrics: of this frontend.
         on_change: called when the state of a leader has changed.
+        clock: of the deadlines.
     """
 
-    def __init__(self, grace_s: float, metrics: Metrics, on_change: Callable[[PipelineSnapshot], None]) -> None:
+    def __init__(
+        self,
+        grace_s: float,
+        metrics: Metrics,
+        on_change: Callable[[PipelineSnapshot], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.links: list[LeaderLink] = []
         self.inflight = InflightTracker()
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
@@ -87,7 +94,7 @@ class LeaderPool:
         self._agreement = VersionAgreement(self.links, self._notify_changed)
         self._check_until_s = 0.0
         self._was_ready = False
-        self._started_s = time.monotonic()
+        self._clock = clock
 
     # -- Predictor -------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class LeaderPool:
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
-        if time.monotonic() < self._check_until_s or not self.ready:
+        if self._clock() < self._check_until_s or not self.ready:
             await self._request(FrameKind.CHECK, {"ahead": ahead}, deadline_s)
         request = _open_request.get()
         if request is not None and not request.admitted:
@@ -253,10 +260,10 @@ class LeaderPool:
                     raise next(iter(rejected.values()))
                 if (unloaded := self._unloaded()) is not None:
                     raise unloaded
-                grace_until_s = grace_until_s or time.monotonic() + self._grace_s
+                grace_until_s = grace_until_s or self._clock() + self._grace_s
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
-            timeout_s = deadline_s - time.monotonic()
+            timeout_s = deadline_s - self._clock()
             try:
                 sent = {**fields, "timeout_s": timeout_s}
                 return await link.request(
@@ -264,19 +271,16 @@ class LeaderPool:
                 ), resent
             except LeaderLostError as lost:
                 failures += lost.failed and kind is FrameKind.PREDICT
-                if failures >= _MAX_LEADER_FAILURES:
-                    raise PoisonError(
-                        f"{failures} leaders failed while they had this request; it is not sent to another one"
-                    ) from lost
+                self._check_resubmission(failures, deadline_s, lost)
                 resent += 1
                 self._metrics.resubmitted("failed" if lost.failed else "left")
             except RequestRejected as rejection:
-                self._check_until_s = time.monotonic() + _CHECK_S
+                self._check_until_s = self._clock() + _CHECK_S
                 if (
-                    rejection.reason == "draining" and time.monotonic() < deadline_s
+                    rejection.reason == "draining" and self._clock() < deadline_s
                 ):  # its STATE frame is on the way, or has arrived
                     await self._wait_for_change(
-                        min(time.monotonic() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
+                        min(self._clock() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
                     )
                 elif rejection.reason not in _TRY_ELSEWHERE or rejected:
                     raise
@@ -286,6 +290,15 @@ class LeaderPool:
                         self._metrics.resubmitted(rejection.reason)
             except TimeoutError as error:
                 raise DeadlineError("the leader did not reply before the deadline; try again") from error
+
+    def _check_resubmission(self, failures: int, deadline_s: float, lost: LeaderLostError) -> None:
+        """Raise if a request whose leader was lost is not sent again."""
+        if failures >= _MAX_LEADER_FAILURES:
+            raise PoisonError(
+                f"{failures} leaders failed while they had this request; it is not sent to another one"
+            ) from lost
+        if self._clock() >= deadline_s:
+            raise DeadlineError("the leader was lost, and the deadline has passed; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
         """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
@@ -306,12 +319,12 @@ class LeaderPool:
         """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
         changed = self._changed
         try:
-            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+            async with asyncio.timeout(max(0.0, until_s - self._clock())):
                 await changed.wait()
         except TimeoutError:
             if not strict:
                 return
-            if time.monotonic() >= deadline_s:
+            if self._clock() >= deadline_s:
                 raise DeadlineError("no leader was reachable before the deadline; try again") from None
             raise NotReadyError(
                 f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",

@@ -13,8 +13,8 @@ from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05
-_CLOCK_S = 1.0
-"""Tolerance of the computed start time of the leader, for the delay of responses."""
+_CLOCK_S = 2.0
+"""Tolerance of the computed start time of the leader: frontends know its uptime once a second, and responses are delayed."""
 
 ReplicaKey = tuple[int, int]
 """Stage and slot of a replica."""
@@ -37,6 +37,8 @@ class Replica:
     """Cause of its last failure."""
     failed_s: float | None
     """Time of its last failure, on the clock of the leader."""
+    leader: int | None = None
+    """Process id of the leader that says so. Each leader has its own worlds."""
 
     @property
     def key(self) -> ReplicaKey:
@@ -48,7 +50,22 @@ class Replica:
 
     def broken_since(self, before: "Replica") -> bool:
         """Whether the world of `before` has broken."""
-        return self.epoch != before.epoch or self.state not in ("ready", "draining")
+        if self.state not in ("ready", "draining"):
+            return True
+        return self.leader == before.leader and self.epoch != before.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """One leader at one time.
+
+    Attributes:
+        pid: None while it is unreachable.
+    """
+
+    address: str
+    state: str
+    pid: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +76,9 @@ class Snapshot:
     replicas: dict[ReplicaKey, Replica]
     leader_since_s: float = 0.0
     """Start time of the leader, on the clock of this process."""
-    leaders: tuple[str, ...] = ()
-    """State of each leader."""
+    leaders: tuple[Leader, ...] = ()
+    frontends: frozenset[int] = frozenset()
+    """Process ids of the frontends."""
 
     @property
     def ready(self) -> int:
@@ -70,16 +88,16 @@ class Snapshot:
     @property
     def leaders_ready(self) -> bool:
         """Every leader is ready."""
-        return all(state == "ready" for state in self.leaders)
+        return all(leader.state == "ready" for leader in self.leaders)
 
     @property
     def complete(self) -> bool:
-        """Every slot of every stage and every leader is ready."""
+        """Every slot of every stage, and every leader, is ready."""
         return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
 
     def differs_from(self, before: "Snapshot") -> bool:
-        """Whether a replica or a leader has changed or the leader was restarted since `before`."""
-        if (self.replicas, self.leaders) != (before.replicas, before.leaders):
+        """Whether a replica, leader or frontend has changed, or the leader was restarted since `before`."""
+        if (self.replicas, self.leaders, self.frontends) != (before.replicas, before.leaders, before.frontends):
             return True
         return self.leader_since_s - before.leader_since_s > _CLOCK_S
 
@@ -93,6 +111,9 @@ class Snapshot:
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
     """Parse a document of GET /status."""
     found = {}
+    leaders = tuple(Leader(each["address"], each["state"], each["pid"]) for each in status.get("leaders", ()))
+    # The stages are those of one of the leaders.
+    source = next((each["pid"] for each in status.get("leaders", ()) if each["uptime_s"] == status["uptime_s"]), None)
     for stage in status["stages"]:
         for replica in stage["replicas"]:
             failure = replica["last_failure"] or {}
@@ -104,9 +125,10 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 worker=replica["worker"],
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
+                leader=source,
             )
-    leaders = tuple(leader["state"] for leader in status.get("leaders", ()))
-    return Snapshot(at_s, found, at_s - status["uptime_s"], leaders)
+    frontends = frozenset(each["pid"] for each in status.get("frontends", ()))
+    return Snapshot(at_s, found, at_s - status["uptime_s"], leaders, frontends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +177,7 @@ class Observer:
             if self._changed.wait_for(lambda: wanted(self.snapshots[-1]), timeout_s):
                 return self.snapshots[-1]
             states = ", ".join(f"s{r.stage}.r{r.slot} {r.state}" for r in self.snapshots[-1].replicas.values())
+            states += "".join(f", leader {each.address} {each.state}" for each in self.snapshots[-1].leaders)
         raise NotRecoveredError(f"not {what} within {timeout_s:g} s: {states}")
 
     def outages(self) -> list[Outage]:

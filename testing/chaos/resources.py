@@ -1,4 +1,4 @@
-"""Monitors threads, descriptors and memory of leader and workers, and checks that they do not grow."""
+"""Monitors threads, descriptors and memory of all processes, and checks that they do not grow."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ class Series:
 class ResourceMonitor:
     """Reads `/proc` every `every_s` in a background thread. Use as `with`.
 
-    Each worker process has its own series; a restarted worker begins a new one.
+    Each process has its own series; a restarted one begins a new one.
     """
 
     def __init__(self, system: SystemUnderTest, every_s: float = 1.0) -> None:
@@ -64,7 +64,7 @@ class ResourceMonitor:
         self._thread.join()
 
     def series(self) -> list[Series]:
-        """Return the series of the leader and of each worker that still runs and ran for at least half of the time."""
+        """Return the series of each process that still runs and ran for at least half of the time."""
         now_s = time.monotonic()
         lived = {
             name: seen
@@ -80,11 +80,13 @@ class ResourceMonitor:
     def _poll(self) -> None:
         try:
             found = {f"{name} pid {pid}": pid for name, pid in self._system.worker_pids().items()}
-            leader = self._system.pid
+            for kind in ("leader", "frontend"):
+                found |= {f"{kind}-{slot} pid {pid}": pid for slot, pid in self._system.child_pids(kind).items()}
+            supervisor = self._system.pid
         except (httpx.HTTPError, ContainerError):
             return
-        if leader is not None:
-            found["leader"] = leader
+        if supervisor is not None:
+            found["supervisor"] = supervisor
         for name, pid in found.items():
             try:
                 self._seen.setdefault(name, []).append((time.monotonic(), resources(pid)))

@@ -34,14 +34,28 @@ def test_chaos_exits_with_0_when_no_request_is_lost(tmp_path: Path) -> None:
     causes = {injection["fault"]: injection["causes"] for injection in found["injections"]}
     assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "a fault had no effect"
     assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in found["injections"])
-    assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
+    assert {series["process"] for series in found["resources"]["series"]} >= {"supervisor"}
+
+
+def test_no_request_is_lost_when_leaders_fail(tmp_path: Path) -> None:
+    file = tmp_path / "chaos.json"
+    faults = "leader-kill,leader-freeze,frontend-kill"
+    done = chaos("--faults", faults, "--rounds", 2, "--set", "image_size=32", "--clients", 4, "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    failed = {row["fault"]: (row["times"], row["failed"]) for row in found["faults"]}
+    assert failed == dict.fromkeys(faults.split(","), (2, 0))
+    of_leaders = [injection for injection in found["injections"] if injection["fault"].startswith("leader")]
+    assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in of_leaders)
+    assert {injection["targets"][0] for injection in of_leaders} == {"leader-0", "leader-1"}
+    assert {failure["status"] for failure in found["failures"]} <= {0}
 
 
 def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
-    """Without recovery grace, killing a whole stage makes the service refuse requests, and the report shows it."""
+    """Without recovery grace and another leader, killing a whole stage makes the service refuse requests."""
     file = tmp_path / "chaos.json"
     settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
-    done = chaos("--faults", "stage", "--clients", 4, "--json", file, *settings)
+    done = chaos("--faults", "stage", "--leaders", 1, "--clients", 4, "--json", file, *settings)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["failed"] > 0

@@ -18,7 +18,7 @@ from multiworld_serving.testing.chaos.campaign import Injection, inject, unavail
 from multiworld_serving.testing.chaos.faults import ALL_FAULTS
 from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer
-from multiworld_serving.testing.chaos.report import leaderless
+from multiworld_serving.testing.chaos.report import interrupted
 from multiworld_serving.testing.chaos.schedule import FaultTargets
 from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
 from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
@@ -147,9 +147,7 @@ class Deployment:
 
     def judged(self, made: Injection, load: Load) -> Row:
         """The result of a fault, for the table."""
-        unled = [
-            sample for sample in load.failed if made.leader_affected and leaderless(sample, made.at_s, made.ended_s)
-        ]
+        unled = [sample for sample in load.failed if interrupted(sample, made.excused, made.at_s, made.ended_s)]
         failed = [sample for sample in load.failed if sample not in unled]
         self.rows.append(row := Row(made, len(load.samples), len(failed), len(unled)))
         assert not made.unexpected, made.unexpected

@@ -3,7 +3,12 @@
 `fault.py` has the decorator, `context.py` what a fault may use: its targets, the service, and waiting for effects.
 """
 
-from multiworld_serving.testing.chaos.faults import on_clients, on_containers, on_workers  # noqa: F401 - they declare faults
+from multiworld_serving.testing.chaos.faults import (  # noqa: F401 - they declare faults
+    on_clients,
+    on_containers,
+    on_leaders,
+    on_workers,
+)
 from multiworld_serving.testing.chaos.faults.fault import REGISTRY
 
 PROCESS_FAULTS = tuple(fault for fault in REGISTRY if fault.of == "process")

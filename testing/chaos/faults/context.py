@@ -25,8 +25,11 @@ class FaultContext:
         targets: the affected replicas, as they were just before the injection.
         heartbeat_timeout_s: the heartbeat timeout of the service.
         request: a request for faults on the side of the clients.
+        number: how often this fault was injected before.
         unexpected: descriptions of effects that the fault does not expect.
         at_s: time of the injection (`time.time()`); 0 before it.
+        victim: name of the affected leader or frontend; empty if there is none.
+        lost_s: time when the loss of the affected leader was observed (`time.time()`); None before it.
     """
 
     system: SystemUnderTest
@@ -34,8 +37,11 @@ class FaultContext:
     targets: Sequence[Replica]
     heartbeat_timeout_s: float
     request: ReferenceRequest
+    number: int = 0
     unexpected: list[str] = field(default_factory=list)
     at_s: float = 0.0
+    victim: str = ""
+    lost_s: float | None = None
 
     def hold(self, seconds: float) -> None:
         """Sleep while the fault lasts."""
@@ -69,6 +75,15 @@ class FaultContext:
             self.begin()
             yield found
 
+    @contextlib.contextmanager
+    def child(self, kind: str) -> Iterator[Process]:
+        """Open one leader or frontend, in each injection another one. Raises ProcessLookupError if it has ended."""
+        pids = sorted(self.system.child_pids(kind).items())
+        slot, pid = pids[self.number % len(pids)]
+        self.victim = f"{kind}-{slot}"
+        with self.open([pid]) as (process,):
+            yield process
+
     def signal(self, signum: signal.Signals, targets: Sequence[Replica] | None = None) -> None:
         """Send a signal to all or some targets, as close together as possible."""
         with self.processes(targets) as processes:
@@ -93,7 +108,7 @@ class FaultContext:
         )
 
     def wait_complete(self) -> Snapshot:
-        """Wait until every slot is ready. Raises NotRecoveredError."""
+        """Wait until every slot and every leader is ready. Raises NotRecoveredError."""
         return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
 
     def wait_leader_back(self, since: int) -> None:
@@ -103,6 +118,22 @@ class FaultContext:
             lambda now: now.leaders_ready and not all(each.leaders_ready for each in seen[since:]),
             WAIT_S,
             "lost by a leader and served by all leaders again",
+        )
+
+    def wait_leader_lost(self, pid: int) -> None:
+        """Wait until the frontends have lost the leader with this process id. Raises NotRecoveredError."""
+        now = self.observer.wait(
+            lambda now: all(leader.pid != pid for leader in now.leaders), WAIT_S, "detected by the frontends"
+        )
+        self.lost_s = now.at_s
+
+    def wait_frontend_replaced(self, pid: int) -> None:
+        """Wait until a frontend serves that the supervisor started instead of this one. Raises NotRecoveredError."""
+        before = self.observer.now.frontends
+        self.observer.wait(
+            lambda now: pid not in now.frontends and len(now.frontends) >= len(before),
+            WAIT_S,
+            "served by a new frontend",
         )
 
     def wait_rejoining(self, key: ReplicaKey, epoch: int) -> Replica:

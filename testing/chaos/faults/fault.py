@@ -6,8 +6,8 @@ from typing import Literal, TypeVar
 
 from multiworld_serving.testing.chaos.faults.context import FaultContext
 
-Scope = Literal["one", "two", "stage", "all", "none", "leader"]
-"""Targets: one replica, one replica in each of two stages, all replicas of a stage, all workers, no worker, or the leader."""
+Scope = Literal["one", "two", "stage", "all", "none", "leader", "frontend", "supervisor"]
+"""Targets: one replica, one replica in each of two stages, all replicas of a stage, all workers, none, or another process."""
 NEEDS: dict[Scope, str] = {
     "one": "a stage with two replicas",
     "two": "two stages with two replicas each",
@@ -23,6 +23,9 @@ HANG_CAUSES = frozenset({"hang"})
 LEFT_CAUSES = frozenset({"left"})
 PARTITION_CAUSES = frozenset({"exit", "hang", "transport", "aborted", "timeout"})
 NO_CAUSES: frozenset[str] = frozenset()
+CONNECTION_LOST = frozenset({0})
+"""Status of requests whose frontend was lost."""
+NOT_SERVED = frozenset({0, 503})
 
 Inject = Callable[[FaultContext], None]
 F = TypeVar("F", bound=Inject)
@@ -42,6 +45,8 @@ class Fault:
         causes: allowed causes of broken worlds of the targets; empty if no world may break, None if any outcome is allowed.
         unavailable_reason: returns why the fault is not possible on this machine; empty if it is.
         of: what the fault acts on: processes or containers.
+        excused: statuses that requests may get from the injection to the recovery; 0 is a lost connection.
+        is_default: whether it is selected without `--faults`.
     """
 
     name: str
@@ -51,6 +56,8 @@ class Fault:
     causes: frozenset[str] | None
     unavailable_reason: Callable[[], str] = _always
     of: Literal["process", "container"] = "process"
+    excused: frozenset[int] = frozenset()
+    is_default: bool = True
 
 
 REGISTRY: list[Fault] = []
@@ -65,11 +72,13 @@ def fault(
     causes: frozenset[str] | None = NO_CAUSES,
     unavailable_reason: Callable[[], str] = _always,
     of: Literal["process", "container"] = "process",
+    excused: frozenset[int] = frozenset(),
+    is_default: bool = True,
 ) -> Callable[[F], F]:
     """Decorator that declares a fault. Several decorators declare several faults that inject the same in other scopes."""
 
     def declare(inject: F) -> F:
-        REGISTRY.append(Fault(name, description, scope, inject, causes, unavailable_reason, of))
+        REGISTRY.append(Fault(name, description, scope, inject, causes, unavailable_reason, of, excused, is_default))
         return inject
 
     return declare

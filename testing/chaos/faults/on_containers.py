@@ -10,6 +10,7 @@ from multiworld_serving.testing.chaos.faults.fault import (
     HANG_CAUSES,
     HOLD_S,
     LEFT_CAUSES,
+    NOT_SERVED,
     PARTITION_CAUSES,
     fault,
 )
@@ -124,7 +125,12 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
 # The faults of leaders: each leader in turn, the next one after the previous one is ready again.
 
 
-@_container_fault("leader-kill", f"docker kill of each leader in turn, and docker start {HOLD_S:g} s later", "leader")
+@_container_fault(
+    "leader-kill",
+    f"docker kill of each leader in turn, and docker start {HOLD_S:g} s later",
+    "leader",
+    excused=NOT_SERVED,
+)
 def _kill_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
         leader.run_docker("kill")
@@ -135,7 +141,10 @@ def _kill_leader(context: FaultContext) -> None:
 
 
 @_container_fault(
-    "leader-pause", f"docker pause of each leader in turn, and docker unpause {PAUSE_S:g} s later", "leader"
+    "leader-pause",
+    f"docker pause of each leader in turn, and docker unpause {PAUSE_S:g} s later",
+    "leader",
+    excused=NOT_SERVED,
 )
 def _pause_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
@@ -146,7 +155,7 @@ def _pause_leader(context: FaultContext) -> None:
             leader.run_docker("unpause")
 
 
-@_container_fault("leader-restart", "docker compose restart of each leader in turn", "leader")
+@_container_fault("leader-restart", "docker compose restart of each leader in turn", "leader", excused=NOT_SERVED)
 def _restart_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
         context.project.compose("restart", leader.service)
@@ -156,6 +165,7 @@ def _restart_leader(context: FaultContext) -> None:
     "leader-unplug",
     f"each leader in turn disconnected from its networks, and reconnected with other addresses {PAUSE_S:g} s later",
     "leader",
+    excused=NOT_SERVED,
 )
 def _unplug_leader(context: FaultContext) -> None:
     for leader in _leaders(context):

@@ -168,6 +168,10 @@ class ComposeProject:
             for inner, pid in _inner_pids(container.pid)
         }
 
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """See `SystemUnderTest.child_pids`."""
+        return {}
+
     def compose(self, *arguments: str) -> None:
         """Run `docker compose ARGUMENTS` with the Compose files of the project. Raises ContainerError."""
         labels = json.loads(docker("inspect", self.frontend.id))[0]["Config"]["Labels"]

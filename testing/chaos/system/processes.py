@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-_ESTABLISHED = "01"
+_ESTABLISHED, _LISTENING = "01", "0A"
+"""States in /proc/PID/net/tcp."""
 
 
 class Connection(NamedTuple):
@@ -74,17 +75,20 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(self.pid, resource.RLIMIT_AS, before)
 
-    def connections(self) -> list[Connection]:
-        """Return its established TCP connections over IPv4."""
+    def connections_as_client(self) -> list[Connection]:
+        """Return its established connections as its clients see them, if they connected to it; the others as `connections` does."""
+        listening = {each.local_port for each in self.connections(_LISTENING)}
+        return [
+            Connection(*each[2:], *each[:2]) if each.local_port in listening else each for each in self.connections()
+        ]
+
+    def connections(self, state: str = _ESTABLISHED) -> list[Connection]:
+        """Return its TCP connections over IPv4 that are in this state: the established ones."""
         own = {
             link[len("socket:[") : -1] for link in _links(Path(f"/proc/{self.pid}/fd")) if link.startswith("socket:[")
         }
         rows = (line.split() for line in Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:])
-        return [
-            Connection(*_endpoint(row[1]), *_endpoint(row[2]))
-            for row in rows
-            if row[3] == _ESTABLISHED and row[9] in own
-        ]
+        return [Connection(*_endpoint(row[1]), *_endpoint(row[2])) for row in rows if row[3] == state and row[9] in own]
 
 
 def status_fields(pid: int) -> dict[str, str]:

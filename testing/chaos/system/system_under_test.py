@@ -1,5 +1,6 @@
-"""The service under test: its URL, and the processes of its workers."""
+"""The service under test: its URL and its processes."""
 
+import contextlib
 import re
 import socket
 from pathlib import Path
@@ -10,7 +11,7 @@ import httpx
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
 from multiworld_serving.testing.chaos.system.processes import parent
 
-_STARTED = re.compile(r"worker slot=(\d+) pid=(\d+) started")
+_STARTED = re.compile(r"(leader|frontend|worker) slot=(\d+) pid=(\d+) started")
 
 
 class SystemUnderTest(Protocol):
@@ -26,17 +27,20 @@ class SystemUnderTest(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Process id of the leader; None if unknown."""
+        """Process id of the supervisor, `multiworld serve`; None if unknown."""
 
     def worker_pids(self) -> dict[str, int]:
         """Process ids of its current workers, by worker name."""
 
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """Process ids of the current leaders ("leader") or frontends ("frontend") of the supervisor, by slot; empty if unknown."""
+
 
 class RunningService:
-    """A service that was started elsewhere. Worker processes are found by their names HOSTNAME-PID, or in the log.
+    """A service that was started elsewhere. Its processes are found in the log, and external workers by their names HOSTNAME-PID.
 
     Args:
-        log: file with the standard error of the service, as text or JSON; needed for local workers, named `local-N`.
+        log: file with the standard error of the service, as text or JSON; needed for local workers, leaders and frontends.
     """
 
     def __init__(
@@ -54,33 +58,32 @@ class RunningService:
 
     @property
     def pid(self) -> int | None:
-        """As given, otherwise the parent process of the local workers."""
-        if self._pid is None:
-            for name, pid in self.worker_pids().items():
-                if name.startswith("local-"):
-                    try:
-                        self._pid = parent(pid)
-                    except OSError:
-                        continue
-                    break
-        return self._pid
+        """As given, otherwise the parent process of the frontends."""
+        if self._pid is not None:
+            return self._pid
+        for pid in self.child_pids("frontend").values():
+            with contextlib.suppress(OSError):
+                return parent(pid)
+        return None
 
     def worker_pids(self) -> dict[str, int]:
         """See `SystemUnderTest.worker_pids`. Raises UserError if the log cannot be read."""
-        return pids_in_names(self._names()) | self._pids_in_log()
+        local = {f"local-{slot}": pid for slot, pid in self.child_pids("worker").items()}
+        return pids_in_names(self._names()) | local
 
     def _names(self) -> list[str]:
         status = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
         return [str(replica["worker"]) for stage in status["stages"] for replica in stage["replicas"]]
 
-    def _pids_in_log(self) -> dict[str, int]:
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """See `SystemUnderTest.child_pids`; also "worker". Raises UserError if the log cannot be read."""
         if self._log is None:
             return {}
         try:
             text = self._log.read_text(errors="replace")
         except OSError as error:
             raise UserError(f"--log {self._log}: cannot be read: {error.strerror}") from error
-        return {f"local-{slot}": int(pid) for slot, pid in _STARTED.findall(text)}
+        return {int(slot): int(pid) for each, slot, pid in _STARTED.findall(text) if each == kind}
 
 
 def pids_in_names(names: list[str]) -> dict[str, int]:

@@ -139,11 +139,12 @@ def test_workers_are_found_by_their_last_start_in_the_log(tmp_path: Path) -> Non
     log = tmp_path / "log"
     log.write_text(
         "2026-01-31 INFO leader multiworld_serving.deploy.processes.supervisor: worker slot=0 pid=11 started\n"
-        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\n'
+        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\nleader slot=1 pid=14 started\n'
     )
-    assert RunningService("http://x", log=log)._pids_in_log() == {"local-0": 13, "local-1": 12}
+    service = RunningService("http://x", log=log)
+    assert (service.child_pids("worker"), service.child_pids("leader")) == ({0: 13, 1: 12}, {1: 14})
     with pytest.raises(UserError, match="--log"):
-        RunningService("http://x", log=tmp_path / "none")._pids_in_log()
+        RunningService("http://x", log=tmp_path / "none").child_pids("worker")
 
 
 @pytest.fixture

@@ -151,6 +151,19 @@ def test_unanswered_requests_during_leader_downtime_are_not_attributed(
     sample: Sample, failed: int, excused: int
 ) -> None:
     findings = found(sample)
-    findings.injections.append(Injection("leader-kill", (), 40.0, 50.0, leader_affected=True))
+    findings.injections.append(Injection("leader-kill", (), 40.0, 50.0, excused=(0, 503)))
     report = summarize(findings)
     assert (report.total.failed, report.total.excused) == (failed, excused)
+
+
+def test_frontend_fault_excuses_only_lost_connections() -> None:
+    findings = found(Sample(41.0, 0.1, 0, "reset"), Sample(41.0, 0.1, 503, "not ready"))
+    findings.injections.append(Injection("frontend-kill", ("frontend-0",), 40.0, 50.0, excused=(0,)))
+    report = summarize(findings)
+    assert (report.total.failed, report.total.excused) == (1, 1)
+
+
+def test_leader_fault_excuses_nothing() -> None:
+    findings = found(Sample(41.0, 0.1, 0, "reset"), Sample(41.0, 0.1, 503, "not ready"))
+    findings.injections.append(Injection("leader-kill", ("leader-0",), 40.0, 50.0))
+    assert summarize(findings).total.failed == 2
