@@ -86,8 +86,12 @@ def test_snapshot_is_parsed_from_the_status() -> None:
 def test_service_is_complete_only_with_all_leaders() -> None:
     slot = {"slot": 0, "state": "ready", "epoch": 1, "worker": "a", "last_failure": None}
     status = {"uptime_s": 3.0, "stages": [{"index": 0, "replicas": [slot]}]}
-    both = parse_status({**status, "leaders": [{"state": "ready"}, {"state": "ready"}]}, 13.0)
-    one = parse_status({**status, "leaders": [{"state": "ready"}, {"state": "unreachable"}]}, 13.0)
+    first, second, lost = (
+        {"address": f"127.0.0.1:{8001 + number}", "state": state, "pid": number}
+        for number, state in ((1, "ready"), (2, "ready"), (2, "unreachable"))
+    )
+    both = parse_status({**status, "leaders": [first, second]}, 13.0)
+    one = parse_status({**status, "leaders": [first, lost]}, 13.0)
     assert (both.complete, one.complete) == (True, False)
     assert one.differs_from(both)
 
