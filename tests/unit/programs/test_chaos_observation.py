@@ -87,7 +87,7 @@ def test_service_is_complete_only_with_all_leaders() -> None:
     slot = {"slot": 0, "state": "ready", "epoch": 1, "worker": "a", "last_failure": None}
     status = {"uptime_s": 3.0, "stages": [{"index": 0, "replicas": [slot]}]}
     first, second, lost = (
-        {"address": f"127.0.0.1:{8001 + number}", "state": state, "pid": number}
+        {"address": f"127.0.0.1:{8001 + number}", "state": state, "pid": number, "uptime_s": 3.0}
         for number, state in ((1, "ready"), (2, "ready"), (2, "unreachable"))
     )
     both = parse_status({**status, "leaders": [first, second]}, 13.0)
