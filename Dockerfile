@@ -1,4 +1,4 @@
-# One image for leader and workers, see docs/docker.md. Builds with the classic builder and with BuildKit.
+# One image for leaders, frontends and workers, see docs/docker.md. Builds with the classic builder and with BuildKit.
 #
 #   BASE_IMAGE    any Debian-like image with Python 3.11 or newer
 #   TORCH_INDEX   package index of torch and torchvision; the packages on PyPI support CPUs and CUDA GPUs and
@@ -63,9 +63,10 @@ ENV PATH=/opt/multiworld/bin:$PATH \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/multiworld/inductor
 WORKDIR /tmp
 USER multiworld
-# Leader: HTTP API, join port, admin port and metrics. Worker: metrics.
+# Frontend: HTTP API (8000), admin port (8002). Leader: join port (8001), metrics (8002). Worker: metrics (8003).
 EXPOSE 8000 8001 8002 8003
-# For a leader. For a worker with --metrics-port 8003 use http://127.0.0.1:8003/readyz.
+# For `serve` and `frontend`. For a leader with --metrics-port 8002 use http://127.0.0.1:8002/healthz, for a worker with --metrics-port 8003
+# http://127.0.0.1:8003/readyz.
 HEALTHCHECK --interval=5s --timeout=4s --start-period=60s --retries=3 \
     CMD ["python", "-P", "-m", "multiworld_serving.deploy.health", "http://127.0.0.1:8000/healthz"]
 ENTRYPOINT ["tini", "--", "multiworld"]

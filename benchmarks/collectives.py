@@ -5,7 +5,7 @@
     python -m benchmarks.collectives --operations broadcast all_gather --ways c10d gloo plain
 
 The variants (`--ways`) are measured in turn within one run. `c10d` is `torch.distributed` with its global Gloo group. `plain` and
-`checked` are worlds without and with checked mode. `gloo` is a plain world with its own Gloo group (`backend="c10d-gloo"`). `bytes` is the
+`checked` are worlds without and with verification. `gloo` is a plain world with its own Gloo group (`backend="c10d-gloo"`). `bytes` is the
 size of the largest tensor, or of all tensors of a list.
 """
 
@@ -85,7 +85,7 @@ async def main(rank: int, ranks: int, port: int, c10d_port: int, options: argpar
         calls: dict[str, Call] = {"c10d": with_c10d}
         for way in WAYS[1:]:
             backend = "c10d-gloo" if way == "gloo" else "gloo"
-            await manager.initialize_world(way, rank, ranks, backend, port=port, checked=way == "checked")
+            await manager.initialize_world(way, rank, ranks, backend, port=port, verify_collectives=way == "checked")
             calls[way] = partial(in_world, manager, way)
         for operation in options.operations:
             rows = []

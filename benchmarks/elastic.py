@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.ranks import LOOPS, context, quantile, run, start, started, table
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
 from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
 from multiworld.elastic.allreduce.reduction import Reduction
 from multiworld.elastic.allreduce.ring import direct_all_reduce, ring_all_reduce
 
@@ -88,7 +88,7 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
     async with ElasticManager(heartbeat_timeout_s=SILENCE_S) as manager:
         world = await manager.join("w", port=port)
         inner = manager._managers["w"]
-        epoch = Epoch(world.epoch, world.rank, world.size, inner.world("w"))
+        view_world = ViewWorld(world.rank, world.size, inner.world("w"))
         rows = []
         for size in options.sizes:
             operand = torch.zeros(size // 4)
@@ -100,9 +100,10 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
                     began_s, idle_s = time.perf_counter(), time.process_time()
                     for _ in range(options.repeat):
                         if way == "ring":
-                            await ring_all_reduce(epoch, operand, result, Reduction("SUM"), 0, Traffic())
+                            await ring_all_reduce(view_world, operand, result, Reduction("SUM"), 0, ByteCounters())
                         else:
-                            await direct_all_reduce(epoch, operand, result, Reduction("SUM"), Traffic())
+                            result.copy_(operand)
+                            await direct_all_reduce(view_world, result, Reduction("SUM"), ByteCounters())
                     times[way].append((time.perf_counter() - began_s) / options.repeat)
                     busy[way].append((time.process_time() - idle_s) / options.repeat)
             medians = [statistics.median(each[way][1:]) for each in (times, busy) for way in ALGORITHMS]
@@ -167,7 +168,7 @@ class Fleet:
 
 async def kills(options: argparse.Namespace) -> None:
     chance, size = random.Random(1), 4
-    async with ElasticRendezvous(first_size=size, heartbeat_timeout_s=SILENCE_S) as rendezvous:
+    async with ElasticRendezvous(initial_members=size, heartbeat_timeout_s=SILENCE_S) as rendezvous:
         fleet = Fleet(rendezvous.port, options)
         for _ in range(size):
             fleet.add()
@@ -190,7 +191,7 @@ async def kills(options: argparse.Namespace) -> None:
 
 
 async def hold(ports: Connection, ranks: int) -> None:
-    async with ElasticRendezvous(first_size=ranks, heartbeat_timeout_s=SILENCE_S) as rendezvous:
+    async with ElasticRendezvous(initial_members=ranks, heartbeat_timeout_s=SILENCE_S) as rendezvous:
         ports.send(rendezvous.port)
         await rendezvous.serve()
 

@@ -1,12 +1,11 @@
-"""CPU time per request in the leader, the frontends and the workers, by number of `--frontends`.
+"""CPU time per request in the supervisor, the leaders, the frontends and the workers, by number of `--frontends`.
 
     python -m benchmarks.frontends
     python -m benchmarks.frontends --frontends 1 4 --clients 64
 
 Requests are small JPEG images and the model is small, so that request handling costs more than the model. The services run at the same
-time and are measured in turn. The event loop of the leader uses one core, so 1 s divided by the CPU time of the leader per request is an
-upper bound on the requests per second of one leader with frontends. Without frontends this estimate is not exact, because the leader also
-decodes images on threads beside its event loop.
+time and are measured in turn. The event loop of a leader uses one core, so 1 s divided by the CPU time of the leader per request is an
+upper bound on the requests per second of one leader.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from benchmarks.servers import Running, cpu_s, family, ours, stop_on_sigterm
 from benchmarks.throughput import machine
 from multiworld_serving.testing.load.images import photo
 
-KINDS = ("leader", "frontends", "workers")
+KINDS = ("supervisor", "leader", "frontend", "worker", "total")
 
 
 def used_s(running: Running) -> dict[str, float]:
@@ -32,8 +31,10 @@ def used_s(running: Running) -> dict[str, float]:
         command = b""
         with suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        kind = "leader" if pid == running.root else "frontends" if b"frontend" in command else "workers"
-        found[kind] += cpu_s(pid)
+        kind = next((kind for kind in KINDS if f"multiworld {kind}".encode() in command), "supervisor")
+        used = cpu_s(pid)
+        found[kind] += used
+        found["total"] += used
     return found
 
 
@@ -55,7 +56,8 @@ def row(frontends: int, turns: list[Mapping[str, float]]) -> list[str]:
 def main() -> int:
     stop_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frontends", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--frontends", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--leaders", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
@@ -63,7 +65,8 @@ def main() -> int:
     small = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 1, "replicas": 1}
     with ExitStack() as stack:
         services = [
-            (count, stack.enter_context(ours(photo(), frontends=count, **small))) for count in options.frontends
+            (count, stack.enter_context(ours(photo(), frontends=count, leaders=options.leaders, **small)))
+            for count in options.frontends
         ]
         turns: list[list[Mapping[str, float]]] = [[] for _ in services]
         for number in range(options.rounds + 1):

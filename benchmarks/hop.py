@@ -32,7 +32,7 @@ async def _world(manager: WorldManager, rank: int, port: int) -> World:
 
 async def worker(rank: int, port: int, report: "mp.SimpleQueue[float]") -> None:
     """Return every batch to the leader. After the last batch of each size, report the CPU time in seconds."""
-    async with WorldManager(secret=b"benchmark", checked=False) as manager:
+    async with WorldManager(secret=b"benchmark", verify_collectives=False) as manager:
         channel = Channel(await _world(manager, rank, port), 0, _anything)
         began_s = _cpu_s()
         while (message := await channel.receive()).kind is MessageKind.BATCH:
@@ -51,7 +51,7 @@ def _cpu_s() -> float:
 
 
 async def leader(port: int, sizes: list[int], exchanges: int, report: "mp.SimpleQueue[float]") -> None:
-    async with WorldManager(secret=b"benchmark", checked=False) as manager:
+    async with WorldManager(secret=b"benchmark", verify_collectives=False) as manager:
         channel = Channel(await _world(manager, 0, port), 1, _anything)
         print(f"{'KiB':>9} {'median ms':>10} {'least ms':>9} {'CPU ms':>8}")
         for size in sizes:

@@ -34,7 +34,6 @@ def busy(metrics: Metrics, workers: int, random: Random) -> None:
         if worker % 10 == 0:
             cause = random.choice(CAUSES)
             metrics.world_broken(f"s{stage}.r{replica}", stage, replica, cause=cause, detected_after_s=random.random())
-            metrics.worker_restarted(str(worker))
     replicas = tuple(ReplicaSnapshot(slot, "ready") for slot in range(workers // _STAGES))
     metrics.replica_states([StageSnapshot(stage, ("block",), replicas) for stage in range(_STAGES)])
 

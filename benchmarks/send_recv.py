@@ -4,7 +4,7 @@
     python -m benchmarks.send_recv --sizes 1024 65536 --rounds 3 --seconds 0.2
 
 The variants are measured in turn within one run. `c10d` is `torch.distributed.send` and `recv` with its global Gloo group. `plain` and
-`checked` are worlds without and with checked mode. One-way time is half of a round trip. Throughput is measured with a stream of messages
+`checked` are worlds without and with verification. One-way time is half of a round trip. Throughput is measured with a stream of messages
 with four in flight, in one world and in several worlds at the same time.
 """
 
@@ -92,8 +92,8 @@ async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace
     async with WorldManager() if rank else options.manager as manager:
         names = [f"plain{index}" for index in range(options.worlds)]
         for name in ("plain", *names):
-            await manager.initialize_world(name, rank, 2, port=port, checked=False)
-        await manager.initialize_world("checked", rank, 2, port=port, checked=True)
+            await manager.initialize_world(name, rank, 2, port=port, verify_collectives=False)
+        await manager.initialize_world("checked", rank, 2, port=port, verify_collectives=True)
 
         async def sync() -> None:
             await manager.communicator.barrier("plain")

@@ -2,10 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PIPE_WIDTH = 240
 
@@ -14,6 +18,21 @@ def console() -> Console:
     """Return a rich console on standard output. In a pipe it is wide enough that no line is truncated."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     return Console(width=width, highlight=False)
+
+
+def table(*columns: str, numbers: Iterable[str] = (), **style: Any) -> "Table":
+    """Return an empty table.
+
+    Args:
+        numbers: the columns that are aligned to the right.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, **style)
+    for name in columns:
+        made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    return made
 
 
 def progress_console() -> Console:

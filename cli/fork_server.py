@@ -1,6 +1,7 @@
 """Entry point of the fork server process: `python -m multiworld_serving.cli.fork_server`, started by `multiworld serve`."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ def fork_server() -> int:
         import numpy as np  # noqa: F401
     # An import may check for CUDA. The check must not initialise CUDA: a process that did cannot fork.
     with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        import multiworld_serving.server.frontends.main
+        import multiworld_serving.server.main
         import multiworld_serving.workers.main  # noqa: F401
 
     return run_fork_server(_run_command)
@@ -40,10 +43,15 @@ def _environment(**changes: str) -> Iterator[None]:
 def _run_command(command: list[str]) -> int:
     """Run a command line of `multiworld` in the forked process. Returns its exit status."""
     arguments = command[len(PROGRAM) :]
-    if arguments[0] == "frontend":  # it needs no token, and it decodes untrusted images
+    if arguments[0] != "worker":  # leaders and frontends have their settings from a file
         os.environ.pop("MULTIWORLD_TOKEN", None)
     set_process_title(" ".join(["multiworld", *arguments]))
-    return main(arguments)
+    status = main(arguments)
+    # Without finalizing the interpreter, which takes seconds for torch's modules. Programs have freed everything when they return.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

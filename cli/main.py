@@ -12,23 +12,19 @@ from collections.abc import Callable, Sequence
 
 import typer
 
+from multiworld_serving.cli.options import expand_groups
 from multiworld_serving.cli.service import ServiceError
 from multiworld_serving.cli.verbs import (
+    admin,
     bench,
     chaos,
     config,
-    frontend,
-    key,
+    credentials,
     plan,
     predict,
-    rolling_restart,
-    serve,
+    processes,
     simulate,
     status,
-    token,
-    version,
-    versions,
-    worker,
 )
 from multiworld_serving.common.config import UserError
 
@@ -56,25 +52,26 @@ app = typer.Typer(
 def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
     # Typer would show the line breaks inside the paragraphs of a docstring.
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(verb)
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs), epilog=epilog)(expand_groups(verb))
 
 
-_add(serve.serve, serve.EPILOG)
-_add(worker.worker, worker.EPILOG)
+_add(processes.serve, processes.SERVE_EPILOG)
+_add(processes.frontend, processes.FRONTEND_EPILOG)
+_add(processes.leader, processes.LEADER_EPILOG)
+_add(processes.worker, processes.WORKER_EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(plan.plan, plan.EPILOG)
 _add(status.status, status.EPILOG)
 _add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)
 _add(chaos.chaos, chaos.EPILOG)
-_add(rolling_restart.rolling_restart, rolling_restart.EPILOG)
-_add(versions.load_version, versions.LOAD_EPILOG)
-_add(versions.unload, versions.UNLOAD_EPILOG)
+_add(admin.rolling_restart, admin.RESTART_EPILOG)
+_add(admin.load_version, admin.LOAD_EPILOG)
+_add(admin.unload, admin.UNLOAD_EPILOG)
 _add(config.config, config.EPILOG)
-_add(key.key, key.EPILOG)
-_add(token.token, token.EPILOG)
-_add(version.version)
-app.command(hidden=True)(frontend.frontend)  # started by `multiworld serve` only
+_add(credentials.key, credentials.KEY_EPILOG)
+_add(credentials.token, credentials.TOKEN_EPILOG)
+_add(config.version)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,29 +1,115 @@
-"""Generates command line options from settings classes: type, bounds, default, help and environment variable."""
+"""Options of the verbs: generated from settings classes, expanded from option groups, and those that several verbs share."""
 
+import copy
+import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from multiworld_serving.common.config import Settings, configure_logging, describe, load
+from multiworld_serving.common.config import Settings, UserError, configure_logging, describe, load
 from multiworld_serving.common.config.settings import ENV_PREFIX, bounds, declaration, fields_of, value_type
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, WorkerSettings)
+PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, LeaderSettings, FrontendSettings, WorkerSettings)
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 METAVARS = {"s": "SECONDS", "labels": "FILE", "host": "ADDRESS", "leader": "HOST:PORT"}
 """Placeholder of the value in `--help`, by the last word of the setting's name; the default is that word in capitals."""
 
 S = TypeVar("S", bound=Settings)
+
+
+def value(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """Return an option with a value; its name is that of the parameter unless given."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, help=text)
+
+
+def seconds(text: str) -> float:
+    """Parse a duration such as "25ms", "9s" or "1.5h" into seconds; a number without unit is in seconds."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
+    if match is None or (match[2] or "s") not in _UNITS:
+        raise typer.BadParameter(
+            f"{text!r} is not a duration: expected a number with a unit of {', '.join(_UNITS)}, such as 25ms or 1.5h"
+        )
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def duration(text: str, *names: str, parser: Callable[[str], float] = seconds) -> Any:
+    """Return an option whose value is a duration."""
+    return value("TIME", text, *names, parser=parser)
+
+
+def assignments(texts: list[str] | None) -> dict[str, str]:
+    """Parse the values of --set. Raises UserError."""
+    pairs = [text.partition("=") for text in texts or []]
+    if wrong := [name for name, equals, _ in pairs if not name or not equals]:
+        raise UserError(f"--set {wrong[0]}: must be NAME=VALUE, such as image_size=64")
+    return {name.strip().removeprefix("--").replace("-", "_"): text.strip() for name, _, text in pairs}
+
+
+AsJson = Annotated[bool, flag("--json", "Print JSON instead of text.")]
+Clients = Annotated[int, value("N", "Closed loop: number of clients, each with one request at a time.", min=1)]
+Rate = Annotated[
+    float | None,
+    value(
+        "HZ",
+        "Open loop instead of --clients: requests per second at random times (Poisson), independent of the answers.",
+        min=0.01,
+    ),
+]
+PlotFile = Annotated[Path | None, value("FILE", "Write a plot (.png, .svg, .pdf); needs matplotlib.", "--plot")]
+
+
+def expand_groups(verb: Callable[..., int]) -> Callable[..., int]:
+    """Replace each parameter that is an option group by one option per field.
+
+    An option group is a dataclass; its fields are annotated like the parameters of a verb. `panel` is their heading in `--help`.
+    """
+    signature = inspect.signature(verb, eval_str=True)
+    groups: dict[str, Any] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if dataclasses.is_dataclass(parameter.annotation)
+    }
+
+    @functools.wraps(verb)
+    def command(**options: Any) -> int:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in dataclasses.fields(group)})
+        return verb(**options)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += _fields(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    vars(command)["__signature__"] = signature.replace(parameters=parameters)
+    return command
+
+
+def _fields(group: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        kind, info = get_args(hints[field.name])
+        info = copy.copy(info)
+        info.rich_help_panel = group.panel
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, info]
+        )
 
 
 def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Callable[[S], int]], Callable[..., int]]:

@@ -51,7 +51,7 @@ def _verb(name: str, command: Any) -> Iterator[str]:
     yield ""
 
 
-_ANCHORS = {"serve": "the-leader", "worker": "a-worker"}
+_ANCHORS = {"serve": "the-service", "leader": "a-leader", "frontend": "a-frontend", "worker": "a-worker"}
 
 
 def _row(parameter: Any) -> str:
@@ -70,6 +70,8 @@ def _default(parameter: Any) -> str:
     default = getattr(parameter.default, "value", parameter.default)
     if parameter.required:
         return "**required**"
+    if isinstance(default, tuple | list):
+        default = ", ".join(map(str, default))
     return "" if default in (None, False, "") else f"`{default}`"
 
 

@@ -1,59 +1,104 @@
-"""HTTP client of the verbs: common options, requests to a running service, and error messages."""
+"""Access to a running service: the options of the verbs for it, requests, and error messages."""
 
 import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
+from multiworld_serving.cli.options import value
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
 from multiworld_serving.common.config.tokens import read_token
 
 if TYPE_CHECKING:
     import httpx
 
-Url = Annotated[
-    str, typer.Option("--url", envvar="MULTIWORLD_URL", metavar="URL", help="URL of the HTTP API of the service.")
-]
-TimeoutS = Annotated[
-    float, typer.Option("--timeout-s", min=0.001, metavar="SECONDS", help="Timeout of one request, in seconds.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_PANEL = "Access"
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--api-key-file",
-        envvar="MULTIWORLD_API_KEY_FILE",
-        metavar="FILE",
-        help="File with the API key. Alternatively, MULTIWORLD_API_KEY holds the key itself.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-CaFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--ca-file",
-        envvar="MULTIWORLD_CA_FILE",
-        metavar="FILE",
-        help="CA certificates (PEM) that verify the certificate of the service; default: those of the system.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
-ClientCertFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--client-cert-file",
-        envvar="MULTIWORLD_CLIENT_CERT_FILE",
-        metavar="FILE",
-        help="Client certificate and private key (PEM), for a service that requires one.",
-        show_default=False,
-        rich_help_panel=_PANEL,
-    ),
-]
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
+Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", envvar="MULTIWORLD_URL")]
+Urls = Annotated[
+    list[str],
+    value(
+        "URL",
+        "URL of the HTTP API of the service; repeat the option, or separate with commas, for several frontends: if one fails, the next "
+        "is used.",
+        "--url",
+        envvar="MULTIWORLD_URL",
+    ),
+]
+TimeoutS = Annotated[float, value("SECONDS", "Timeout of one request, in seconds.", min=0.001)]
+
+
+@dataclass(frozen=True)
+class Access:
+    """Options for credentials and TLS."""
+
+    panel: ClassVar[str] = "Access"
+    api_key_file: Annotated[
+        Path | None,
+        value(
+            "FILE",
+            "File with the API key. Alternatively, MULTIWORLD_API_KEY holds the key itself.",
+            envvar="MULTIWORLD_API_KEY_FILE",
+        ),
+    ] = None
+    ca_file: Annotated[
+        Path | None,
+        value(
+            "FILE",
+            "CA certificates (PEM) that verify the certificate of the service; default: those of the system.",
+            envvar="MULTIWORLD_CA_FILE",
+        ),
+    ] = None
+    client_cert_file: Annotated[
+        Path | None,
+        value(
+            "FILE",
+            "Client certificate and private key (PEM), for a service that requires one.",
+            envvar="MULTIWORLD_CLIENT_CERT_FILE",
+        ),
+    ] = None
+
+    def credentials(self, token_file: Path | None = None, *, join_token: bool = False) -> ClientCredentials:
+        """Return the credentials from these options and the environment. Raises UserError if a file is invalid.
+
+        Args:
+            join_token: without an API key, use the join token from `token_file` or the environment.
+        """
+        key = _secret(self.api_key_file, "key", "MULTIWORLD_API_KEY")
+        if join_token and not key:
+            key = _secret(token_file, "join token", "MULTIWORLD_TOKEN")
+        return ClientCredentials(key, self.ca_file, self.client_cert_file)
+
+
+@dataclass(frozen=True)
+class AdminPort:
+    """Options for the admin port."""
+
+    panel: ClassVar[None] = None
+    operations_url: Annotated[
+        str,
+        value(
+            "URL",
+            "URL of the admin port of the service (the port of /metrics).",
+            envvar="MULTIWORLD_OPERATIONS_URL",
+        ),
+    ] = DEFAULT_OPERATIONS_URL
+    token_file: Annotated[
+        Path | None,
+        value(
+            "FILE",
+            "File with the join token; not needed on the machine of a service that generated its own. "
+            "Alternatively, MULTIWORLD_TOKEN holds the token itself.",
+            envvar="MULTIWORLD_TOKEN_FILE",
+        ),
+    ] = None
+
+    def open_client(self, access: Access, timeout_s: float) -> "httpx.Client":
+        """Return an HTTP client with the API key of an administrator, otherwise with the join token. Raises UserError."""
+        return open_client(self.operations_url, timeout_s, access.credentials(self.token_file, join_token=True))
 
 
 class ServiceError(Exception):
@@ -64,12 +109,13 @@ class ServiceUnreachableError(ServiceError):
     """No connection to the service could be made; further requests would fail too."""
 
 
-def access(api_key_file: Path | None, ca_file: Path | None, client_cert_file: Path | None) -> ClientCredentials:
-    """Return the credentials from these options and the environment. Raises UserError if a file is invalid."""
-    key = (
-        read_token(api_key_file, "key").get_secret_value() if api_key_file else os.environ.get("MULTIWORLD_API_KEY", "")
-    )
-    return ClientCredentials(key.strip(), ca_file, client_cert_file)
+class ServiceUnavailableError(ServiceError):
+    """This frontend lost the connection, or cannot serve now (429, 502, 503); another one may."""
+
+
+def _secret(file: Path | None, kind: str, variable: str) -> str:
+    text = read_token(file, kind).get_secret_value() if file else os.environ.get(variable, "")
+    return text.strip()
 
 
 def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> "httpx.Client":
@@ -84,6 +130,31 @@ def open_client(url: str, timeout_s: float, credentials: ClientCredentials = NO_
     raise UserError(f"--url {url}: expected a URL such as {DEFAULT_URL}")
 
 
+@contextmanager
+def open_clients(
+    urls: Sequence[str], timeout_s: float, credentials: ClientCredentials
+) -> Iterator["deque[httpx.Client]"]:
+    """Open one HTTP client per URL, for `send_to_any`. Raises UserError if a URL is invalid."""
+    with ExitStack() as stack:
+        found = dict.fromkeys(url.strip() for text in urls for url in text.split(","))
+        yield deque([stack.enter_context(open_client(url, timeout_s, credentials)) for url in found])
+
+
+def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **request: Any) -> "httpx.Response":
+    """As `send_request`, with the first client; if that fails, with the next one, which becomes the first.
+
+    For requests without side effects only. Raises the error of the last client.
+    """
+    for left in reversed(range(len(clients))):
+        try:
+            return send_request(clients[0], method, path, **request)
+        except (ServiceUnreachableError, ServiceUnavailableError):
+            clients.rotate(-1)
+            if not left:
+                raise
+    raise AssertionError("no client")
+
+
 def send_request(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
     """Send one request and return its response, which is successful. Keyword arguments are those of httpx.
 
@@ -91,32 +162,50 @@ def send_request(client: "httpx.Client", method: str, path: str, **request: Any)
         ServiceUnreachableError: no connection could be made.
         ServiceError: the connection failed, or the status is not 2xx.
     """
+    with http_errors(str(client.base_url), timeout_s=client.timeout.read):
+        return client.request(method, path, **request).raise_for_status()
+
+
+def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":
+    """Return the response to GET /status as JSON, from any of the clients. Raises ServiceError."""
+    return send_to_any(clients, "GET", "/status", headers={"Accept": "application/json"})
+
+
+@contextmanager
+def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = None) -> Iterator[None]:
+    """Translate the exceptions of httpx in the block into ServiceError.
+
+    Args:
+        option: the option that gives the URL.
+        timeout_s: the timeout of the request, if an option gives it.
+    """
     import httpx
 
-    url = str(client.base_url).rstrip("/")
+    url = url.rstrip("/")
     try:
-        response = client.request(method, path, **request)
-    except httpx.ConnectError as error:
-        raise unreachable_error(url, error) from error
-    except httpx.TimeoutException as error:
-        raise ServiceError(f"{url} did not answer within {client.timeout.read:g} s; increase --timeout-s") from error
+        yield
+    except httpx.HTTPStatusError as error:
+        kind = ServiceUnavailableError if error.response.status_code in (429, 502, 503) else ServiceError
+        raise kind(error_message(error.response)) from error
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        if "certificate" in str(error).lower():
+            advice = "give its CA with --ca-file, and use a host name that the certificate contains"
+            raise ServiceUnreachableError(f"the certificate of {url} cannot be verified: {error}; {advice}") from error
+        advice = f"start the service with `multiworld serve`, or give its URL with {option}"
+        raise ServiceUnreachableError(f"nothing answers at {url}: {advice}") from error
     except httpx.TransportError as error:
-        raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
-    if not response.is_success:
-        raise ServiceError(error_message(response))
-    return response
+        if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
+            raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
+        raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
 
 
-def unreachable_error(url: str, error: Exception, option: str = "--url") -> ServiceUnreachableError:
-    """Return the exception for a failed connection attempt."""
-    if "certificate" in str(error).lower():
-        return ServiceUnreachableError(
-            f"the certificate of {url} cannot be verified: {error}; give its CA with --ca-file, and use a host name that "
-            "the certificate contains"
-        )
-    return ServiceUnreachableError(
-        f"nothing answers at {url}: start the service with `multiworld serve`, or give its URL with {option}"
-    )
+@contextmanager
+def answer_errors(url: object, what: str = "a multiworld service of this version") -> Iterator[None]:
+    """Translate exceptions in the block that an answer of another form causes into ServiceError."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ServiceError(f"{url} does not answer like {what}") from error
 
 
 def error_message(response: "httpx.Response") -> str:

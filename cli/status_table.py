@@ -30,19 +30,15 @@ def _headline(snapshot: dict[str, Any]) -> str:
 
 
 def _table(stages: list[dict[str, Any]]) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("stage", "replica", "state", "worker", "device", "world"):
-        table.add_column(name)
-    for name in ("in flight", "done"):
-        table.add_column(name, justify="right")
-    table.add_column("last failure")
+    from multiworld_serving.cli.console import table
+
+    columns = ("stage", "replica", "state", "worker", "device", "world", "in flight", "done", "last failure")
+    rows = table(*columns, numbers=("in flight", "done"))
     for stage in stages:
         for replica in stage["replicas"]:
-            table.add_row(
+            rows.add_row(
                 str(stage["index"]),
                 str(replica["slot"]),
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
@@ -53,7 +49,7 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),
             )
-    return table
+    return rows
 
 
 def _failure(failure: dict[str, Any] | None) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from multiworld_serving.cli.service import ServiceError, error_message, open_client, send_request
+from multiworld_serving.cli.service import ServiceError, http_errors, read_status
 from multiworld_serving.cli.status_table import render_status
-from multiworld_serving.common.config import ClientCredentials
 
 if TYPE_CHECKING:
+    import httpx
     from rich.console import RenderableType
 
 _RECONNECT_S = 1.0
@@ -71,40 +71,31 @@ class StatusView:
         return Group(*parts)
 
 
-def watch(url: str, timeout_s: float, credentials: ClientCredentials) -> int:
-    """Display until Ctrl-C. Raises ServiceError if the service does not answer at the start; later it reconnects."""
+def watch(clients: "deque[httpx.Client]") -> int:
+    """Display until Ctrl-C. Raises ServiceError if the service does not answer at the start; later it reconnects, with the next client."""
     from rich.live import Live
 
     from multiworld_serving.cli.console import console
 
     view = StatusView()
-    with open_client(url, timeout_s, credentials) as client:
-        view.status = send_request(client, "GET", "/status", headers={"Accept": "application/json"}).json()
-        with Live(view.render(), console=console(), auto_refresh=False) as live:
-            while True:
-                try:
-                    for kind, content in _stream_events(client):
+    view.status = read_status(clients).json()
+    with Live(view.render(), console=console(), auto_refresh=False) as live:
+        while True:
+            client = clients[0]
+            url = str(client.base_url).rstrip("/")
+            try:
+                with http_errors(url), client.stream("GET", "/events") as response:
+                    if not response.is_success:
+                        response.read()
+                    for kind, content in messages(response.raise_for_status().iter_lines()):
                         view.apply(kind, content)
                         live.update(view.render(), refresh=True)
-                    view.error = f"{url} has stopped; reconnecting …"
-                except ServiceError as error:
-                    view.error = f"{error}; retrying …"
-                live.update(view.render(), refresh=True)
-                time.sleep(_RECONNECT_S)
-
-
-def _stream_events(client: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the messages of GET /events until the service stops. Raises ServiceError."""
-    import httpx
-
-    try:
-        with client.stream("GET", "/events") as response:
-            if not response.is_success:
-                response.read()
-                raise ServiceError(error_message(response))
-            yield from messages(response.iter_lines())
-    except httpx.TransportError as error:
-        raise ServiceError(f"{client.base_url} does not answer ({type(error).__name__})") from error
+                view.error = f"{url} has stopped; reconnecting …"
+            except ServiceError as error:
+                view.error = f"{error}; retrying …"
+            clients.rotate(-1)
+            live.update(view.render(), refresh=True)
+            time.sleep(_RECONNECT_S)
 
 
 def messages(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:

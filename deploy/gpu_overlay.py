@@ -14,7 +14,7 @@ HEAD = """\
 #   docker compose -f docker-compose.yml -f docker-compose.gpu.yml up -d --wait
 #
 # Needs the NVIDIA driver and the NVIDIA container toolkit. GPU_0={{UUID or number}} and so on select other GPUs than the first {gpus}.
-# Not yet tested on GPUs, see docs/docker.md. Batches between leader and workers use TCP connections. The shared memory size and the
+# Not yet tested on GPUs, see docs/docker.md. Batches between leaders and workers use TCP connections. The shared memory size and the
 # ulimits are those that NCCL needs when it uses several GPUs of one machine.
 x-gpu-worker: &gpu-worker
   extends: {{ file: docker-compose.yml, service: worker }}
@@ -27,10 +27,12 @@ x-gpu-worker: &gpu-worker
       aliases: [worker] # the name that Prometheus resolves
 
 services:
-  leader:
+  leader-a: &leader
     environment:
       MULTIWORLD_STAGES: ${{MULTIWORLD_STAGES:-{stages}}}
       MULTIWORLD_REPLICAS: ${{MULTIWORLD_REPLICAS:-{replicas}}}
+
+  leader-b: *leader
 
   worker: # CPU workers: none unless WORKERS is set
     deploy:

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from examples.elastic_members import MEMBERS
-from examples.rank_processes import Cast, Fault, Rank, Terminal
+from examples.rank_processes import Fault, Rank, Runner, Terminal
 from examples.two_worlds import WORLD_SIZE, add_network_options, place
 
 ELASTIC = ("all_reduce_with_retry", "all_reduce_by_hand")
-RETURNING = {"resnet", *ELASTIC, "ensemble"}
+REJOINING = {"resnet", *ELASTIC, "ensemble"}
 """Examples in which a killed member can join again."""
 EXAMPLES = (
     "send_recv",
@@ -42,7 +42,7 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
     """Return the ranks of an example, without the arguments that are the same for all ranks."""
     module = f"examples.{example}.m8d"
     if example == "single_world":
-        return [_single(rank) for rank in range(SINGLE_WORLD_SIZE)]
+        return [_single_world_rank(rank) for rank in range(SINGLE_WORLD_SIZE)]
     if example == "resnet":
         worlds = range(1, num_workers + 1)
         leader = Rank("leader", tuple((index, 0) for index in worlds), module, ("--num_workers", str(num_workers)))
@@ -56,7 +56,7 @@ def ranks_of(example: str, num_workers: int) -> list[Rank]:
     return [_member(module, (1, 0), (2, 0)), *(_member(module, place) for place in others)]
 
 
-def _single(rank: int) -> Rank:
+def _single_world_rank(rank: int) -> Rank:
     arguments = ("--rank", str(rank), "--worldsize", str(SINGLE_WORLD_SIZE))
     return Rank(f"rank {rank}", ((1, rank),), "examples.send_recv.single_world", arguments)
 
@@ -100,14 +100,14 @@ def launch(example: str, options: argparse.Namespace, extra: Sequence[str]) -> b
             same["http-port"] = for_http.getsockname()[1]
         terminal = Terminal([*(rank.label for rank in ranks), "launcher"])
         arguments = [word for key, value in same.items() for word in (f"--{key}", str(value))]
-        cast = Cast(terminal, [*arguments, *extra], _fault(example, ranks, options))
+        runner = Runner(terminal, [*arguments, *extra], _fault(example, ranks, options))
         try:
-            cast.run(ranks)
+            runner.run(ranks)
         except KeyboardInterrupt:
             terminal.print("launcher", f"{example}: ended all ranks")
             sys.exit(130)
-    terminal.print("launcher", f"{example}: {'a rank failed' if cast.failed else 'done'}")
-    return not cast.failed
+    terminal.print("launcher", f"{example}: {'a rank failed' if runner.failed else 'done'}")
+    return not runner.failed
 
 
 def _fault(example: str, ranks: Sequence[Rank], options: argparse.Namespace) -> Fault | None:
@@ -124,20 +124,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.launch",
         description="Start all ranks of an example in one terminal.",
-        epilog="Flags that are not known here are passed on to the example.",
+        epilog="Other options are passed to the example.",
     )
-    parser.add_argument("example", nargs="+", choices=EXAMPLES, help="which to run; several run one after another")
+    parser.add_argument("example", nargs="+", choices=EXAMPLES, help="examples to run, one after another")
     add_network_options(parser)
     parser.set_defaults(port=0)  # any free port
-    parser.add_argument("--num_workers", type=int, default=2, help="of resnet (default: %(default)s)")
-    parser.add_argument("--kill-rank", type=place, metavar="WORLD,RANK", help="kill this rank, to see what happens")
-    parser.add_argument("--after-step", type=int, default=3, help="after which of its steps (default: %(default)s)")
-    parser.add_argument("--restart-after-s", type=float, help="start it again, in an example that takes it back")
+    parser.add_argument("--num_workers", type=int, default=2, help="workers of resnet (default: %(default)s)")
+    parser.add_argument("--kill-rank", type=place, metavar="WORLD,RANK", help="kill this rank")
+    parser.add_argument(
+        "--after-step", type=int, default=3, help="step after which it is killed (default: %(default)s)"
+    )
+    parser.add_argument("--restart-after-s", type=float, help="seconds after which it is started again")
     options, extra = parser.parse_known_args()
-    if options.restart_after_s is not None and not set(options.example) <= RETURNING:
-        parser.error(
-            f"--restart-after-s: a world that broke ends there; only {', '.join(sorted(RETURNING))} join again"
-        )
+    if options.restart_after_s is not None and not set(options.example) <= REJOINING:
+        parser.error(f"--restart-after-s: a killed rank can join again only in {', '.join(sorted(REJOINING))}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = [example for example in options.example if not launch(example, options, extra)]
     return 1 if failed else 0

@@ -52,7 +52,7 @@ class Fault:
     restart_after_s: float | None = None
 
     @property
-    def last_words(self) -> str:
+    def kill_on_output(self) -> str:
         """The output at which the victim is killed: in the middle of the step if the ranks survive faults, otherwise at its end."""
         return f"{'in the middle of' if self.victim.survives else 'done with'} step: {self.after_step} "
 
@@ -114,7 +114,7 @@ class Running:
     streams: list[Stream]
 
 
-class Cast:
+class Runner:
     """Runs all ranks of an example. Single-threaded, because it forks.
 
     Attributes:
@@ -134,15 +134,15 @@ class Cast:
         """Start all ranks and wait until all have ended. If this is interrupted, kill the ranks that still run."""
         try:
             for rank in ranks:
-                doomed = self._fault is not None and rank == self._fault.victim
-                self._start(rank, last_words=self._fault.last_words if doomed and self._fault else "")
+                fault = self._fault
+                self._start(rank, fault.kill_on_output if fault is not None and rank == fault.victim else "")
             while self._running or self._restart_at_s is not None:
                 for key, _ in self._selector.select(self._restart_when_due()):
-                    self._hear(*key.data)
+                    self._read_stream(*key.data)
         finally:
-            self._end()
+            self._kill_all()
 
-    def _start(self, rank: Rank, last_words: str = "") -> None:
+    def _start(self, rank: Rank, kill_on_output: str = "") -> None:
         pipes = os.pipe(), os.pipe()
         theirs = tuple(write_end for _, write_end in pipes)
         streams = [Stream(read_end) for read_end, _ in pipes]
@@ -150,7 +150,9 @@ class Cast:
         ours = [
             stream.pipe for stream in (*streams, *(stream for running in self._running for stream in running.streams))
         ]
-        process = _fork.Process(target=_be, args=(rank.module, arguments, theirs, ours, last_words), daemon=True)
+        process = _fork.Process(
+            target=_run_rank, args=(rank.module, arguments, theirs, ours, kill_on_output), daemon=True
+        )
         process.start()
         running = Running(rank, process, streams)
         self._running.append(running)
@@ -160,7 +162,7 @@ class Cast:
         command = " ".join(("python -m", rank.module, *arguments))
         self._terminal.print(rank.label, f"started as process {process.pid}: {command}")
 
-    def _hear(self, running: Running, stream: Stream) -> None:
+    def _read_stream(self, running: Running, stream: Stream) -> None:
         for line in stream.read():
             self._terminal.print(running.rank.label, line)
         if stream.ended:
@@ -185,7 +187,7 @@ class Cast:
         self.failed |= status != 0 and not (fault is not None and fault.excuses(rank))
 
     def _restart_when_due(self) -> float | None:
-        """Restart the victim when the time has come. Returns the seconds until then; None if no restart is pending."""
+        """Restart the victim when it is due. Returns the seconds until then; None if no restart is pending."""
         if self._restart_at_s is None or self._fault is None:
             return None
         left_s = self._restart_at_s - time.monotonic()
@@ -195,7 +197,7 @@ class Cast:
         self._start(self._fault.victim)
         return None
 
-    def _end(self) -> None:
+    def _kill_all(self) -> None:
         for running in self._running:
             running.process.kill()
         for running in self._running:
@@ -208,7 +210,7 @@ class Cast:
 # -- in the child ------------------------------------------------------------------------------------------------------------
 
 
-class LastWords(io.TextIOBase):
+class KillOnOutput(io.TextIOBase):
     """Standard output that kills the process when it has written `words`, before any further code runs."""
 
     def __init__(self, stream: TextIO, words: str) -> None:
@@ -226,7 +228,9 @@ class LastWords(io.TextIOBase):
         self._stream.flush()
 
 
-def _be(module: str, arguments: Sequence[str], ends: Sequence[int], inherited: Sequence[int], last_words: str) -> None:
+def _run_rank(
+    module: str, arguments: Sequence[str], ends: Sequence[int], inherited: Sequence[int], kill_on_output: str
+) -> None:
     """Run `python -m module arguments` in this child process, with output and errors redirected to two pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -237,8 +241,8 @@ def _be(module: str, arguments: Sequence[str], ends: Sequence[int], inherited: S
         os.close(end)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
-    if last_words:
-        sys.stdout = LastWords(sys.stdout, last_words)
+    if kill_on_output:
+        sys.stdout = KillOnOutput(sys.stdout, kill_on_output)
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # the launcher imported it to load its imports before the fork
     runpy.run_module(module, run_name="__main__")

@@ -44,7 +44,7 @@ Step = Callable[[Member, int], Awaitable[None]]
 
 def run(step: Step) -> None:
     """Run the ranks that the command line selects. Exits with 0 when a world finished all steps, with 1 when none did."""
-    sys.exit(asyncio.run(_take_part(step, _parsed())))
+    sys.exit(asyncio.run(_run_ranks(step, _parse_options())))
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +54,10 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=29500, help="port of rank 0, for all its worlds (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=100, help="how many steps to take (default: %(default)s)")
-    parser.add_argument("--step-pause-s", type=float, default=0.1, help="rest after a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="number of steps (default: %(default)s)")
+    parser.add_argument(
+        "--step-pause-s", type=float, default=0.1, help="seconds to sleep after each step (default: %(default)s)"
+    )
 
 
 def place(text: str) -> tuple[int, int]:
@@ -65,7 +67,7 @@ def place(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected INDEX,RANK, as in 1,0") from None
     if index < 1 or rank < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: worlds count from 1 and ranks from 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: worlds are numbered from 1 and ranks from 0")
     return index, rank
 
 
@@ -74,7 +76,7 @@ def device_of(backend: str, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else torch.device("cpu")
 
 
-def _parsed() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--worldinfo",
@@ -82,7 +84,7 @@ def _parsed() -> argparse.Namespace:
         action="append",
         required=True,
         metavar="INDEX,RANK",
-        help=f"be this rank, 0 to {WORLD_SIZE - 1}, of world INDEX; give it twice to be in two worlds",
+        help=f"rank 0 to {WORLD_SIZE - 1} of world INDEX; repeat it to be in two worlds",
     )
     add_network_options(parser)
     options = parser.parse_args()
@@ -91,7 +93,7 @@ def _parsed() -> argparse.Namespace:
     return options
 
 
-async def _take_part(step: Step, options: argparse.Namespace) -> int:
+async def _run_ranks(step: Step, options: argparse.Namespace) -> int:
     async with WorldManager() as manager:
         worlds = [_in_world(manager, step, options, index, rank) for index, rank in options.worldinfo]
         finished = await asyncio.gather(*worlds)

@@ -7,11 +7,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from multiworld.collectives import movement as collectives
-from multiworld.collectives import reductions
+from multiworld.collectives import movement, reductions
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.errors import BrokenWorldException, WorldError
-from multiworld.ops import p2p as messages
+from multiworld.ops import p2p
 from multiworld.ops.operation import Operation, Plan
 from multiworld.ops.validation import Ranks
 from multiworld.world import World
@@ -62,25 +61,25 @@ class WorldCommunicator:
         Args:
             tag: must equal the tag of the receive; from 0 to 2**29 - 1. Messages with the same tag arrive in order.
         """
-        await self._run(world_name, lambda ranks: messages.send(ranks, tensor, dst, tag), timeout_s)
+        await self._run(world_name, lambda ranks: p2p.send(ranks, tensor, dst, tag), timeout_s)
 
     async def recv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> None:
         """Receive from rank `src` into `tensor`. If element count or dtype differ from the sender's, the world breaks, cause `error`."""
-        await self._run(world_name, lambda ranks: messages.recv(ranks, tensor, src, tag), timeout_s)
+        await self._run(world_name, lambda ranks: p2p.recv(ranks, tensor, src, tag), timeout_s)
 
     def isend(
         self, tensor: Tensor, dst: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start a send and return at once. Await the returned operation, or poll its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: messages.send(ranks, tensor, dst, tag), timeout_s)
+        return self._start(world_name, lambda ranks: p2p.send(ranks, tensor, dst, tag), timeout_s)
 
     def irecv(
         self, tensor: Tensor, src: int, world_name: str = "", *, tag: int = 0, timeout_s: float | None = None
     ) -> Operation:
         """Start a receive and return at once. Await the returned operation, or poll its `done()` and `status`."""
-        return self._start(world_name, lambda ranks: messages.recv(ranks, tensor, src, tag), timeout_s)
+        return self._start(world_name, lambda ranks: p2p.recv(ranks, tensor, src, tag), timeout_s)
 
     # -- collectives with a root -----------------------------------------------------------------------------------------------
 
@@ -88,7 +87,7 @@ class WorldCommunicator:
         self, tensor: Tensor, src: int, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Copy `tensor` of rank `src` into `tensor` of all other ranks."""
-        await self._run(world_name, lambda ranks: collectives.broadcast(ranks, tensor, src), timeout_s)
+        await self._run(world_name, lambda ranks: movement.broadcast(ranks, tensor, src), timeout_s)
 
     async def reduce(
         self,
@@ -112,7 +111,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Copy `tensor` of rank r into `gather_list[r]` of rank `dst`. Tensors have the same size; `gather_list` is None elsewhere."""
-        await self._run(world_name, lambda ranks: collectives.gather(ranks, tensor, gather_list, dst), timeout_s)
+        await self._run(world_name, lambda ranks: movement.gather(ranks, tensor, gather_list, dst), timeout_s)
 
     async def scatter(
         self,
@@ -124,7 +123,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Copy `scatter_list[r]` of rank `src` into `tensor` of rank r. Tensors have the same size; `scatter_list` is None elsewhere."""
-        await self._run(world_name, lambda ranks: collectives.scatter(ranks, tensor, scatter_list, src), timeout_s)
+        await self._run(world_name, lambda ranks: movement.scatter(ranks, tensor, scatter_list, src), timeout_s)
 
     # -- collectives without a root --------------------------------------------------------------------------------------------
 
@@ -138,13 +137,13 @@ class WorldCommunicator:
         self, tensors: Sequence[Tensor], tensor: Tensor, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Copy `tensor` of rank r into `tensors[r]` of every rank. All tensors have the same size."""
-        await self._run(world_name, lambda ranks: collectives.all_gather(ranks, tensors, tensor), timeout_s)
+        await self._run(world_name, lambda ranks: movement.all_gather(ranks, tensors, tensor), timeout_s)
 
     async def all_gather_into_tensor(
         self, output: Tensor, tensor: Tensor, world_name: str = "", *, timeout_s: float | None = None
     ) -> None:
         """Concatenate `tensor` of all ranks in `output`, in rank order. `output` has world size times as many elements as `tensor`."""
-        await self._run(world_name, lambda ranks: collectives.all_gather_into_tensor(ranks, output, tensor), timeout_s)
+        await self._run(world_name, lambda ranks: movement.all_gather_into_tensor(ranks, output, tensor), timeout_s)
 
     async def reduce_scatter(
         self,
@@ -181,7 +180,7 @@ class WorldCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Send `input_list[r]` to rank r and receive from rank r into `output_list[r]`. Each pair of ranks may use another size."""
-        await self._run(world_name, lambda ranks: collectives.all_to_all(ranks, output_list, input_list), timeout_s)
+        await self._run(world_name, lambda ranks: movement.all_to_all(ranks, output_list, input_list), timeout_s)
 
     async def barrier(self, world_name: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until every member has called `barrier`."""
@@ -197,8 +196,7 @@ class WorldCommunicator:
         try:
             operation = self._start(world_name, plan, timeout_s)
         except WorldError:
-            await asyncio.sleep(
-                0
-            )  # a caller that retries in a loop, as programs for pymultiworld do, must not block the event loop
+            # A caller that retries in a loop, as programs for pymultiworld do, must not block the event loop.
+            await asyncio.sleep(0)
             raise
         await operation.finish()

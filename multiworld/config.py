@@ -10,34 +10,42 @@ from multiworld.membership.monitor import HeartbeatConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
-    """The settings of one member of a world. `WorldManager.initialize_world` validates them.
+    """The settings of one member of a world. Raises ValueError for an invalid rank, size or port.
 
     Attributes:
         rank, size: this member's rank, and the number of members.
-        epoch: the generation of `name` to join; 0 lets rank 0 choose.
+        generation: the generation of `name` to join; 0 lets rank 0 choose.
         backends: the backend of each device type, for example {"cpu": "tcp"}.
         device: the CUDA device of a world that uses NCCL, with its index; None in other worlds.
         addr, port: where rank 0 listens; the others connect there.
         secret: the shared secret of the handshake; may be empty.
-        pulse: heartbeat interval and timeouts.
+        heartbeat: heartbeat interval and timeouts.
         timeout_s: seconds that forming the world may take.
         store: a rendezvous store (for example a `TCPStore`) to use in place of the control connections.
-        checked: compare the fingerprints of every collective before its data is sent (multiworld/collectives/fingerprint.py). The same at
-            all members.
+        verify_collectives: compare the fingerprints of every collective before its data is sent (multiworld/collectives/fingerprint.py).
+            The same at all members.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
     """
 
     name: str
     rank: int
     size: int
-    epoch: int
+    generation: int
     backends: dict[str, str]
     device: torch.device | None
     addr: str
     port: int
     secret: bytes
-    pulse: HeartbeatConfig
+    heartbeat: HeartbeatConfig
     timeout_s: float
     store: Store | None = None
-    checked: bool = False
+    verify_collectives: bool = False
     bind_host: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"world {self.name!r}: rank {self.rank} does not exist in a world of size {self.size}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(
+                f"world {self.name!r}: {self.port} is not a port: expected 0 to 65535, or -1 for the default"
+            )

@@ -2,7 +2,7 @@
 
     MultiWorldError
     ├── WorldError                  carries `world_name`
-    │   ├── BrokenWorldException    a member failed; the world cannot be used any more: join again for the next generation (epoch)
+    │   ├── BrokenWorldException    a member failed; the world cannot be used any more: join again for the next generation
     │   │   └── WorldNotFoundError  this process opened no world of that name, or removed it: a bug of the caller; also a ValueError
     │   ├── WorldClosedError        this process closed the world and used it afterwards: a bug of the caller
     │   ├── WorldExistsError        a world of that name is open here: close it, or choose another name; also a ValueError
@@ -19,7 +19,7 @@ class Cause(StrEnum):
     """Why a world broke. Logs, metrics and the control connection use the same words."""
 
     EXIT = "exit"  # the member's process ended: its control connection closed
-    HANG = "hang"  # no heartbeat for `heartbeat_timeout_s`: the member is frozen or cut off (the service also: no answer to a batch)
+    HANG = "hang"  # no heartbeat for `heartbeat_timeout_s`: the member is unresponsive (the service also: no answer to a batch)
     STALLED = "stalled"  # heartbeats arrive, but the member's event loop has not run for `loop_stall_timeout_s`
     TRANSPORT = "transport"  # a data connection failed while the control connection worked
     LEFT = "left"  # the member closed the world
@@ -53,7 +53,7 @@ class WorldError(MultiWorldError):
 class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users catch it by this name
     """A member of the world failed or left. Every pending and later operation of this world raises it; other worlds are not affected.
 
-    The world cannot be used any more. Join again under the same name for the next generation (epoch).
+    The world cannot be used any more. Join again under the same name for the next generation.
 
     Attributes:
         cause: a `Cause`.
@@ -63,13 +63,16 @@ class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users cat
 
     def __init__(self, world_name: str, cause: Cause | str = Cause.TRANSPORT, rank: int = -1, detail: str = "") -> None:
         """`cause` may also be a message without a `Cause`, for compatibility with pymultiworld; the cause is TRANSPORT then."""
-        who = f"rank {rank}" if rank >= 0 else "a member"
-        told = isinstance(cause, Cause)
-        super().__init__(world_name, f"{who}, cause {cause}" + (f" ({detail})" if detail else "") if told else cause)
-        self.args = (world_name, cause, rank, detail) if told else (world_name, cause)
-        self.cause = Cause(cause) if told else Cause.TRANSPORT
+        if isinstance(cause, Cause):
+            member = f"rank {rank}" if rank >= 0 else "a member"
+            super().__init__(world_name, f"{member}, cause {cause}" + (f" ({detail})" if detail else ""))
+            self.args = (world_name, cause, rank, detail)
+        else:
+            super().__init__(world_name, cause)
+            cause, detail = Cause.TRANSPORT, cause
+        self.cause = cause
         self.rank = rank
-        self.detail = detail if told else cause
+        self.detail = detail
 
     def __str__(self) -> str:
         return f"{self.world_name} broken: {self.message}"

@@ -26,7 +26,7 @@ class WorldEvent:
 
     kind: Literal["joined", "broken", "closed"]
     world_name: str
-    epoch: int
+    generation: int
     cause: Cause | None = None
     rank: int | None = None
     at_s: float = field(default_factory=time.monotonic)

@@ -23,10 +23,10 @@ Answerer = Callable[[str, str], Awaitable[bytes]]
 
 @dataclass(slots=True)
 class Listener:
-    """A listening port. It stays open while a world is hosted there, and until the manager's cleanup if `pinned`."""
+    """A listening port. It stays open while a world is hosted there, and until the manager's cleanup if `keep_open`."""
 
-    reception: Acceptor
-    pinned: bool = False
+    acceptor: Acceptor
+    keep_open: bool = False
     worlds: set[World] = field(default_factory=set)
 
     def answer(self, answerer: Answerer) -> None:
@@ -35,15 +35,15 @@ class Listener:
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
-            found: bytes | str = NO_ANSWER
+            result: bytes | str = NO_ANSWER
             try:
-                found = await answerer(question, host)
-            except AskError as refusal:
-                found = shown(str(refusal))
-                logger.warning("a question from %s is refused: %s", host, found)
+                result = await answerer(question, host)
+            except AskError as rejection:
+                result = shown(str(rejection))
+                logger.warning("refused a question from %s: %s", host, result)
             except Exception:
-                logger.exception("a question from %s found no answer", host)
-            reply(found)
+                logger.exception("answering a question from %s failed", host)
+            reply(result)
 
         def start(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
             task = loop.create_task(answer(question, host, reply))
@@ -53,10 +53,10 @@ class Listener:
         def on_question(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
             with contextlib.suppress(
                 RuntimeError
-            ):  # the event loop is closed; the acceptor refuses the query after a timeout
+            ):  # the event loop is closed: the acceptor refuses the query after a timeout
                 loop.call_soon_threadsafe(start, question, host, reply)
 
-        self.reception.on_question = on_question
+        self.acceptor.on_question = on_question
 
 
 class ListenerRegistry:
@@ -66,58 +66,61 @@ class ListenerRegistry:
         secret: the secret that clients must know.
     """
 
-    def __init__(self, secret: bytes, pulse: HeartbeatConfig) -> None:
+    def __init__(self, secret: bytes, heartbeat: HeartbeatConfig) -> None:
         self._secrets: tuple[bytes, ...] = (secret,)
-        self._pulse = pulse
-        self._doors: dict[tuple[str, int], Listener] = {}
+        self._heartbeat = heartbeat
+        self._listeners: dict[tuple[str, int], Listener] = {}
 
     def at(self, addr: str, port: int) -> Listener:
-        """Return an open listener. Raises KeyError."""
-        return self._doors[listening_host(addr), port]
+        """Return the open listener at this address. Raises KeyError."""
+        return self._listeners[listening_host(addr), port]
 
-    def open(self, host: str, port: int, watchdog: Callable[[], WatchDog]) -> Listener:
+    def open(
+        self, host: str, port: int, watchdog: Callable[[], WatchDog], sock: socket.socket | None = None
+    ) -> Listener:
         """Return the listener on `host`:`port`; open it if necessary.
 
         Args:
             host: a result of `listening_host`.
             port: 0 lets the kernel choose.
+            sock: a socket that listens there already; None opens one.
             watchdog: returns the control loop for a new listener. Called after the port is bound.
         Raises:
             OSError: this process cannot listen there.
         """
-        door = self._doors.get((host, port))
-        if door is None:
-            sock = bind(host, port)
+        listener = self._listeners.get((host, port))
+        if listener is None:
+            sock = sock or bind(host, port)
             try:
-                serving = watchdog()
+                control_loop = watchdog()
             except BaseException:
                 sock.close()
                 raise
-            reception = Acceptor(serving, sock, self._secrets, self._pulse)
-            serving.call_soon(reception.open)
-            door = self._doors[host, reception.port] = Listener(reception)
-        return door
+            acceptor = Acceptor(control_loop, sock, self._secrets, self._heartbeat)
+            control_loop.call_soon(acceptor.open)
+            listener = self._listeners[host, acceptor.port] = Listener(acceptor)
+        return listener
 
-    def let_in(self, secrets: tuple[bytes, ...]) -> None:
+    def set_accepted_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Accept only clients that know one of these secrets from now on, on all ports. Existing connections stay open."""
         self._secrets = secrets
-        for door in self._doors.values():
-            door.reception.secrets = secrets
+        for listener in self._listeners.values():
+            listener.acceptor.secrets = secrets
 
-    def leave(self, world: World) -> None:
+    def remove_world(self, world: World) -> None:
         """Remove an ended world from its listener."""
-        for door in self._doors.values():
-            door.worlds.discard(world)
+        for listener in self._listeners.values():
+            listener.worlds.discard(world)
 
     def close_idle(self) -> None:
-        """Close the listeners that are not pinned and have no world. Runs on the control loop's thread."""
-        for key in [key for key, door in self._doors.items() if not door.worlds and not door.pinned]:
-            self._doors.pop(key).reception.close()
+        """Close the listeners that have no world and no `keep_open`. Runs on the control loop's thread."""
+        for key in [key for key, listener in self._listeners.items() if not listener.worlds and not listener.keep_open]:
+            self._listeners.pop(key).acceptor.close()
 
-    def give_up(self) -> list[Listener]:
-        """Remove and return all listeners. They are still open; the caller closes them."""
-        doors, self._doors = list(self._doors.values()), {}
-        return doors
+    def detach_all(self) -> list[Listener]:
+        """Remove and return all listeners. They are still open; the caller must close them."""
+        listeners, self._listeners = list(self._listeners.values()), {}
+        return listeners
 
 
 def listening_host(addr: str) -> str:

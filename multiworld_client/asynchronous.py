@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +13,7 @@ import httpx
 from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
-from multiworld_client.retries import Call, Retries
+from multiworld_client.retries import Call, Retries, Servers
 
 
 class AsyncClient:
@@ -26,7 +27,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         api_key: str | None = None,
         timeout_s: float = 30.0,
@@ -34,8 +35,8 @@ class AsyncClient:
         verify: ssl.SSLContext | bool = True,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, verify=verify)
-        self._url = url
+        self._http = httpx.AsyncClient(headers=headers, verify=verify)
+        self._servers = Servers(url)
         self._timeout_s = timeout_s
         self._retries = retries or Retries()
         self._model: str | None = None
@@ -81,14 +82,18 @@ class AsyncClient:
         return predictions(await self._send(call, request), call.tries)
 
     async def is_ready(self) -> bool:
-        """Whether the service is ready (`/readyz`), without retries."""
-        try:
-            return (await self._http.get("/readyz", timeout=self._timeout_s)).is_success
-        except httpx.TransportError:
-            return False
+        """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
+        for url in self._servers.in_order():
+            try:
+                response = await self._http.get(f"{url}/readyz", timeout=self._timeout_s / len(self._servers.urls))
+            except httpx.TransportError:
+                continue
+            if response.is_success:
+                return True
+        return False
 
     def _call(self, timeout_s: float | None) -> Call:
-        return Call(self._url, self._timeout_s if timeout_s is None else timeout_s, self._retries)
+        return Call(self._servers, self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
     async def _model_for(self, call: Call, image: object) -> str:
         """The model's name, which only tensor inputs need; requested once."""
@@ -101,7 +106,7 @@ class AsyncClient:
         while True:
             remaining = call.begin_try()
             try:
-                response = await self._http.send(request.build(self._http, remaining))
+                response = await self._http.send(request.build(self._http, call.url, remaining))
             except httpx.TransportError as error:
                 pause_s = call.on_connection_error(error)
             else:

@@ -29,12 +29,12 @@ class PreparedRequest:
     headers: Mapping[str, str]
     params: Mapping[str, str | int] = field(default_factory=dict)
 
-    def build(self, http: httpx.Client | httpx.AsyncClient, remaining: RemainingTime) -> httpx.Request:
-        """Build the request for one try. Its header tells the service the remaining time."""
+    def build(self, http: httpx.Client | httpx.AsyncClient, url: str, remaining: RemainingTime) -> httpx.Request:
+        """Build the request for one try at the service's `url`. Its header tells the service the remaining time."""
         headers = {**self.headers, "X-Request-Timeout-S": f"{max(remaining.seconds, 0.001):.6f}"}
         return http.build_request(
             "POST",
-            self.path,
+            url + self.path,
             content=self.content,
             headers=headers,
             params=dict(self.params),

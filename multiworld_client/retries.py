@@ -1,9 +1,11 @@
-"""Decides whether and when to retry, for both clients. Reads the clock; no other I/O."""
+"""Decides whether, when and at which URL to retry, for both clients. Reads the clock; no other I/O."""
 
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -13,15 +15,18 @@ from multiworld_client.errors import ClientError, DeadlineError, RefusedError, U
 _RETRYABLE = (408, 429, 502, 503)
 """Statuses that may be temporary. 504 is not among them: the deadline of the request is also ours."""
 
+_MAX_CONNECT_S = 3.0
+"""Limit of connecting to one of several URLs: a host without power does not refuse connections."""
+
 
 @dataclass(frozen=True)
 class Retries:
     """Limits and pauses of retries. Inference has no side effects, so a retry is safe.
 
     Attributes:
-        max_tries: number of tries, including the first.
-        first_pause_s: pause after the first failure. It doubles with each failure up to `max_pause_s`, with random jitter of up to half.
-            A `Retry-After` of the service replaces it.
+        max_tries: number of tries at all URLs together, including the first.
+        first_pause_s: pause before the next try at the same URL after its first failure. It doubles with each failure up to `max_pause_s`,
+            with random jitter of up to half. A `Retry-After` of the service replaces it.
     """
 
     max_tries: int = 10
@@ -34,12 +39,47 @@ class Retries:
         return limit_s * random.uniform(0.5, 1.0)
 
 
-class RemainingTime(dict[str, float]):
-    """Timeouts of a request for httpx: each step (connect, write, read) gets the time that remains until the deadline."""
+class Servers:
+    """The URLs of one service, in the order of preference; thread-safe.
 
-    def __init__(self, deadline_s: float) -> None:
+    Calls start with the current URL, so that connections are reused. It changes only if a try at it fails.
+    Raises ValueError if there is no URL, or an invalid one.
+    """
+
+    def __init__(self, url: str | Sequence[str]) -> None:
+        urls = [url] if isinstance(url, str) else url
+        self.urls = tuple(dict.fromkeys(_checked_url(each) for each in urls))
+        if not self.urls:
+            raise ValueError("no URL: expected at least one, such as http://127.0.0.1:8000")
+        self._current = 0
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return ", ".join(self.urls)
+
+    def in_order(self) -> tuple[str, ...]:
+        """All URLs, beginning with the current one."""
+        current = self._current
+        return self.urls[current:] + self.urls[:current]
+
+    def on_failure(self, url: str) -> None:
+        """Make the next URL the current one, unless a concurrent call has done so already."""
+        with self._lock:
+            if self.urls[self._current] == url:
+                self._current = (self._current + 1) % len(self.urls)
+
+
+class RemainingTime(dict[str, float]):
+    """Timeouts of a request for httpx: each step (connect, write, read) gets the time that remains until the deadline.
+
+    Args:
+        others: whether there are other URLs, for which connecting must leave time.
+    """
+
+    def __init__(self, deadline_s: float, *, others: bool = False) -> None:
         super().__init__()
         self._deadline_s = deadline_s
+        self._others = others
 
     @property
     def seconds(self) -> float:
@@ -48,7 +88,10 @@ class RemainingTime(dict[str, float]):
 
     def get(self, step: str, default: object = None) -> float:
         """Timeout of this step. At least 1 ms, so that it is never zero or negative."""
-        return max(self.seconds, 0.001)
+        limit_s = self.seconds
+        if step == "connect" and self._others:
+            limit_s = min(limit_s / 2, _MAX_CONNECT_S)
+        return max(limit_s, 0.001)
 
 
 class Call:
@@ -56,11 +99,17 @@ class Call:
 
     Args:
         timeout_s: limit for all tries and pauses together.
+
+    Attributes:
+        url: the URL of the current try.
     """
 
-    def __init__(self, url: str, timeout_s: float, retries: Retries) -> None:
+    def __init__(self, servers: Servers, timeout_s: float, retries: Retries) -> None:
         self.tries = 0
-        self._url = url
+        self.url = servers.in_order()[0]
+        self._servers = servers
+        self._failures: dict[str, int] = {}
+        self._not_before_s: dict[str, float] = {}
         self._timeout_s = timeout_s
         self._retries = retries
         self._deadline_s = time.monotonic() + timeout_s
@@ -68,7 +117,7 @@ class Call:
 
     def begin_try(self) -> RemainingTime:
         """Count a try and return its remaining time. Raises DeadlineError after the deadline."""
-        remaining = RemainingTime(self._deadline_s)
+        remaining = RemainingTime(self._deadline_s, others=len(self._servers.urls) > 1)
         if remaining.seconds <= 0:
             raise self._deadline_error()
         self.tries += 1
@@ -81,9 +130,9 @@ class Call:
             DeadlineError, UnreachableError: there is no time, or no try, left.
         """
         if isinstance(error, httpx.TimeoutException) and time.monotonic() >= self._deadline_s:
+            self._servers.on_failure(self.url)  # it may be blocked: the next call begins elsewhere
             raise self._deadline_error() from error
-        self._last_error = UnreachableError(f"{self._url}: {error or type(error).__name__}")
-        return self._pause_or_raise(self._retries.pause_s(self.tries))
+        return self._pause_or_raise(UnreachableError(f"{self.url}: {error or type(error).__name__}"))
 
     def on_response(self, response: httpx.Response) -> float | None:
         """Handle an answer. Returns None if it is successful, else the pause before the next try, in seconds.
@@ -94,26 +143,44 @@ class Call:
         """
         if response.is_success:
             return None
-        refusal = _refused_error(response)
+        rejection = _refused_error(response)
         if response.status_code == 504:
-            raise DeadlineError(f"{self._url}: {refusal.detail}") from refusal
+            raise DeadlineError(f"{self.url}: {rejection.detail}") from rejection
         if response.status_code not in _RETRYABLE:
-            raise refusal
-        self._last_error = refusal
-        return self._pause_or_raise(
-            refusal.retry_after_s if refusal.retry_after_s is not None else self._retries.pause_s(self.tries)
-        )
+            raise rejection
+        return self._pause_or_raise(rejection, rejection.retry_after_s)
 
-    def _pause_or_raise(self, pause_s: float) -> float:
-        """Return the pause, or raise the last error if no further try is possible: it says more than a DeadlineError."""
-        assert self._last_error is not None
-        if self.tries >= self._retries.max_tries or time.monotonic() + pause_s >= self._deadline_s:
-            raise self._last_error
-        return pause_s
+    def _pause_or_raise(self, error: ClientError, retry_after_s: float | None = None) -> float:
+        """Choose the URL of the next try and return the pause before it: none if a URL has not failed yet in this call.
+
+        Raises the error if no further try is possible: it says more than a DeadlineError.
+        """
+        now_s = time.monotonic()
+        failures = self._failures[self.url] = self._failures.get(self.url, 0) + 1
+        pause_s = self._retries.pause_s(failures) if retry_after_s is None else retry_after_s
+        self._not_before_s[self.url] = now_s + pause_s
+        self._servers.on_failure(self.url)
+        self._last_error = error
+        self.url = min(self._servers.in_order(), key=lambda url: max(now_s, self._not_before_s.get(url, 0.0)))
+        next_s = max(now_s, self._not_before_s.get(self.url, 0.0))
+        if self.tries >= self._retries.max_tries or next_s >= self._deadline_s:
+            raise error
+        return next_s - now_s
 
     def _deadline_error(self) -> DeadlineError:
         last = f"; last error: {self._last_error}" if self._last_error else ""
-        return DeadlineError(f"{self._url}: no answer within {self._timeout_s:g} s{last}")
+        return DeadlineError(f"{self._servers}: no answer within {self._timeout_s:g} s{last}")
+
+
+def _checked_url(url: str) -> str:
+    """The URL without a slash at its end. Raises ValueError if it is invalid."""
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"{url!r} is not a URL: {error}; expected one such as http://127.0.0.1:8000") from error
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ValueError(f"{url!r} is not an HTTP URL; expected one such as http://127.0.0.1:8000")
+    return url.rstrip("/")
 
 
 def _refused_error(response: httpx.Response) -> RefusedError:

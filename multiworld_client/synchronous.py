@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -12,14 +13,15 @@ import httpx
 from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference_request, model_name, predictions
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
-from multiworld_client.retries import Call, Retries
+from multiworld_client.retries import Call, Retries, Servers
 
 
 class Client:
     """Synchronous client of one service; thread-safe. Use it as `with Client(url) as client`, or call `close`.
 
     Args:
-        url: the service's HTTP API, such as "http://127.0.0.1:8000".
+        url: the service's HTTP API, such as "http://127.0.0.1:8000", or a sequence of URLs, one per frontend or proxy. Calls use the
+            first until it fails, then the next; a URL that failed is used again when the others fail.
         api_key: if the service requires one.
         timeout_s: limit of one call in seconds, including retries and pauses; each call may override it.
         retries: limits and pauses of retries; None uses the defaults.
@@ -28,7 +30,7 @@ class Client:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         api_key: str | None = None,
         timeout_s: float = 30.0,
@@ -36,8 +38,8 @@ class Client:
         verify: ssl.SSLContext | bool = True,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, verify=verify)
-        self._url = url
+        self._http = httpx.Client(headers=headers, verify=verify)
+        self._servers = Servers(url)
         self._timeout_s = timeout_s
         self._retries = retries or Retries()
         self._model: str | None = None
@@ -98,14 +100,18 @@ class Client:
         return predictions(self._send(call, request), call.tries)
 
     def is_ready(self) -> bool:
-        """Whether the service is ready (`/readyz`), without retries."""
-        try:
-            return self._http.get("/readyz", timeout=self._timeout_s).is_success
-        except httpx.TransportError:
-            return False
+        """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
+        for url in self._servers.in_order():
+            try:
+                response = self._http.get(f"{url}/readyz", timeout=self._timeout_s / len(self._servers.urls))
+            except httpx.TransportError:
+                continue
+            if response.is_success:
+                return True
+        return False
 
     def _call(self, timeout_s: float | None) -> Call:
-        return Call(self._url, self._timeout_s if timeout_s is None else timeout_s, self._retries)
+        return Call(self._servers, self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
     def _model_for(self, call: Call, image: object) -> str:
         """The model's name, which only tensor inputs need; requested once."""
@@ -118,7 +124,7 @@ class Client:
         while True:
             remaining = call.begin_try()
             try:
-                response = self._http.send(request.build(self._http, remaining))
+                response = self._http.send(request.build(self._http, call.url, remaining))
             except httpx.TransportError as error:
                 pause_s = call.on_connection_error(error)
             else:

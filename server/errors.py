@@ -1,6 +1,6 @@
 """Why a request is refused.
 
-    RequestRefused                  reason, detail, retry_after_s
+    RequestRejected                  reason, detail, retry_after_s
     ├── OverloadedError             overloaded       retry after `retry_after_s`
     ├── DeadlineError               deadline         retry with a longer deadline
     ├── NoReplicaError              no_replica       retry: a stage had no replica for longer than `recovery_grace_s`
@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 
-class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
+class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
     """A request that ends without an answer. Can be pickled.
 
     Args:
@@ -50,7 +50,7 @@ class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a f
         return (_restore, (type(self), self.detail, self.retry_after_s))
 
     @classmethod
-    def for_reason(cls, reason: str, detail: str, *, retry_after_s: float | None = None) -> RequestRefused:
+    def for_reason(cls, reason: str, detail: str, *, retry_after_s: float | None = None) -> RequestRejected:
         """The exception for a `reason` of the scheduler.
 
         Raises:
@@ -59,55 +59,55 @@ class RequestRefused(Exception):  # noqa: N818 (an outcome of a request, not a f
         return _leaves()[reason](detail, retry_after_s=retry_after_s)
 
 
-class OverloadedError(RequestRefused):
+class OverloadedError(RequestRejected):
     """A bounded queue is full."""
 
     reason = "overloaded"
 
 
-class DeadlineError(RequestRefused):
+class DeadlineError(RequestRejected):
     """The request's deadline passed before it was answered."""
 
     reason = "deadline"
 
 
-class NoReplicaError(RequestRefused):
+class NoReplicaError(RequestRejected):
     """A stage had no replica for longer than `recovery_grace_s`."""
 
     reason = "no_replica"
 
 
-class NotReadyError(RequestRefused):
+class NotReadyError(RequestRejected):
     """The pipeline has not been complete yet."""
 
     reason = "not_ready"
 
 
-class DrainingError(RequestRefused):
+class DrainingError(RequestRejected):
     """The leader is stopping and takes no new requests."""
 
     reason = "draining"
 
 
-class PoisonError(RequestRefused):
+class PoisonError(RequestRejected):
     """The request, alone in its batch, broke `max_attempts` worlds."""
 
     reason = "poison"
 
 
-class StageError(RequestRefused):
+class StageError(RequestRejected):
     """A stage raised an exception on this request, or returned an invalid output."""
 
     reason = "stage_error"
 
 
-class WithdrawnError(RequestRefused):
+class WithdrawnError(RequestRejected):
     """The client disconnected or cancelled the request."""
 
     reason = "cancelled"
 
 
-class InvalidRequestError(RequestRefused):
+class InvalidRequestError(RequestRejected):
     """The request is invalid: the same request will always be refused."""
 
     reason = "invalid_request"
@@ -179,12 +179,12 @@ class ImageTooLargeError(ImageError):
     reason = "image_too_large"
 
 
-def _leaves(root: type[RequestRefused] = RequestRefused) -> dict[str, type[RequestRefused]]:
+def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[RequestRejected]]:
     found = {root.reason: root}
     for leaf in root.__subclasses__():
         found |= _leaves(leaf)
     return found
 
 
-def _restore(kind: type[RequestRefused], detail: str, retry_after_s: float | None) -> RequestRefused:
+def _restore(kind: type[RequestRejected], detail: str, retry_after_s: float | None) -> RequestRejected:
     return kind(detail, retry_after_s=retry_after_s)

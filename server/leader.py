@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import TracebackType
 
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch import Tensor
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
-from multiworld_serving.server.pipeline.rollout import VersionRollout, VersionSource
+from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -38,7 +38,8 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RestartStep, RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -50,22 +51,24 @@ class Leader:
     Args:
         model: the name of the model.
         plan: the first version.
-        source: loads further versions; None: the version cannot be changed.
+        loader: loads further versions; None: the version cannot be changed.
         traces: records spans of traced requests; None: tracing is off.
         on_change: called after every state change of a replica and every change of the version. Exceptions are logged and ignored.
 
     Attributes:
         inflight: requests that have begun; `drain` waits for them.
+        weights: with which the current version was loaded; None: those of the settings.
+        revision: of the operation that loaded the version or unloaded the model; 0: none.
     """
 
     def __init__(
         self,
         model: str,
         plan: VersionPlan,
-        settings: ServeSettings,
+        settings: LeaderSettings,
         metrics: Metrics,
         *,
-        source: VersionSource | None = None,
+        loader: VersionLoader | None = None,
         traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:
@@ -77,7 +80,7 @@ class Leader:
         self._versions = VersionTable(plan)
         self._manager = WorldManager(
             secret=settings.secret,
-            checked=False,  # the message headers of the links carry the sizes
+            verify_collectives=False,  # the message headers of the links carry the sizes
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
@@ -95,9 +98,13 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, source, settings.join_timeout_s, self._exclusive
+            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
         )
         self.inflight = InflightTracker()
+        self.weights: str | None = None
+        self.revision = 0
+        self._next: tuple[str | None, int] | None = None
+        """Weights and revision of the version that is being loaded."""
         self._draining = False
         self._unloaded = False
         self._started_s = time.monotonic()
@@ -109,6 +116,7 @@ class Leader:
 
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
+        self.answer(self._registry.offer)
         self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
@@ -158,25 +166,25 @@ class Leader:
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`."""
-        if (refusal := self.refusal(deadline_s, ahead)) is not None:
-            raise refusal
+        if (rejection := self.rejection(deadline_s, ahead)) is not None:
+            raise rejection
 
-    def refusal(self, deadline_s: float, ahead: int) -> RequestRefused | None:
+    def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
         """The exception that `check` would raise; None if the request would be accepted."""
-        found = self._driver.scheduler.refusal(deadline_s, time.monotonic(), ahead=ahead)
+        found = self._driver.scheduler.rejection(deadline_s, time.monotonic(), ahead=ahead)
         if found is None:
             return None
-        return RequestRefused.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
+        return RequestRejected.for_reason(found.reason, found.detail, retry_after_s=found.retry_after_s)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """See `Predictor.request`."""
-        if (closed := self.closed()) is not None:
+        if (closed := self.closed_error()) is not None:
             raise closed
         with self.inflight.track():
             yield
 
-    def closed(self) -> RequestRefused | None:
+    def closed_error(self) -> RequestRejected | None:
         """Why new requests are refused although replicas may be ready (draining, or unloaded); None if they are not."""
         return readiness_error(self.snapshot()) if self._unloaded or self._draining else None
 
@@ -186,34 +194,50 @@ class Leader:
         """Restart every worker in turn while the others serve; yields each step. Raises OperationInProgressError, RestartFailedError."""
         return self._rolling_restart.run()
 
+    @property
+    def manager(self) -> WorldManager:
+        """Hosts the worlds of this leader's workers and frontends."""
+        return self._manager
+
+    def answer(self, answerer: Callable[[str, str], Awaitable[bytes]]) -> None:
+        """Answer join requests with `answerer` from now on; until then only workers are answered."""
+        self._manager.answer(self._settings.join_host, self.join_port, answerer)
+
+    async def offer_worker(self, question: str, host: str) -> bytes:
+        """Answer the join request of a worker."""
+        return await self._registry.offer(question, host)
+
     def set_accepted_secrets(self, *secrets: bytes) -> None:
         """Accept only these secrets from joining workers. Connected workers stay connected."""
-        self._manager.let_in(*secrets)
+        self._manager.set_accepted_secrets(*secrets)
 
-    async def load_version(self, weights: str | None) -> ModelVersion:
+    async def load_version(self, weights: str | None, revision: int = 0) -> ModelVersion:
         """Switch to another version without failing a request. Puts an unloaded model back into service.
 
         Args:
-            weights: as accepted by the version source; None: the weights of the settings.
+            weights: as accepted by the version loader; None: the weights of the settings.
+            revision: of this operation; see `multiworld_serving.server.frontends.version_agreement`.
         Raises:
             OperationInProgressError, models.ModelError, VersionFailedError: nothing has changed.
         Cancelling is safe, see `VersionRollout.run`.
         """
+        if not self._exclusive.busy:
+            self._next = (weights, revision)
         version = await self._rollout.run(weights)
-        if self._unloaded:  # the current version was loaded again, so there was no switch
+        if self._next is not None:  # the current version was loaded again, so there was no switch
             self._into_service()
             self._states_changed()
         await self.inflight.sync_state()
         return version
 
-    async def unload(self) -> None:
-        """Refuse new requests, and wait until the open ones are answered. Workers keep their versions.
+    async def unload(self, revision: int = 0) -> None:
+        """Reject new requests, and wait until the open ones are answered. Workers keep their versions.
 
         Raises:
             OperationInProgressError: another operation is in progress.
         """
         with self._exclusive.acquire("unloading the model"):
-            self._unloaded = True
+            self._unloaded, self.revision = True, max(self.revision, revision)
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
             await self.inflight.wait_idle()
@@ -280,6 +304,9 @@ class Leader:
         self._states_changed()
 
     def _into_service(self) -> None:
+        if self._next is not None:
+            (self.weights, revision), self._next = self._next, None
+            self.revision = max(self.revision, revision)
         if self._unloaded:
             self._unloaded = False
             logger.info("the model is in service again")

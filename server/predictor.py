@@ -114,6 +114,36 @@ class StageSnapshot:
 
 
 @dataclass(frozen=True)
+class LeaderSnapshot:
+    """One leader, as a frontend sees it."""
+
+    address: str
+    """HOST:PORT of its join port."""
+    state: Literal["ready", "not_ready", "draining", "unloaded", "unreachable"]
+    name: str | None = None
+    """None: it was never reached."""
+    host: str | None = None
+    pid: int | None = None
+    version: str | None = None
+    queue_depth: int = 0
+    requests_in_flight: int = 0
+    """Requests of all frontends that it has not answered."""
+    uptime_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class FrontendSnapshot:
+    """One frontend, as a leader sees it."""
+
+    name: str
+    host: str
+    pid: int
+    connections: int = 0
+    """Open HTTP connections."""
+    requests_in_flight: int = 0
+
+
+@dataclass(frozen=True)
 class PipelineSnapshot:
     """State of the pipeline at one moment."""
 
@@ -134,6 +164,9 @@ class PipelineSnapshot:
     """The version that workers are loading."""
     unloaded: bool = False
     """An administrator has unloaded the model."""
+    leaders: tuple[LeaderSnapshot, ...] = ()
+    """All leaders. The stages are those of the first one that is ready."""
+    frontends: tuple[FrontendSnapshot, ...] = ()
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -157,7 +190,7 @@ class Predictor(Protocol):
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
         Raises:
-            RequestRefused: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
+            RequestRejected: a subclass says why (multiworld_serving.server.errors). The pipeline continues to serve.
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
         ...
@@ -166,7 +199,7 @@ class Predictor(Protocol):
         """Context of one request, from its first byte to its response. A stopping service waits for open requests.
 
         Raises:
-            RequestRefused: on entry, if the service is stopping or the model is unloaded.
+            RequestRejected: on entry, if the service is stopping or the model is unloaded.
         """
         ...
 
@@ -176,7 +209,7 @@ class Predictor(Protocol):
         Args:
             ahead: number of other requests that are still being prepared.
         Raises:
-            RequestRefused: as `predict` would.
+            RequestRejected: as `predict` would.
         """
         ...
 

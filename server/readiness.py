@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRefused
+from multiworld_serving.server.errors import DrainingError, NotReadyError, RequestRejected
 from multiworld_serving.server.predictor import PipelineSnapshot
 
 
-def readiness_error(snapshot: PipelineSnapshot) -> RequestRefused:
+def readiness_error(snapshot: PipelineSnapshot) -> RequestRejected:
     """The error that says what is missing."""
     if snapshot.draining:
         return DrainingError("the server is stopping and accepts no new requests; use another one")

@@ -1,28 +1,85 @@
-"""The settings of `multiworld serve`: every field with its unit, bounds, default and help text."""
+"""The settings of `multiworld serve`, `leader` and `frontend`: every field with its unit, bounds, default and help text.
+
+`serve` has the settings of all programs that it starts.
+"""
 
 from collections import Counter
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import SecretStr, field_validator, model_validator
 
 from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsError, setting
-from multiworld_serving.common.config.addresses import parse_address
-from multiworld_serving.common.config.tokens import new_token
+from multiworld_serving.common.config.addresses import (
+    NAME_ALLOWED,
+    NAME_PATTERN,
+    Address,
+    default_name,
+    parse_address,
+    parse_addresses,
+)
 
-_GENERATED = "generated"
 _TUNING_S = 2.0
+JOIN_PORT_STEP = 100
+"""Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
 
-class ServeSettings(Settings):
-    """Settings of the leader, its HTTP API and its local workers."""
+def _admin_port() -> Any:
+    text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
+    return setting(8002, "Network", text, ge=0, le=65535)
 
-    section: ClassVar[str] = "serve"
-    mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
-        *Settings.mutually_exclusive,
-        frozenset({"api_keys", "api_keys_file"}),
-        frozenset({"admin_keys", "admin_keys_file"}),
+
+class _ServiceSettings(Settings):
+    """Settings that leaders and frontends share."""
+
+    recovery_grace_s: float = setting(
+        15.0, "Failure", "How long a stage without a replica keeps its batches before it rejects them.", ge=0, le=3600
     )
+    drain_timeout_s: float = setting(
+        10.0, "Failure", "Maximum time for requests in flight to complete when the service stops.", ge=0, le=3600
+    )
+    queue_limit: int = setting(
+        256,
+        "Limits",
+        "Maximum number of images that wait for a batch; above it, requests are rejected with 429.",
+        ge=1,
+        le=1_000_000,
+    )
+    trace_ratio: float = setting(
+        0.01,
+        "Logging",
+        "Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set.",
+        ge=0,
+        le=1,
+    )
+
+    local_token: SecretStr | None = setting(
+        None,
+        "Access",
+        "Secret of the processes that `multiworld serve` starts.",
+        in_argv=False,
+        hidden=True,
+    )
+
+    exit_with_parent: bool = setting(
+        False, "Process", "Exit at end of file on standard input, which the supervisor holds open.", hidden=True
+    )
+
+    @property
+    def secret(self) -> bytes:
+        """The secret with which this process joins, or that joining processes must know."""
+        return self.local_token.get_secret_value().encode() if self.local_token is not None else super().secret
+
+    def _without_token(self) -> Self:
+        if self.local_token is not None:
+            return self
+        return super()._without_token()
+
+
+class LeaderSettings(_ServiceSettings):
+    """Settings of a leader: the model, its pipeline, and how requests are scheduled."""
+
+    section: ClassVar[str] = "leader"
 
     model: str = setting("resnet50", "Model", "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152.")
     weights: str = setting(
@@ -46,14 +103,6 @@ class ServeSettings(Settings):
         ge=8,
         le=4096,
     )
-    decoding: Literal["fast", "exact"] = setting(
-        "fast",
-        "Model",
-        "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
-        "size (differs by less than one grey level on average).",
-    )
-    top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
-
     stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
     replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
     spares: int = setting(
@@ -63,20 +112,6 @@ class ServeSettings(Settings):
         ge=0,
         le=256,
     )
-    external_workers: bool = setting(
-        False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
-    )
-    device: str = setting(
-        "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
-    )
-    worker_threads: int = setting(
-        0,
-        "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
-        ge=0,
-        le=1024,
-    )
-
     cut: Literal["counted", "measured"] = setting(
         "counted",
         "Pipeline",
@@ -95,21 +130,6 @@ class ServeSettings(Settings):
         "Pipeline",
         "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
-
-    host: str = setting(
-        "127.0.0.1",
-        "Network",
-        "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
-    )
-    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
-    frontends: int = setting(
-        1,
-        "Network",
-        "Number of processes that serve HTTP: read requests, decode images, write responses. 1 = the leader itself; use more if "
-        "one core is not enough.",
-        ge=1,
-        le=64,
-    )
     join_host: str = setting(
         "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
     )
@@ -121,15 +141,136 @@ class ServeSettings(Settings):
         allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
     )
     join_port: int = setting(8001, "Network", "Port at which workers join; 0 selects a free one.", ge=0, le=65535)
-    metrics_port: int = setting(
-        8002,
+    max_batch_size: int = setting(8, "Batching", "Maximum number of images in a batch.", ge=1, le=1024)
+    batching: Literal["adaptive", "fixed"] = setting(
+        "adaptive",
+        "Batching",
+        "adaptive sends a batch immediately if a replica is idle, and otherwise waits for more images until one is nearly idle; "
+        "fixed always waits.",
+    )
+    batch_timeout_s: float = setting(
+        0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
+    )
+    window: int = setting(2, "Batching", "Maximum number of batches in flight on one link.", ge=1, le=64)
+    max_attempts: int = setting(
+        3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
+    )
+    hang_timeout_s: float = setting(
+        10.0,
+        "Failure",
+        "Maximum time of a worker for one batch; after it, its link is closed as failed.",
+        gt=0,
+        le=3600,
+    )
+    hedge_factor: float = setting(
+        2.0,
+        "Failure",
+        "A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging.",
+        ge=0,
+        le=1000,
+        allowed="0, or a number from 1 to 1000",
+    )
+    hedge_floor_s: float = setting(0.05, "Failure", "Minimum time before a batch is hedged.", ge=0, le=3600)
+    hedge_budget: float = setting(
+        0.05, "Failure", "Maximum share of images that are sent a second time by hedging.", ge=0, le=1
+    )
+    breaker_s: float = setting(
+        0.5,
+        "Failure",
+        "How long a worker that fails twice in a row is quarantined; doubles with each further failure.",
+        gt=0,
+        le=3600,
+    )
+    breaker_max_s: float = setting(30.0, "Failure", "Maximum time of a quarantine; 0 disables it.", ge=0, le=86400)
+    reassign_after_s: float = setting(
+        3.0,
+        "Failure",
+        "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
+        ge=0,
+        le=3600,
+    )
+
+    leader_name: str = setting(
+        "leader-0",
         "Network",
-        "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one.",
+        "Name of this leader in logs, metrics and the status.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        allowed="letters, digits, dots, dashes or underscores",
+    )
+    metrics_host: str | None = setting(None, "Network", "Address of the metrics port; none uses 127.0.0.1.")
+    metrics_port: int | None = setting(
+        None,
+        "Network",
+        "Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the "
+        "metrics of their leaders too.",
         ge=0,
         le=65535,
     )
-    metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
+    join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
 
+    @property
+    def accepted_secrets(self) -> tuple[bytes, ...]:
+        """Tokens that may join: those configured, and the one of this machine's own processes. Raises SettingsError."""
+        local = () if self.local_token is None else (self.local_token.get_secret_value().encode(),)
+        return (*self.secrets, *local)
+
+    def advertised(self, join_port: int) -> str:
+        """HOST:PORT at which workers join; empty = the address that they connected to."""
+        if self.advertise_host is None:
+            return ""
+        address = parse_address(self.advertise_host, default_port=join_port)
+        return str(address)
+
+    @property
+    def tuning_limit_s(self) -> float:
+        """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
+        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
+        if host is not None:
+            parse_address(host, default_port=1)
+        return host
+
+    @field_validator("hedge_factor")
+    @classmethod
+    def _hedge_factor_is_off_or_more_than_usual(cls, factor: float) -> float:
+        if 0 < factor < 1:
+            raise ValueError("must be 0, or at least 1")
+        return factor
+
+    @model_validator(mode="after")
+    def _precision_fits(self) -> Self:
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
+            raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
+        return self
+
+
+class HttpSettings(_ServiceSettings):
+    """Settings of the HTTP API and of the admin port."""
+
+    mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
+        *Settings.mutually_exclusive,
+        frozenset({"api_keys", "api_keys_file"}),
+        frozenset({"admin_keys", "admin_keys_file"}),
+    )
+
+    decoding: Literal["fast", "exact"] = setting(
+        "fast",
+        "Model",
+        "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
+        "size (differs by less than one grey level on average).",
+    )
+    top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
+    host: str = setting(
+        "127.0.0.1",
+        "Network",
+        "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
+    )
+    http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
+    metrics_port: int = _admin_port()
+    metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
     api_keys_file: Path | None = setting(
         None,
         "Access",
@@ -170,78 +311,13 @@ class ServeSettings(Settings):
         "Access",
         "CA certificates (PEM); every client of the admin port must present a certificate signed by one of them.",
     )
-
-    max_batch_size: int = setting(8, "Batching", "Maximum number of images in a batch.", ge=1, le=1024)
-    batching: Literal["adaptive", "fixed"] = setting(
-        "adaptive",
-        "Batching",
-        "adaptive sends a batch immediately if a replica is idle, and otherwise waits for more images until one is nearly idle; "
-        "fixed always waits.",
-    )
-    batch_timeout_s: float = setting(
-        0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
-    )
-    window: int = setting(2, "Batching", "Maximum number of batches in flight on one link.", ge=1, le=64)
-
-    max_attempts: int = setting(
-        3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
-    )
-    recovery_grace_s: float = setting(
-        15.0, "Failure", "How long a stage without a replica keeps its batches before it rejects them.", ge=0, le=3600
-    )
-    hang_timeout_s: float = setting(
-        10.0,
-        "Failure",
-        "Maximum time of a worker for one batch; after it, its link is closed as failed.",
-        gt=0,
-        le=3600,
-    )
-    hedge_factor: float = setting(
-        2.0,
-        "Failure",
-        "A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging.",
-        ge=0,
-        le=1000,
-        allowed="0, or a number from 1 to 1000",
-    )
-    hedge_floor_s: float = setting(0.05, "Failure", "Minimum time before a batch is hedged.", ge=0, le=3600)
-    hedge_budget: float = setting(
-        0.05, "Failure", "Maximum share of images that are sent a second time by hedging.", ge=0, le=1
-    )
-    breaker_s: float = setting(
-        0.5,
-        "Failure",
-        "How long a worker that fails twice in a row is quarantined; doubles with each further failure.",
-        gt=0,
-        le=3600,
-    )
-    breaker_max_s: float = setting(30.0, "Failure", "Maximum time of a quarantine; 0 disables it.", ge=0, le=86400)
-    reassign_after_s: float = setting(
-        3.0,
-        "Failure",
-        "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
-        ge=0,
-        le=3600,
-    )
-    drain_timeout_s: float = setting(
-        10.0, "Failure", "Maximum time for requests in flight to complete when the service stops.", ge=0, le=3600
-    )
-
     timeout_s: float = setting(
         30.0, "Limits", "Timeout of a request; the client's header may shorten it.", gt=0, le=3600
-    )
-    queue_limit: int = setting(
-        256,
-        "Limits",
-        "Maximum number of images that wait for a batch; above it, requests are rejected with 429.",
-        ge=1,
-        le=1_000_000,
     )
     max_body_bytes: int = setting(10 * 2**20, "Limits", "Maximum size of a request body.", ge=1, le=2**31)
     max_image_pixels: int = setting(
         50_000_000, "Limits", "Maximum size of an image, width times height.", ge=1, le=2**31
     )
-
     max_connections: int = setting(
         10_000,
         "Limits",
@@ -266,44 +342,24 @@ class ServeSettings(Settings):
         32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
     )
     max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
-
-    trace_ratio: float = setting(
-        0.01,
-        "Logging",
-        "Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set.",
-        ge=0,
-        le=1,
-    )
     access_log: bool = setting(False, "Logging", "Log one line per HTTP request.")
 
-    @property
-    def num_workers(self) -> int:
-        """Number of workers of the full pipeline: replicas of all stages, and spares."""
-        return self.stages * self.replicas + self.spares
-
-    def advertised(self, join_port: int) -> str:
-        """HOST:PORT at which workers join; empty = the address that they connected to."""
-        if self.advertise_host is None:
-            return ""
-        address = parse_address(self.advertise_host, default_port=join_port)
-        return str(address)
-
-    @property
-    def tuning_limit_s(self) -> float:
-        """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
-        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+    http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
+    metrics_fd: int | None = setting(
+        None, "Network", "Descriptor of a listening socket for the admin port.", hidden=True
+    )
+    supervisor_metrics_file: Path | None = setting(
+        None, "Process", "File with the metrics of the supervisor.", hidden=True
+    )
+    announce: bool = setting(False, "Process", "Print how to send a request when the service is ready.", hidden=True)
+    http_shares: int = setting(
+        1, "Network", "Number of frontends that share the sockets and the limits.", ge=1, hidden=True
+    )
 
     @property
-    def token_is_generated(self) -> bool:
-        """Whether the join token was generated for the local workers, because none was configured."""
-        return self._origins.get("token") == _GENERATED
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
-        if host is not None:
-            parse_address(host, default_port=1)
-        return host
+    def admin_tokens(self) -> tuple[bytes, ...]:
+        """Join tokens that permit admin requests if there are no admin keys; none if only the supervisor knows the token."""
+        return self.secrets
 
     @property
     def needs_keys(self) -> bool:
@@ -315,25 +371,83 @@ class ServeSettings(Settings):
         """Address of the admin port."""
         return self.host if self.metrics_host is None else self.metrics_host
 
-    @field_validator("hedge_factor")
-    @classmethod
-    def _hedge_factor_is_off_or_more_than_usual(cls, factor: float) -> float:
-        if 0 < factor < 1:
-            raise ValueError("must be 0, or at least 1")
-        return factor
-
-    @model_validator(mode="after")
-    def _precision_fits(self) -> Self:
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
-            raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
-        return self
-
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
         for name in ("tls_key_file", "tls_client_ca_file", "metrics_client_ca_file"):
             if getattr(self, name) is not None and self.tls_cert_file is None:
                 raise ValueError(f"{name} requires tls_cert_file, the certificate of the service")
         return self
+
+
+class FrontendSettings(HttpSettings):
+    """Settings of a frontend: the leaders to use, and its HTTP API."""
+
+    section: ClassVar[str] = "frontend"
+
+    leader: str = setting(
+        ...,
+        "Network",
+        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
+        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
+        repeatable=True,
+    )
+    name: str = setting(
+        None,
+        "Network",
+        "Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID.",
+        default_factory=default_name,
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
+    )
+
+    @property
+    def leaders(self) -> tuple[Address, ...]:
+        """Join addresses of the leaders."""
+        return parse_addresses(self.leader)
+
+    @field_validator("leader")
+    @classmethod
+    def _leaders_have_host_and_port(cls, leader: str) -> str:
+        parse_addresses(leader)
+        return leader
+
+
+class ServeSettings(HttpSettings, LeaderSettings):
+    """Settings of `multiworld serve`, which starts leaders, frontends and local workers."""
+
+    section: ClassVar[str] = "serve"
+
+    metrics_port: int = _admin_port()
+
+    leaders: int = setting(
+        1,
+        "Pipeline",
+        "Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for "
+        f"workers at --join-port + {JOIN_PORT_STEP} * N.",
+        ge=1,
+        le=16,
+    )
+    external_workers: bool = setting(
+        False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
+    )
+    device: str = setting(
+        "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
+    )
+    worker_threads: int = setting(
+        0,
+        "Pipeline",
+        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
+        ge=0,
+        le=1024,
+    )
+    frontends: int = setting(
+        1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
+    )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of the full pipeline: replicas of all stages, and spares."""
+        return self.stages * self.replicas + self.spares
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -346,7 +460,7 @@ class ServeSettings(Settings):
 
     def _without_token(self) -> Self:
         if not self.external_workers:
-            return self.replace("token", new_token(), _GENERATED)
+            return self
         raise SettingsError(
             "no join token, which external workers require; create one with `openssl rand -hex 32 > token`, "
             "then pass --token-file token (or MULTIWORLD_TOKEN) to the leader and to every worker"

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -108,9 +107,7 @@ class LocalService:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
@@ -140,21 +137,18 @@ class LocalService:
                     at += 1
                 if self._ended or not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
                     why = "ended" if self._ended else f"did not log the expected line within {timeout_s:g} s"
-                    tail = "\n".join(line.message for line in self._lines[-15:])
-                    raise ServiceFailedError(f"the service {why}; its log ends:\n{tail}")
+                    raise ServiceFailedError(f"the service {why}; its log ends:\n{self._log_tail()}")
 
     def wait_until_complete(self, timeout_s: float) -> dict[str, Any]:
         """Wait until every slot of every stage is ready; returns the status. Raises ServiceFailedError."""
         deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and self._process is not None and self._process.poll() is None:
             with contextlib.suppress(httpx.TransportError):  # the service may have ended; the log says why
                 status = self.status()
                 if all(replica["state"] == "ready" for stage in status["stages"] for replica in stage["replicas"]):
                     return status
-            if self._process is not None and self._process.poll() is not None:
-                break
             time.sleep(0.05)
-        raise ServiceFailedError("not every replica became ready:\n" + "\n".join(x.message for x in self.lines[-15:]))
+        raise ServiceFailedError("not every replica became ready:\n" + self._log_tail())
 
     def status(self) -> dict[str, Any]:
         """Return the document of GET /status."""
@@ -163,25 +157,27 @@ class LocalService:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all series with these labels; 0 if there are none."""
-        total = 0.0
-        for line in httpx.get(self.metrics_url, timeout=30.0, **self.credentials.options).text.splitlines():
-            match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
-            if match and all(f'{label}="{value}"' in (match[1] or "") for label, value in labels.items()):
-                total += float(match[2])
-        return total
+        text = httpx.get(self.metrics_url, timeout=30.0, **self.credentials.options).text
+        return metric_sum(text, name, **labels)
 
     def worker_pids(self) -> dict[str, int]:
         """Return the latest process id of each local worker by name."""
-        pids: dict[str, int] = {}
-        for line in self.lines:
-            if line["slot"] is not None and line.message.startswith("worker slot=") and "started" in line.message:
-                pids[f"local-{line['slot']}"] = int(line["pid"])
-        return pids
+        return {f"local-{slot}": pid for slot, pid in self.child_pids("worker").items()}
+
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """Return the latest process ids of the children of one kind ("leader", "frontend" or "worker") by slot."""
+        started = (
+            line for line in self.lines if line.message.startswith(f"{kind} slot=") and "started" in line.message
+        )
+        return {int(line["slot"]): int(line["pid"]) for line in started}
 
     def worker_at(self, stage: int, slot: int) -> str | None:
         """Return the name of the ready worker in this slot; None if it is not ready."""
         replica = self.status()["stages"][stage]["replicas"][slot]
         return str(replica["worker"]) if replica["state"] == "ready" else None
+
+    def _log_tail(self) -> str:
+        return "\n".join(line.message for line in self._lines[-15:])
 
     def _read(self) -> None:
         """Read the log until leader and workers have closed their standard error."""
@@ -208,3 +204,10 @@ def _option(name: str, value: object) -> Sequence[str]:
     if isinstance(value, bool):
         return (option(name),) if value else ()
     return (option(name), str(value))
+
+
+def metric_sum(text: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric in the Prometheus text format over all series with these labels; 0 if there are none."""
+    pattern = re.compile(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)", re.MULTILINE)
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(value) for series, value in pattern.findall(text) if all(each in series for each in wanted))

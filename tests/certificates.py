@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs certificates into one folder, each as `NAME.pem` with its private key in it."""
+    """Signs certificates into one folder, each as `NAME.pem` including its private key."""
 
     folder: Path
     name: str = "authority"

@@ -1,33 +1,36 @@
-"""Fixtures of the whole services that several layers of tests share."""
+"""Fixtures shared by several layers of tests: whole services, and members of worlds."""
 
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 
 from examples.digits.train import IMAGE_SIZE, LABELS, train
+from multiworld import WorldManager
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
+from tests.integration.members import Spawn, members
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # its workers are told the size of a terminal, which they do not have
+if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
     for name in ("COLUMNS", "TCP"):
         os.environ.pop(name, None)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell's background jobs begin, and whatever they start
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs and their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and what was held out (`held_out.safetensors`)."""
+    """A folder with a ResNet-18 trained on digits (`digits.safetensors`, `labels.txt`) and the held-out data (`held_out.safetensors`)."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tmp_path_factory.mktemp("digits")
         _train_digits(folder)
         return folder
-    folder = tmp_path_factory.getbasetemp().parent / "digits"  # of all processes of this run: who comes first trains
+    # Shared by all processes of this run: the first one trains.
+    folder = tmp_path_factory.getbasetemp().parent / "digits"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -57,3 +60,17 @@ def service(digits: Path) -> Iterator[LocalService]:
     ) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends the service with status 0"
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Spawn]:
+    """Creates members. The constant MEMBER_SETTINGS of a test module, if any, is passed to their WorldManagers."""
+    async with members(tmp_path, **getattr(request.module, "MEMBER_SETTINGS", {})) as make:
+        yield make
+
+
+@pytest.fixture
+async def manager(request: pytest.FixtureRequest) -> AsyncIterator[WorldManager]:
+    """A manager in the test's process, with MEMBER_SETTINGS."""
+    async with WorldManager(**getattr(request.module, "MEMBER_SETTINGS", {})) as made:
+        yield made

@@ -1,4 +1,4 @@
-"""Every query that Grafana and the rules ask, read from the files that are deployed."""
+"""All queries of dashboards and rules, read from the deployed files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
 
 @dataclass(frozen=True)
 class Query:
-    """One expression. `unit` is Grafana's, empty where there is none."""
+    """One expression. `unit` is Grafana's, empty if there is none."""
 
     where: str
     expr: str
     unit: str = ""
 
     def filled_in(self, rate_interval: str, whole_range: str) -> str:
-        """With Grafana's variables as "All" and these ranges."""
+        """The expression with Grafana's variables as "All" and these ranges."""
         expr = self.expr.replace("$__rate_interval", rate_interval).replace("$__range", whole_range)
         return re.sub(r'"\$(leader|model|stage|replica)"', '".*"', expr)
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """All panels, those that hide in collapsed rows included."""
+    """All panels, including those in collapsed rows."""
     for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", ())
 
 
 def dashboard_queries(file: Path) -> list[Query]:
-    """Of all panels and annotations of one dashboard."""
+    """The queries of all panels and annotations of one dashboard."""
     dashboard = json.loads(file.read_text())
     queries = [
         Query(
@@ -58,13 +58,13 @@ def variable_queries(file: Path) -> list[Query]:
 
 
 def rules_text() -> str:
-    """All rules without their comments and the words for people."""
+    """All rules without comments and annotations."""
     lines = "\n".join(file.read_text() for file in RULES).splitlines()
     return "\n".join(line for line in lines if not re.match(r"\s*(#|- name:|summary:|description:|runbook_url:)", line))
 
 
 def recorded_names() -> set[str]:
-    """What the recording rules make."""
+    """The names of the series that the recording rules create."""
     return set(re.findall(r"- record: (\S+)", rules_text()))
 
 

@@ -1,4 +1,4 @@
-"""A service without local workers, and one worker from outside with a metrics port, as a container would run it."""
+"""A service without local workers, and one external worker with a metrics port, as in a container."""
 
 from __future__ import annotations
 
@@ -9,27 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from multiworld_serving.testing.local_service import LocalService
 
 
-@dataclass(frozen=True)
-class MeteredWorker:
-    """
-    Attributes:
-        metrics_url: where it answers scrapes; empty when it could not listen.
-        complaint: the error that it logged before it went on; empty when there was none.
-    """
-
-    metrics_url: str
-    complaint: str
-
-
 @contextmanager
-def metered_service(folder: Path, metrics_port: int = 0) -> Iterator[tuple[LocalService, MeteredWorker]]:
-    """A service that is ready, of one stage on one such worker, while the block lasts."""
+def metered_service(folder: Path) -> Iterator[tuple[LocalService, str]]:
+    """A ready service with one stage on one such worker while the block lasts; gives the worker's metrics URL."""
     token = folder / "token"
     token.write_text("a-secret-of-these-tests")
     with (
@@ -43,15 +30,15 @@ def metered_service(folder: Path, metrics_port: int = 0) -> Iterator[tuple[Local
             token_file=token,
             wait_until_ready=False,
         ) as service,
-        _worker(service.join_address, token, metrics_port) as worker,
+        _worker(service.join_address, token) as metrics_url,
     ):
         service.wait_until_complete(60.0)
-        yield service, worker
+        yield service, metrics_url
 
 
 @contextmanager
-def _worker(leader: str, token: Path, metrics_port: int) -> Iterator[MeteredWorker]:
-    options = {"leader": leader, "token-file": token, "metrics-port": metrics_port, "threads": 1, "log-format": "json"}
+def _worker(leader: str, token: Path) -> Iterator[str]:
+    options = {"leader": leader, "token-file": token, "metrics-port": 0, "threads": 1, "log-format": "json"}
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "multiworld_serving.cli.main", "worker", *arguments],
@@ -60,18 +47,15 @@ def _worker(leader: str, token: Path, metrics_port: int) -> Iterator[MeteredWork
         env={name: value for name, value in os.environ.items() if not name.startswith("MULTIWORLD_")},
     )
     assert process.stderr is not None
-    url = complaint = ""
+    url = ""
     drain = threading.Thread(target=process.stderr.read)
     try:
         for text in process.stderr:
             line = json.loads(text)
-            if line["level"] == "error":
-                complaint = line["message"]
-            url = line.get("metrics", "") if line["message"].startswith("listening ") else ""
-            if url or complaint:
+            if line["message"].startswith("listening ") and (url := line.get("metrics", "")):
                 break
         drain.start()
-        yield MeteredWorker(url, complaint)
+        yield url
     finally:
         process.terminate()
         try:

@@ -1,13 +1,27 @@
 """Ends a process that cannot continue: an orderly exit with a deadline, enforced by the kernel."""
 
 import asyncio
+import contextlib
+import logging
+import os
 import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+EXIT_STUCK = 70
+"""Exit status of a process that cannot continue."""
 GRACEFUL_EXIT_S = 10.0
 """Deadline for an orderly exit while something in the process hangs."""
 OUT_OF_MEMORY_EXIT_S = 1.0
 """Deadline after running out of memory: enough to tell the leader about the batch. An orderly exit has never succeeded in this state."""
+LOOP_BLOCKED_MARGIN_S = 5.0
+"""Added to `loop_stall_timeout_s`, so that the leaders report the cause `stalled` before the process exits."""
+_LOOP_CHECK_S = 0.5
 
 
 def arm_exit_timer(seconds: float) -> None:
@@ -38,3 +52,43 @@ def handle_loop_errors(loop: asyncio.AbstractEventLoop) -> None:
         loop.default_exception_handler(context)
 
     loop.set_exception_handler(handle)
+
+
+@contextlib.contextmanager
+def exit_when_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> Iterator[None]:
+    """While the block runs, end the process when `loop` runs no callbacks for `limit_s` seconds. Called on the loop's thread.
+
+    The leader can only give up its link to such a process; a supervisor replaces a process that has ended. Loading, computing and compiling
+    run on other threads and do not block the loop. The thread counts its own turns, so time during which the whole process was stopped
+    does not count.
+    """
+    loop_thread, answered, ended = threading.get_ident(), threading.Event(), threading.Event()
+    answered.set()
+
+    def watch() -> None:
+        blocked_s = 0.0
+        while not ended.wait(_LOOP_CHECK_S):
+            if answered.is_set():
+                blocked_s = 0.0
+                answered.clear()
+                loop.call_soon_threadsafe(answered.set)
+            else:
+                blocked_s += _LOOP_CHECK_S
+            if blocked_s >= limit_s:
+                _exit_blocked(loop_thread, blocked_s)
+
+    thread = threading.Thread(target=watch, name="loop-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _exit_blocked(loop_thread: int, blocked_s: float) -> None:
+    arm_exit_timer(1.0)  # the blocked thread may hold a lock that logging needs
+    frame = sys._current_frames().get(loop_thread)
+    where = "".join(traceback.format_stack(frame, 5)) if frame is not None else ""
+    logger.critical("the event loop has been blocked for %.1f s: exiting. It is blocked at: %s", blocked_s, where)
+    os._exit(EXIT_STUCK)

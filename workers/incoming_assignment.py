@@ -5,8 +5,6 @@ from __future__ import annotations
 from multiworld_serving.common.wire import Message, MessageKind, StageAssignment, WireError
 from multiworld_serving.models import StageSpec
 
-_MAX_WEIGHTS_BYTES = 4 << 30
-
 
 class IncomingAssignment:
     """
@@ -21,10 +19,6 @@ class IncomingAssignment:
         self.assignment = StageAssignment.from_json(message.text())
         self.spec = StageSpec.from_json(self.assignment.spec)
         self.sample_shape = self.assignment.sample_shape
-        if not 0 < self.assignment.weights_bytes <= _MAX_WEIGHTS_BYTES:
-            raise WireError(
-                f"ASSIGN: weights_bytes is {self.assignment.weights_bytes}; expected 1 to {_MAX_WEIGHTS_BYTES}"
-            )
         self._weights = bytearray()
 
     @property

@@ -14,10 +14,10 @@ import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
-from multiworld_serving.common.tracing import Tracing, start_tracing
-from multiworld_serving.common.tracing.provider import close_on_exit
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
@@ -26,18 +26,15 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.gpu import GpuSampler, nvml_reader
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-EXIT_STUCK = 70
-
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
-    70 (EXIT_STUCK) when the model hangs or the host is out of memory.
+    70 (EXIT_STUCK) when the model hangs or the host is out of memory. A process whose event loop is blocked ends with 70, too.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
@@ -67,13 +64,16 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     stuck, refusals = False, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+            if settings.loop_stall_timeout_s:
+                limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
+                stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
                     WorldManager(
                         secret=settings.secret,
-                        checked=False,  # must equal the leader's
+                        verify_collectives=False,  # must equal the leader's
                         bind_host=settings.bind_host or "",
                         heartbeat_interval_s=settings.heartbeat_interval_s,
                         heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -91,7 +91,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
     if refusals:  # raised here, because `except*` would wrap it into a group again
         raise refusals[0]
     logger.info("stopped")
-    return EXIT_STUCK if stuck else 0
+    return exit_timer.EXIT_STUCK if stuck else 0
 
 
 def _shared_cores(settings: WorkerSettings) -> SharedCores | None:

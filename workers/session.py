@@ -95,7 +95,7 @@ class Session:
             return ending
         except (WireError, ModelError) as error:
             logger.error("world=%s the leader sent an invalid message: %s", self._world.name, error)  # noqa: TRY400
-            self._world.break_(Cause.ABORTED, self._world.rank, str(error))
+            self._world.fail(Cause.ABORTED, self._world.rank, str(error))
             return BrokenWorldException(self._world.name, Cause.ABORTED, self._world.rank, str(error))
         finally:
             for task in self._tasks:
@@ -195,7 +195,7 @@ class Session:
         spec = incoming.spec
         logger.info(
             "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s loaded in %.2f s execution_mode=%s (%s)",
-            *(self._world.name, self._world.epoch, spec.index, spec.num_stages),
+            *(self._world.name, self._world.generation, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], load_s, made.mode, made.why),
         )
 
@@ -235,7 +235,7 @@ class Session:
             if not self.serving:
                 # The leader ends the world after reading the reason. Breaking it here at once could overtake that message.
                 await asyncio.sleep(_FAILURE_GRACE_S)
-                self._world.break_(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
+                self._world.fail(Cause.ABORTED, self._world.rank, f"the stage cannot be loaded: {_describe(error)}")
 
     async def _answer(self, message: Message, parents: list[TraceContext]) -> None:
         """Compute one batch, send its result, and count the outcome."""

@@ -1,23 +1,19 @@
 """Settings of `multiworld worker`: each field with its unit, bounds, default and description."""
 
 import ipaddress
-import os
 import socket
 from typing import ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
 from multiworld_serving.common.config import DEVICE_PATTERN, Settings, setting
-from multiworld_serving.common.config.addresses import Address, parse_address
-
-MAX_NAME_CHARS = 64
-"""Equal to `multiworld.texts.MAX_NAME_CHARS`, which is not imported here because that would import torch for every command."""
-
-
-def _default_name() -> str:
-    """HOSTNAME-PID, the host name truncated to fit the limit."""
-    process = f"-{os.getpid()}"
-    return socket.gethostname()[: MAX_NAME_CHARS - len(process)] + process
+from multiworld_serving.common.config.addresses import (
+    NAME_ALLOWED,
+    NAME_PATTERN,
+    Address,
+    default_name,
+    parse_addresses,
+)
 
 
 class WorkerSettings(Settings):
@@ -36,9 +32,9 @@ class WorkerSettings(Settings):
         None,
         "Network",
         "Name of this worker in logs, metrics and the status page; by default HOSTNAME-PID.",
-        default_factory=_default_name,
-        pattern=rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}$",
-        allowed=f"1 to {MAX_NAME_CHARS} letters, digits, dots, dashes or underscores, beginning with a letter or digit",
+        default_factory=default_name,
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
     )
     advertise_host: str = setting(
         None,
@@ -97,12 +93,12 @@ class WorkerSettings(Settings):
     @property
     def leaders(self) -> tuple[Address, ...]:
         """Join addresses of the leaders."""
-        return _addresses(self.leader)
+        return parse_addresses(self.leader)
 
     @field_validator("leader")
     @classmethod
     def _leaders_have_host_and_port(cls, leader: str) -> str:
-        _addresses(leader)
+        parse_addresses(leader)
         return leader
 
     @field_validator("bind_host")
@@ -120,11 +116,3 @@ class WorkerSettings(Settings):
                 f"({self.rejoin_backoff_s:g})"
             )
         return self
-
-
-def _addresses(leaders: str) -> tuple[Address, ...]:
-    """Split "host:port,host:port". Raises ValueError for an invalid or repeated address."""
-    addresses = tuple(parse_address(part.strip()) for part in leaders.split(","))
-    if len(set(addresses)) < len(addresses):
-        raise ValueError("must name each leader once")
-    return addresses

@@ -3,20 +3,18 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
-
+from multiworld_serving.cli.options import AsJson, Clients, PlotFile, Rate, duration, flag, value
 from multiworld_serving.cli.service import (
     DEFAULT_URL,
-    ApiKeyFile,
-    AsJson,
-    CaFile,
-    ClientCertFile,
-    ServiceError,
+    Access,
+    TimeoutS,
     Url,
-    access,
+    answer_errors,
+    http_errors,
     open_client,
     send_request,
 )
@@ -42,162 +40,124 @@ multiworld bench --tensors --images-per-request 8
 [bold]Exit status[/bold]: 0 every request was answered or refused with 429, 1 at least one failed, 2 invalid usage, 130 interrupted.
 """
 
-_LOAD, _OUTPUT = "Load", "Output"
 _LIVE_S = 0.25
 _RECENT_S = 2.0
 _CLIENT_BOUND = 0.8
 """Fraction of a core above which the clients themselves may limit the throughput."""
 
 
-def _option(name: str, metavar: str, text: str, panel: str, **more: Any) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(name, metavar=metavar, help=text, rich_help_panel=panel, **more)
-    return info
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options for the load."""
+
+    panel: ClassVar[str] = "Load"
+    clients: Clients = 8
+    rate: Rate = None
+    duration_s: Annotated[float, duration("Duration of the measurement, such as 30s or 5m.", "--duration")] = "30s"  # type: ignore[assignment]
+    warm_up_s: Annotated[float, duration("Duration of the load before the measurement; not counted.", "--warm-up")] = (
+        "3s"  # type: ignore[assignment]
+    )
+    images: Annotated[
+        list[Path] | None, value("FILE", "Image to send, may be repeated; default: eight generated images.", "--image")
+    ] = None
+    tensors: Annotated[
+        bool, flag("--tensors", "Send pixels with the Open Inference Protocol instead of image files.")
+    ] = False
+    images_per_request: Annotated[int, value("N", "With --tensors: images per request.", min=1)] = 1
+    timeout_s: TimeoutS = 60.0
+    seed: Annotated[int, value("N", "Seed of the generated images and of the arrival times of an open loop.")] = 0
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s" if self.rate else f"{self.clients} clients"
 
 
-Clients = Annotated[
-    int, _option("--clients", "N", "Closed loop: number of clients, each with one request at a time.", _LOAD, min=1)
-]
-Rate = Annotated[
-    float | None,
-    _option(
-        "--rate",
-        "HZ",
-        "Open loop: requests per second at random times (Poisson), independent of the answers.",
-        _LOAD,
-        min=0.01,
-    ),
-]
-Duration = Annotated[str, _option("--duration", "TIME", "Duration of the measurement, such as 30s or 5m.", _LOAD)]
-WarmUp = Annotated[
-    str, _option("--warm-up", "TIME", "Duration of the load before the measurement; not counted.", _LOAD)
-]
-Images = Annotated[
-    list[Path] | None,
-    _option("--image", "FILE", "Image to send, may be repeated; default: eight generated images.", _LOAD),
-]
-Tensors = Annotated[
-    bool,
-    typer.Option(
-        "--tensors", help="Send pixels with the Open Inference Protocol instead of image files.", rich_help_panel=_LOAD
-    ),
-]
-PerRequest = Annotated[int, _option("--images-per-request", "N", "With --tensors: images per request.", _LOAD, min=1)]
-RequestTimeoutS = Annotated[
-    float, _option("--timeout-s", "SECONDS", "Timeout of one request, in seconds.", _LOAD, min=0.001)
-]
-Seed = Annotated[
-    int, _option("--seed", "N", "Seed of the generated images and of the arrival times of an open loop.", _LOAD)
-]
-PlotFile = Annotated[
-    Path | None, _option("--plot", "FILE", "Write a latency plot (.png, .svg, .pdf); needs matplotlib.", _OUTPUT)
-]
+@dataclass(frozen=True)
+class _Run:
+    """A finished load: its measured interval, the cores that the clients used, and whether Ctrl-C ended it."""
+
+    load: "Load"
+    since_s: float
+    until_s: float
+    client_cores: float
+    interrupted: bool
 
 
 def bench(
+    *,
     url: Url = DEFAULT_URL,
-    clients: Clients = 8,
-    rate: Rate = None,
-    duration: Duration = "30s",
-    warm_up: WarmUp = "3s",
-    images: Images = None,
-    tensors: Tensors = False,
-    images_per_request: PerRequest = 1,
-    timeout_s: RequestTimeoutS = 60.0,
-    seed: Seed = 0,
+    options: LoadOptions,
     as_json: AsJson = False,
     plot_file: PlotFile = None,
-    api_key_file: ApiKeyFile = None,
-    ca_file: CaFile = None,
-    client_cert_file: ClientCertFile = None,
+    access: Access,
 ) -> int:
     """Send requests to a running service and show throughput and latency.
 
     A closed loop (--clients) measures the maximum throughput. An open loop (--rate) measures latency at a given arrival rate;
     latency then counts from the scheduled arrival time. Every answer is compared with the answer of the service before the load.
     """
-    from multiworld_serving.testing.chaos.plot import check_plot
-    from multiworld_serving.testing.chaos.schedule import duration_s
+    from multiworld_serving.testing.load.measurement import measure
+    from multiworld_serving.testing.plots import check_plot, draw_latency
 
-    spans = duration_s(warm_up, "--warm-up"), duration_s(duration, "--duration")
-    if images_per_request > 1 and not tensors:
+    if options.images_per_request > 1 and not options.tensors:
         raise UserError("--images-per-request needs --tensors: a request with an image file has one image")
-    if tensors and images:
+    if options.tensors and options.images:
         raise UserError("--tensors and --image exclude each other: tensors are generated from the seed")
-    if plot_file is not None:
-        check_plot(plot_file)
-    credentials, url = access(api_key_file, ca_file, client_cert_file), url.rstrip("/")
-    served = _served(url, credentials)
-    requests = _reference_requests(url, images, images_per_request if tensors else 0, seed, credentials)
-    load, (since_s, until_s), busy, interrupted = _run(
-        url,
-        requests,
-        spans,
-        {"clients": clients, "rate_hz": rate, "timeout_s": timeout_s, "seed": seed, "credentials": credentials},
-    )
-    found = _measure(load, since_s, until_s, images_per_request)
-    kind = f"{rate:g} requests/s" if rate else f"{clients} clients"
-    facts = {"service": served, "load": kind, "client_cores": round(busy, 2), **found.as_json()}
+    check_plot(plot_file)
+    credentials, url = access.credentials(), url.rstrip("/")
+    with open_client(url, 30.0, credentials) as client, answer_errors(url):
+        status = send_request(client, "GET", "/status", headers={"Accept": "application/json"}).json()
+        served = f"{status['model']} {status['version']}"
+    run = _run(url, _reference_requests(url, options, credentials), options, credentials)
+    images = options.images_per_request
+    found = measure(run.load.samples, run.since_s, run.until_s, unsent=run.load.unsent, images_per_request=images)
     if as_json:
+        facts = {"service": served, "load": str(options), "client_cores": round(run.client_cores, 2), **found.as_json()}
         print(json.dumps(facts, indent=1))
     else:
-        _show(found, f"{served}, {kind}, {'tensors' if tensors else 'images'}", busy)
+        _show(found, f"{served}, {options}, {'tensors' if options.tensors else 'images'}", run.client_cores)
     if plot_file is not None:
-        _draw(load, since_s, until_s, f"{served}, {kind}", plot_file)
-    return 130 if interrupted else 1 if found.failed or not found.answered else 0
+        draw_latency(run.load.samples, run.since_s, run.until_s, f"{served}, {options}", plot_file)
+    return 130 if run.interrupted else 1 if found.failed or not found.answered else 0
 
 
-def _served(url: str, credentials: ClientCredentials) -> str:
-    """Return model and version of the service. Raises ServiceError if there is none."""
-    with open_client(url, 30.0, credentials) as client:
-        answer = send_request(client, "GET", "/status", headers={"Accept": "application/json"})
-    try:
-        status = answer.json()
-        return f"{status['model']} {status['version']}"
-    except (ValueError, KeyError, TypeError) as error:
-        raise ServiceError(f"{url} does not answer like a multiworld service: GET /status has another form") from error
-
-
-def _reference_requests(
-    url: str, images: list[Path] | None, tensor_images: int, seed: int, credentials: ClientCredentials
-) -> "Sequence[ReferenceRequest]":
-    import httpx
-
-    from multiworld_serving.cli.service import error_message
+def _reference_requests(url: str, options: LoadOptions, credentials: ClientCredentials) -> "Sequence[ReferenceRequest]":
     from multiworld_serving.testing.load.clients import record_reference_answers
     from multiworld_serving.testing.load.images import image_file, photos
     from multiworld_serving.testing.load.tensors import tensor_requests
 
-    try:
-        if tensor_images:
-            return tensor_requests(url, images=tensor_images, seed=seed, credentials=credentials)
-        return record_reference_answers(
-            url, [image_file(path) for path in images] if images else photos(8, seed), credentials=credentials
-        )
-    except httpx.HTTPStatusError as error:
-        raise ServiceError(error_message(error.response)) from error
-    except httpx.HTTPError as error:
-        raise ServiceError(f"the connection to {url} failed: {error or type(error).__name__}") from error
+    with http_errors(url):
+        if options.tensors:
+            images = options.images_per_request
+            return tensor_requests(url, images=images, seed=options.seed, credentials=credentials)
+        files = [image_file(path) for path in options.images or ()] or photos(8, options.seed)
+        return record_reference_answers(url, files, credentials=credentials)
 
 
 def _run(
-    url: str, requests: "Sequence[ReferenceRequest]", spans: tuple[float, float], options: dict[str, Any]
-) -> tuple["Load", tuple[float, float], float, bool]:
-    """Run the load. Returns it, start and end of the measurement, cores used by the clients, and whether it was interrupted."""
+    url: str, requests: "Sequence[ReferenceRequest]", options: LoadOptions, credentials: ClientCredentials
+) -> _Run:
     from multiworld_serving.testing.load.clients import run_load
 
-    warm_up_s, measured_s = spans
     interrupted = False
-    with run_load(url, requests, **options) as load:
-        since_s = time.time() + warm_up_s
+    with run_load(
+        url,
+        requests,
+        clients=options.clients,
+        rate_hz=options.rate,
+        timeout_s=options.timeout_s,
+        seed=options.seed,
+        credentials=credentials,
+    ) as load:
+        since_s = time.time() + options.warm_up_s
         busy_s = time.process_time()
         try:
-            _wait(load, since_s, measured_s)
+            _wait(load, since_s, options.duration_s)
         except KeyboardInterrupt:
             interrupted = True
         until_s = time.time()
         busy_s = time.process_time() - busy_s
-    since_s = min(since_s, until_s)
-    return load, (since_s, until_s), busy_s / max(1e-9, warm_up_s + measured_s), interrupted
+    cores = busy_s / max(1e-9, options.warm_up_s + options.duration_s)
+    return _Run(load, min(since_s, until_s), until_s, cores, interrupted)
 
 
 def _wait(load: "Load", since_s: float, measured_s: float) -> None:
@@ -237,30 +197,21 @@ def _progress_view(load: "Load", now_s: float, since_s: float, measured_s: float
     return view
 
 
-def _measure(load: "Load", since_s: float, until_s: float, images_per_request: int) -> "Measurement":
-    from multiworld_serving.testing.load.measurement import measure
-
-    return measure(load.samples, since_s, until_s, unsent=load.unsent, images_per_request=images_per_request)
-
-
 def _show(found: "Measurement", title: str, busy: float) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from multiworld_serving.cli.console import console
+    from multiworld_serving.cli.console import console, table
 
     out = console()
     out.print(Text(title, style="bold"))
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption="latency in ms", caption_justify="right")
-    for name in ("answers/s", "images/s", *found.latency_ms):
-        table.add_column(name, justify="right")
-    table.add_row(
+    columns = ("answers/s", "images/s", *found.latency_ms)
+    rows = table(*columns, numbers=columns, caption="latency in ms", caption_justify="right")
+    rows.add_row(
         f"{found.answered_per_s:.1f}",
         f"{found.images_per_s:.1f}",
         *(f"{value:.1f}" for value in found.latency_ms.values()),
     )
-    out.print(table)
+    out.print(rows)
     out.print(
         f"{found.requests} requests in {found.seconds:.1f} s: {found.answered} answered, {found.refused} refused with 429, ",
         end="",
@@ -272,12 +223,3 @@ def _show(found: "Measurement", title: str, busy: float) -> None:
         out.print(Text(f"{found.unsent} requests were not sent: too many requests were in flight", style="red"))
     if busy > _CLIENT_BOUND:
         out.print(Text(f"the clients used {busy:.2f} cores and may have limited the throughput", style="yellow"))
-
-
-def _draw(load: "Load", since_s: float, until_s: float, title: str, file: Path) -> None:
-    from multiworld_serving.testing.load.latency_plot import draw_latency
-
-    try:
-        draw_latency(load.samples, since_s, until_s, title, file)
-    except OSError as error:
-        raise UserError(f"--plot {file}: {error.strerror}") from error

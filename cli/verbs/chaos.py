@@ -4,12 +4,12 @@ import json
 import os
 import signal
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import typer
-
-from multiworld_serving.cli.service import ApiKeyFile, CaFile, ClientCertFile, ServiceError, access
+from multiworld_serving.cli.options import Clients, PlotFile, Rate, assignments, duration, flag, value
+from multiworld_serving.cli.service import Access, ServiceError
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multiworld_serving.common.config import ClientCredentials
     from multiworld_serving.testing.chaos.campaign import CampaignResult, Plan
     from multiworld_serving.testing.chaos.report import Report, Row
-    from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+    from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
     from multiworld_serving.testing.load.statistics import Spread
 
 EPILOG = """
@@ -37,231 +37,195 @@ docker compose up -d --wait && multiworld chaos --compose multiworld
 [bold]Exit status[/bold]: 0 no request was lost or answered twice and every fault had the expected effect, 1 otherwise, 2 invalid usage.
 """
 
-SERVICE = "The service"
-LOAD = "Load"
-FAULTS = "Faults"
-OUTPUT = "Output"
+
+@dataclass(frozen=True)
+class RunningOptions:
+    """Options for a service that runs already."""
+
+    panel: ClassVar[str] = "The service"
+    url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None
+    compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
+    log: Annotated[
+        Path | None,
+        value("FILE", "With --url: log file of the service, to find its processes."),
+    ] = None
+    pid: Annotated[
+        int | None, value("PID", "With --url: process id of `multiworld serve`, to kill it or monitor its resources.")
+    ] = None
+
+    def service(self, credentials: "ClientCredentials") -> "SystemUnderTest | None":
+        """Return the running service; None if one is to be started."""
+        from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError
+        from multiworld_serving.testing.chaos.system.system_under_test import RunningService
+
+        if self.compose is None:
+            url = self.url
+            return None if url is None else RunningService(url, pid=self.pid, log=self.log, credentials=credentials)
+        if self.url is not None:
+            raise UserError(
+                "--url and --compose exclude each other: the URL of a Compose project is found automatically"
+            )
+        try:
+            return ComposeProject(self.compose, credentials=credentials)
+        except ContainerError as error:
+            raise ServiceError(str(error)) from error
 
 
-def _option(name: str, metavar: str, text: str, panel: str, **more: object) -> typer.models.OptionInfo:
-    info: typer.models.OptionInfo = typer.Option(name, metavar=metavar, help=text, rich_help_panel=panel, **more)  # type: ignore[arg-type]
-    return info
+@dataclass(frozen=True)
+class ServiceOptions:
+    """Settings of the service that is started."""
+
+    panel: ClassVar[str] = "The service"
+    model: Annotated[str, value("MODEL", "Model of the started service.")] = "resnet18"
+    weights: Annotated[str, value("WEIGHTS", "Weights of the started service.")] = "random:0"
+    stages: Annotated[int, value("N", "Stages of the started service.", min=1)] = 2
+    replicas: Annotated[int, value("N", "Replicas per stage of the started service.", min=1)] = 2
+    leaders: Annotated[int, value("N", "Leaders of the started service.", min=1)] = 2
+    heartbeat_timeout_s: Annotated[float, value("SECONDS", "Heartbeat timeout of the service.", min=0.01)] = 1.0
+    recovery_grace_s: Annotated[
+        float,
+        value("SECONDS", "How long the service keeps requests for a stage without replicas, in seconds.", min=0),
+    ] = 15.0
+    sets: Annotated[
+        list[str] | None,
+        value("NAME=VALUE", "Setting of the started service, as for `multiworld serve`; may be repeated.", "--set"),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of `multiworld serve`. Raises UserError if --set is invalid."""
+        named = {name: given for name, given in asdict(self).items() if name != "sets"}
+        return named | assignments(self.sets)
 
 
-Url = Annotated[
-    str | None, _option("--url", "URL", "URL of a running service on this machine; default: start one.", SERVICE)
-]
-Compose = Annotated[
-    str | None,
-    _option("--compose", "PROJECT", "Name of the Docker Compose project of a running service.", SERVICE),
-]
-Log = Annotated[
-    Path | None,
-    _option(
-        "--log", "FILE", "With --url: log file of the service, to find the processes of its local workers.", SERVICE
-    ),
-]
-Pid = Annotated[
-    int | None, _option("--pid", "PID", "With --url: process id of the leader, to monitor its resources.", SERVICE)
-]
-Sets = Annotated[
-    list[str] | None,
-    _option(
-        "--set", "NAME=VALUE", "Setting of the started service, as for `multiworld serve`; may be repeated.", SERVICE
-    ),
-]
-Model = Annotated[str, _option("--model", "MODEL", "Model of the started service.", SERVICE)]
-Weights = Annotated[str, _option("--weights", "WEIGHTS", "Weights of the started service.", SERVICE)]
-Stages = Annotated[int, _option("--stages", "N", "Stages of the started service.", SERVICE, min=1)]
-Replicas = Annotated[int, _option("--replicas", "N", "Replicas per stage of the started service.", SERVICE, min=1)]
-HeartbeatS = Annotated[
-    float,
-    _option("--heartbeat-timeout-s", "SECONDS", "Heartbeat timeout of the service.", SERVICE, min=0.01),
-]
-GraceS = Annotated[
-    float,
-    _option(
-        "--recovery-grace-s",
-        "SECONDS",
-        "How long the service keeps requests for a stage without replicas, in seconds.",
-        SERVICE,
-        min=0,
-    ),
-]
-Clients = Annotated[
-    int, _option("--clients", "N", "Closed loop: number of clients, each with one request at a time.", LOAD, min=1)
-]
-Rate = Annotated[
-    float | None,
-    _option(
-        "--rate",
-        "HZ",
-        "Open loop instead of --clients: requests per second, independent of the answers.",
-        LOAD,
-        min=0.01,
-    ),
-]
-Image = Annotated[Path | None, _option("--image", "FILE", "Image to send; default: eight generated images.", LOAD)]
-Faults = Annotated[
-    str | None,
-    _option(
-        "--faults", "NAME,…", "Faults to inject; default: all that are possible on this machine. See --list.", FAULTS
-    ),
-]
-ListFaults = Annotated[
-    bool, typer.Option("--list", help="List the faults with their expected effect, and exit.", rich_help_panel=FAULTS)
-]
-Rounds = Annotated[int, _option("--rounds", "N", "Number of injections of each fault.", FAULTS, min=1)]
-Duration = Annotated[
-    str | None, _option("--duration", "TIME", "Duration of the campaign, such as 30m, instead of --rounds.", FAULTS)
-]
-Every = Annotated[
-    str,
-    _option(
-        "--every",
-        "TIME",
-        "Minimum time between the starts of two faults. Faults never overlap.",
-        FAULTS,
-    ),
-]
-Settle = Annotated[str, _option("--settle", "TIME", "Pause between recovery and the next fault.", FAULTS)]
-Seed = Annotated[
-    int, _option("--seed", "N", "Seed of the order of faults, of their targets and of the images.", FAULTS)
-]
-Protect = Annotated[
-    str,
-    _option(
-        "--protect",
-        "NAME,…",
-        "Workers that are never a target, such as local-0, so that a long run can check their resource usage.",
-        FAULTS,
-    ),
-]
-JsonFile = Annotated[Path | None, _option("--json", "FILE", "Write the full result as JSON.", OUTPUT)]
-PlotFile = Annotated[
-    Path | None,
-    _option("--plot", "FILE", "Write a plot of latency over time (.png, .svg, .pdf); needs matplotlib.", OUTPUT),
-]
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options for the load."""
+
+    panel: ClassVar[str] = "Load"
+    clients: Clients = 8
+    rate: Rate = None
+    image: Annotated[Path | None, value("FILE", "Image to send; default: eight generated images.")] = None
+
+
+@dataclass(frozen=True)
+class FaultOptions:
+    """Options for the faults."""
+
+    panel: ClassVar[str] = "Faults"
+    faults: Annotated[
+        str | None,
+        value(
+            "NAME,…",
+            "Faults to inject; default: all that are possible on this machine, except supervisor-kill. See --list.",
+        ),
+    ] = None
+    list_faults: Annotated[bool, flag("--list", "List the faults with their expected effect, and exit.")] = False
+    rounds: Annotated[int, value("N", "Number of injections of each fault.", min=1)] = 1
+    duration_s: Annotated[
+        float | None, duration("Duration of the campaign, such as 30m, instead of --rounds.", "--duration")
+    ] = None
+    every_s: Annotated[
+        float, duration("Minimum time between the starts of two faults. Faults never overlap.", "--every")
+    ] = "0s"  # type: ignore[assignment]
+    settle_s: Annotated[float, duration("Pause between recovery and the next fault.", "--settle")] = "2s"  # type: ignore[assignment]
+    seed: Annotated[int, value("N", "Seed of the order of faults, of their targets and of the images.")] = 0
+    protect: Annotated[
+        str,
+        value(
+            "NAME,…",
+            "Workers that are never a target, such as local-0, so that a long run can check their resource usage.",
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Files of results."""
+
+    panel: ClassVar[str] = "Output"
+    json_file: Annotated[Path | None, value("FILE", "Write the full result as JSON.", "--json")] = None
+    plot_file: PlotFile = None
+
+    def check(self) -> None:
+        """Raise UserError if a file cannot be written. Call before a long run."""
+        from multiworld_serving.testing.plots import check_plot
+
+        check_plot(self.plot_file)
+        for file in filter(None, (self.json_file, self.plot_file)):
+            if not os.access(file.parent, os.W_OK):
+                raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory")
+
+    def write(self, result: "CampaignResult", report: "Report") -> None:
+        """Write the files."""
+        from multiworld_serving.testing.chaos.report import to_json
+        from multiworld_serving.testing.plots import draw_campaign
+
+        if self.json_file is not None:
+            self.json_file.write_text(json.dumps(to_json(result, report), indent=1))
+        if self.plot_file is not None:
+            draw_campaign(result, self.plot_file)
 
 
 def chaos(
-    url: Url = None,
-    compose: Compose = None,
-    log: Log = None,
-    pid: Pid = None,
-    model: Model = "resnet18",
-    weights: Weights = "random:0",
-    stages: Stages = 2,
-    replicas: Replicas = 2,
-    sets: Sets = None,
-    heartbeat_timeout_s: HeartbeatS = 1.0,
-    recovery_grace_s: GraceS = 15.0,
-    clients: Clients = 8,
-    rate: Rate = None,
-    image: Image = None,
-    faults: Faults = None,
-    list_faults: ListFaults = False,
-    rounds: Rounds = 1,
-    duration: Duration = None,
-    every: Every = "0s",
-    settle: Settle = "2s",
-    seed: Seed = 0,
-    protect: Protect = "",
-    json_file: JsonFile = None,
-    plot_file: PlotFile = None,
-    api_key_file: ApiKeyFile = None,
-    ca_file: CaFile = None,
-    client_cert_file: ClientCertFile = None,
+    running: RunningOptions,
+    started: ServiceOptions,
+    load: LoadOptions,
+    faults: FaultOptions,
+    output: OutputOptions,
+    access: Access,
 ) -> int:
-    """Kill, freeze, slow down and partition workers of a service under load, and report the effect on the clients.
+    """Kill, freeze, slow down and partition processes of a service under load, and report the effect on the clients.
 
     Without --url or --compose, starts a service and stops it at the end. Every answer is compared with the answer of the
     service before the first fault.
     """
-    from multiworld_serving.testing.chaos.campaign import Plan
-    from multiworld_serving.testing.chaos.container_faults import ALL_FAULTS
-    from multiworld_serving.testing.chaos.faults import CATALOGUE
-    from multiworld_serving.testing.chaos.plot import check_plot
-    from multiworld_serving.testing.chaos.schedule import chosen_faults, duration_s
-    from multiworld_serving.testing.load.images import image_file, photos
     from multiworld_serving.testing.local_service import LocalService
 
-    if list_faults:
+    if faults.list_faults:
         _list()
         return 0
-    plan = Plan(
-        images=photos(8, seed) if image is None else [image_file(image)],
-        faults=chosen_faults(faults, CATALOGUE if compose is None else ALL_FAULTS),
-        clients=clients,
-        rate_hz=rate,
-        rounds=rounds,
-        duration_s=None if duration is None else duration_s(duration, "--duration"),
-        every_s=duration_s(every, "--every"),
-        settle_s=duration_s(settle, "--settle"),
-        seed=seed,
-        protected=frozenset(name for name in protect.split(",") if name),
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        grace_s=recovery_grace_s,
+    plan = _plan(running, started, load, faults)
+    output.check()
+    credentials = access.credentials()
+    system = running.service(credentials)
+    if system is None:
+        return _run(LocalService(credentials=credentials, **started.settings()), plan, output)
+    if started.sets:
+        raise UserError(
+            "--set cannot be used with --url or --compose: it applies to a service that this command starts"
+        )
+    return _run(nullcontext(system), plan, output)
+
+
+def _plan(running: RunningOptions, started: ServiceOptions, load: LoadOptions, faults: FaultOptions) -> "Plan":
+    from multiworld_serving.testing.chaos.campaign import Plan
+    from multiworld_serving.testing.chaos.faults import ALL_FAULTS, PROCESS_FAULTS
+    from multiworld_serving.testing.chaos.schedule import chosen_faults
+    from multiworld_serving.testing.load.images import image_file, photos
+
+    return Plan(
+        images=photos(8, faults.seed) if load.image is None else [image_file(load.image)],
+        faults=chosen_faults(faults.faults, PROCESS_FAULTS if running.compose is None else ALL_FAULTS),
+        clients=load.clients,
+        rate_hz=load.rate,
+        rounds=faults.rounds,
+        duration_s=faults.duration_s,
+        every_s=faults.every_s,
+        settle_s=faults.settle_s,
+        seed=faults.seed,
+        protected=frozenset(name for name in faults.protect.split(",") if name),
+        heartbeat_timeout_s=started.heartbeat_timeout_s,
+        grace_s=started.recovery_grace_s,
     )
-    if plot_file is not None:
-        check_plot(plot_file)
-    for file in filter(None, (json_file, plot_file)):
-        if not os.access(file.parent, os.W_OK):
-            raise UserError(f"{file} cannot be written: {file.parent} is not a writable directory")
-    credentials = access(api_key_file, ca_file, client_cert_file)
-    running = _running(url, compose, pid, log, credentials)
-    if running is not None:
-        if sets:
-            raise UserError(
-                "--set cannot be used with --url or --compose: it applies to a service that this command starts"
-            )
-        return _run(nullcontext(running), plan, json_file, plot_file)
-    settings = {
-        "model": model,
-        "weights": weights,
-        "stages": stages,
-        "replicas": replicas,
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "recovery_grace_s": recovery_grace_s,
-    }
-    service = LocalService(credentials=credentials, **settings | _parse_settings(sets or []))  # type: ignore[arg-type]
-    return _run(service, plan, json_file, plot_file)
 
 
-def _running(
-    url: str | None, compose: str | None, pid: int | None, log: Path | None, credentials: "ClientCredentials"
-) -> "SystemUnderTest | None":
-    """Return the running service; None if one is to be started."""
-    from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError
-    from multiworld_serving.testing.chaos.system_under_test import RunningService
-
-    if compose is None:
-        return None if url is None else RunningService(url, pid=pid, log=log, credentials=credentials)
-    if url is not None:
-        raise UserError("--url and --compose exclude each other: the URL of a Compose project is found automatically")
-    try:
-        return ComposeProject(compose, credentials=credentials)
-    except ContainerError as error:
-        raise ServiceError(str(error)) from error
-
-
-def _parse_settings(sets: list[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in sets]
-    if wrong := [name for name, equals, _ in pairs if not name or not equals]:
-        raise UserError(f"--set {wrong[0]}: must be NAME=VALUE, such as image_size=64")
-    return {name.replace("-", "_"): value for name, _, value in pairs}
-
-
-def _run(
-    service: "AbstractContextManager[SystemUnderTest]", plan: "Plan", json_file: Path | None, plot_file: Path | None
-) -> int:
+def _run(service: "AbstractContextManager[SystemUnderTest]", plan: "Plan", output: OutputOptions) -> int:
     import httpx
 
     from multiworld_serving.testing.chaos.campaign import run
-    from multiworld_serving.testing.chaos.containers import ContainerError
     from multiworld_serving.testing.chaos.observer import NotRecoveredError
-    from multiworld_serving.testing.chaos.plot import draw
-    from multiworld_serving.testing.chaos.report import summarize, to_json
+    from multiworld_serving.testing.chaos.report import summarize
+    from multiworld_serving.testing.chaos.system.containers import ContainerError
     from multiworld_serving.testing.local_service import ServiceFailedError
 
     # Handle SIGTERM like Ctrl-C: print the results so far and stop the started service.
@@ -273,27 +237,19 @@ def _run(
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)
     _show(result, report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(to_json(result, report), indent=1))
-    if plot_file is not None:
-        draw(result, plot_file)
+    output.write(result, report)
     return 1 if report.verdict else 0
 
 
 def _list() -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from multiworld_serving.cli.console import console, table
+    from multiworld_serving.testing.chaos.faults import ALL_FAULTS
 
-    from multiworld_serving.cli.console import console
-    from multiworld_serving.testing.chaos.container_faults import ALL_FAULTS
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("fault", "scope", "description", "expected world failures", "available"):
-        table.add_column(name)
+    rows = table("fault", "scope", "description", "expected world failures", "available")
     for fault in ALL_FAULTS:
         causes = "any" if fault.causes is None else ", ".join(sorted(fault.causes)) or "none"
-        table.add_row(fault.name, fault.scope, fault.description, causes, fault.unavailable_reason() or "yes")
-    console().print(table)
+        rows.add_row(fault.name, fault.scope, fault.description, causes, fault.unavailable_reason() or "yes")
+    console().print(rows)
 
 
 def _show(result: "CampaignResult", report: "Report") -> None:
@@ -306,33 +262,15 @@ def _show(result: "CampaignResult", report: "Report") -> None:
 
 
 def _table(report: "Report") -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from multiworld_serving.cli.console import table
 
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-        caption="detect, reroute, recover: median / p99 / max; latency: median / p99",
-    )
-    table.add_column("fault")
-    headings = (
-        "times",
-        "failed",
-        "excused",
-        "duplicate",
-        "detect ms",
-        "reroute ms",
-        "recover s",
-        "before ms",
-        "during ms",
-        "after ms",
-    )
-    for name in headings:
-        table.add_column(name, justify="right")
+    counts = ("times", "failed", "excused", "duplicate")
+    times = ("detect ms", "reroute ms", "recover s", "before ms", "during ms", "after ms")
+    caption = "detect, reroute, recover: median / p99 / max; latency: median / p99"
+    rows = table("fault", *counts, *times, numbers=(*counts, *times), caption=caption)
     for row in [*report.rows, report.total]:
-        table.add_row(*_cells(row), end_section=row is report.rows[-1])
-    return table
+        rows.add_row(*_cells(row), end_section=row in report.rows[-1:])
+    return rows
 
 
 def _cells(row: "Row") -> list[str]:
@@ -370,7 +308,7 @@ def _lines(result: "CampaignResult", report: "Report") -> list[str]:
 
 
 def _resource_lines(result: "CampaignResult") -> list[str]:
-    from multiworld_serving.testing.chaos.soak import RULE, SHORTEST_S
+    from multiworld_serving.testing.chaos.resources import RULE, SHORTEST_S
 
     judged = [series for series in result.resources if series.flat is not None]
     if not judged:

@@ -1,15 +1,16 @@
-"""`multiworld config`: show the effective settings and the source of each."""
+"""`multiworld config` and `multiworld version`: show the effective settings, and the installed versions."""
 
 import json
+import platform
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from multiworld_serving.cli.options import PROGRAMS
-from multiworld_serving.cli.service import AsJson
+from multiworld_serving.cli.options import PROGRAMS, AsJson, assignments, flag, value
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.common.config.settings import allowed, declaration, effective_settings, fields_of
 from multiworld_serving.common.config.sources import option, refuse_unknown_options, variable
@@ -28,19 +29,20 @@ _BY_SECTION = {cls.section: cls for cls in PROGRAMS}
 Program = Enum("Program", {section: section for section in _BY_SECTION})  # type: ignore[misc]
 
 Of = Annotated[
-    Program, typer.Argument(metavar="[serve|worker]", help="Program whose settings are shown.", show_default="serve")
+    Program,
+    typer.Argument(
+        metavar="[serve|leader|frontend|worker]", help="Program whose settings are shown.", show_default="serve"
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--config", envvar="MULTIWORLD_CONFIG", metavar="FILE", help="TOML file with settings, as for the program."
-    ),
+    value("FILE", "TOML file with settings, as for the program.", "--config", envvar="MULTIWORLD_CONFIG"),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Value of a command line option of the program; may be repeated."),
+    value("NAME=VALUE", "Value of a command line option of the program; may be repeated.", "--set"),
 ]
-Changed = Annotated[bool, typer.Option("--changed", help="Show only settings that differ from the default.")]
+Changed = Annotated[bool, flag("--changed", "Show only settings that differ from the default.")]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def config(
     rejected as the program rejects them, so this command can check a file before the service is started.
     """
     cls = _BY_SECTION[program.value]
-    options = dict(_parse_assignment(text) for text in sets or [])
+    options = assignments(sets)
     refuse_unknown_options(options, cls)
     settings = load(cls, options, config_file=config_file, programs=PROGRAMS)
     lines = [line for line in _lines(settings) if not changed or line.origin != "default"]
@@ -76,11 +78,6 @@ def config(
     else:
         _show(lines)
     return 0
-
-
-def _parse_assignment(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name.strip().removeprefix("--").replace("-", "_"), value.strip()
 
 
 def _lines(settings: Settings) -> list[_Line]:
@@ -99,21 +96,29 @@ def _lines(settings: Settings) -> list[_Line]:
 
 
 def _show(lines: list[_Line]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from multiworld_serving.cli.console import console
+    from multiworld_serving.cli.console import console, table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("setting", "value", "source", "allowed"):
-        table.add_column(name, overflow="fold")
+    rows = table("setting", "value", "source", "allowed")
     for line in lines:
         style = "" if line.origin == "default" else "bold"
-        table.add_row(
+        rows.add_row(
             Text(line.name, style=style),
             Text(line.value, style=style),
             Text(line.origin),
             Text(line.allowed, style="dim"),
         )
-    console().print(table)
+    console().print(rows)
+
+
+def version(as_json: AsJson = False) -> int:
+    """Print the versions of multiworld, Python, torch and torchvision."""
+    versions = {
+        "multiworld": installed("multiworld-serving"),
+        "python": platform.python_version(),
+        "torch": installed("torch"),
+        "torchvision": installed("torchvision"),
+    }
+    print(json.dumps(versions) if as_json else "\n".join(f"{name} {number}" for name, number in versions.items()))
+    return 0

@@ -4,9 +4,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from multiworld_serving.cli.service import AsJson
+from multiworld_serving.cli.options import AsJson, value
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -24,24 +22,15 @@ multiworld plan --model resnet152 --stages 4 --link-gbps 1 --json
 
 _BAR = 40
 
-Model = Annotated[
-    str, typer.Option("--model", help="Model to partition: resnet18, resnet34, resnet50, resnet101, resnet152.")
-]
-Stages = Annotated[int, typer.Option("--stages", min=1, metavar="N", help="Number of pipeline stages.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images per batch.")]
-Device = Annotated[str, typer.Option("--device", help="Device to measure on: cpu, cuda or cuda:N.")]
-Threads = Annotated[
-    int,
-    typer.Option(
-        "--threads", min=0, metavar="N", help="Compute threads per worker; 0 divides the cores among the stages."
-    ),
-]
-Repeats = Annotated[int, typer.Option("--repeats", min=1, metavar="N", help="Number of measurements of each block.")]
+Model = Annotated[str, value("MODEL", "Model to partition: resnet18, resnet34, resnet50, resnet101, resnet152.")]
+Stages = Annotated[int, value("N", "Number of pipeline stages.", min=1)]
+BatchSize = Annotated[int, value("N", "Images per batch.", min=1)]
+Device = Annotated[str, value("DEVICE", "Device to measure on: cpu, cuda or cuda:N.")]
+Threads = Annotated[int, value("N", "Compute threads per worker; 0 divides the cores among the stages.", min=0)]
+Repeats = Annotated[int, value("N", "Number of measurements of each block.", min=1)]
 LinkGbps = Annotated[
     float | None,
-    typer.Option(
-        "--link-gbps", min=1e-3, help="Bandwidth between the machines in Gbit/s; by default measured on this machine."
-    ),
+    value("GBPS", "Bandwidth between the machines in Gbit/s; by default measured on this machine.", min=1e-3),
 ]
 
 
@@ -104,25 +93,19 @@ def _facts(found: "PartitionPlan", model: str) -> dict[str, Any]:
 
 
 def _show(found: "PartitionPlan", model: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from multiworld_serving.cli.console import console, table
 
-    from multiworld_serving.cli.console import console
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("stage", justify="right")
-    table.add_column("block")
-    table.add_column("ms", justify="right")
-    table.add_column("")
-    table.add_column("output KiB", justify="right")
-    table.add_column("transfer ms", justify="right")
+    rows = table(
+        *("stage", "block", "ms", "", "output KiB", "transfer ms"),
+        numbers=("stage", "ms", "output KiB", "transfer ms"),
+    )
     longest = max(found.block_s)
     crossings = [*zip(found.boundary_bytes, found.transfer_s, strict=True), (0, 0.0)]
     for number, (first, end) in enumerate(found.stages):
         for block in range(first, end):
             size, transfer_s = crossings[block]
             time_s, last = found.block_s[block], block == end - 1
-            table.add_row(
+            rows.add_row(
                 *(str(number) if block == first else "", found.blocks[block], f"{time_s * 1e3:.2f}"),
                 "█" * max(1, round(_BAR * time_s / longest)),
                 *(f"{size / 1024:.0f}" if size else "", f"{transfer_s * 1e3:.2f}" if size else ""),
@@ -130,6 +113,6 @@ def _show(found: "PartitionPlan", model: str) -> None:
             )
     out = console()
     out.print(f"{model}, times per image", style="bold")
-    out.print(table)
+    out.print(rows)
     times = ", ".join(f"stage {number} {time_s * 1e3:.1f} ms" for number, time_s in enumerate(found.stage_s))
     out.print(f"{times}: {found.images_per_s:.1f} images/s with one device per stage; balance {found.balance:.2f}")

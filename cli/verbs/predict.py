@@ -2,24 +2,23 @@
 
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from multiworld_serving.cli.options import AsJson, value
 from multiworld_serving.cli.service import (
     DEFAULT_URL,
-    ApiKeyFile,
-    AsJson,
-    CaFile,
-    ClientCertFile,
+    Access,
     ServiceError,
     ServiceUnreachableError,
     TimeoutS,
-    Url,
-    access,
-    open_client,
-    send_request,
+    Urls,
+    answer_errors,
+    open_clients,
+    send_to_any,
 )
 
 if TYPE_CHECKING:
@@ -36,23 +35,17 @@ multiworld predict --top-k 1 --json *.jpg
 """
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE…", help="JPEG, PNG or WebP images.", show_default=False)]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k", min=1, metavar="N", help="Number of labels per image.", show_default="setting of the service"
-    ),
-]
+TopK = Annotated[int | None, value("N", "Number of labels per image.", min=1, show_default="setting of the service")]
 
 
 def predict(
+    *,
     files: Files,
-    url: Url = DEFAULT_URL,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     top_k: TopK = None,
     as_json: AsJson = False,
     timeout_s: TimeoutS = 60.0,
-    api_key_file: ApiKeyFile = None,
-    ca_file: CaFile = None,
-    client_cert_file: ClientCertFile = None,
+    access: Access,
 ) -> int:
     """Send images to a running service and show the predicted labels.
 
@@ -62,19 +55,19 @@ def predict(
 
     failed = 0
     with (
-        open_client(url, timeout_s, access(api_key_file, ca_file, client_cert_file)) as client,
+        open_clients(urls, timeout_s, access.credentials()) as clients,
         progress("images", len(files)) as advance,
     ):
         for file in files:
-            failed += not _predict_file(client, file, top_k, as_json=as_json)
+            failed += not _predict_file(clients, file, top_k, as_json=as_json)
             advance()
     return 1 if failed else 0
 
 
-def _predict_file(client: "httpx.Client", file: Path, top_k: int | None, *, as_json: bool) -> bool:
+def _predict_file(clients: "deque[httpx.Client]", file: Path, top_k: int | None, *, as_json: bool) -> bool:
     """Classify one image and print the result or the error. Returns whether it succeeded. Raises ServiceUnreachableError."""
     try:
-        answer = _predict(client, file, top_k)
+        answer = _predict(clients, file, top_k)
     except ServiceUnreachableError:
         raise
     except (OSError, ServiceError) as error:
@@ -88,33 +81,26 @@ def _predict_file(client: "httpx.Client", file: Path, top_k: int | None, *, as_j
     return True
 
 
-def _predict(client: "httpx.Client", file: Path, top_k: int | None) -> dict[str, Any]:
+def _predict(clients: "deque[httpx.Client]", file: Path, top_k: int | None) -> dict[str, Any]:
     params = {} if top_k is None else {"top_k": top_k}
-    response = send_request(client, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
-    try:
+    response = send_to_any(clients, "POST", "/predict", params=params, files={"image": (file.name, file.read_bytes())})
+    with answer_errors(clients[0].base_url, "a multiworld service"):
         answer = response.json()
         return {**answer, "predictions": list(answer["predictions"])}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ServiceError(f"{client.base_url} does not answer like a multiworld service") from error
 
 
 def _show(file: Path, answer: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
-    from multiworld_serving.cli.console import console
+    from multiworld_serving.cli.console import console, table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("label")
-    table.add_column("class", justify="right")
-    table.add_column("probability", justify="right")
+    rows = table("label", "class", "probability", numbers=("class", "probability"))
     for prediction in answer["predictions"]:
         label = Text(str(prediction["label"]))
-        table.add_row(label, str(prediction["class_id"]), f"{prediction['probability']:.4f}")
+        rows.add_row(label, str(prediction["class_id"]), f"{prediction['probability']:.4f}")
     out = console()
     out.print(Text(str(file), style="bold"))
-    out.print(table)
+    out.print(rows)
     out.print(Text(_timings(answer), style="dim"))
 
 

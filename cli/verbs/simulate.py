@@ -1,21 +1,19 @@
 """`multiworld simulate`: capacity planning by simulation."""
 
 import json
-import re
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import typer
 
-from multiworld_serving.cli.service import AsJson
+from multiworld_serving.cli.options import AsJson, PlotFile, duration, seconds, value
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from multiworld_serving.testing.planning.forecast import Forecast
+    from multiworld_serving.testing.planning.forecast import Forecast, Plan
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -27,20 +25,11 @@ multiworld simulate --replicas 2 --load 0.2,0.4,0.6,0.8,1.0,1.2 --mtbf 1h --plot
 multiworld simulate --replicas 2 --load 0.7 --service-tail heavy --json
 """
 
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 N = TypeVar("N", int, float)
 
 
-def seconds(text: str) -> float:
-    """Parse a duration such as "25ms", "9s", "1.5h" or "never" into seconds; a number without unit is in seconds."""
-    if text in ("never", "inf"):
-        return float("inf")
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
-    if match is None or (match[2] or "s") not in UNITS:
-        raise typer.BadParameter(
-            f"{text!r} is not a duration: expected a number with a unit of {', '.join(UNITS)}, such as 25ms or 1.5h"
-        )
-    return float(match[1]) * UNITS[match[2] or "s"]
+def _seconds_or_never(text: str) -> float:
+    return float("inf") if text in ("never", "inf") else seconds(text)
 
 
 def _list_of(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
@@ -53,113 +42,84 @@ def _list_of(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
     return parse
 
 
-def _duration(flag: str, text: str) -> Any:
-    return typer.Option(flag, metavar="DURATION", help=text, parser=seconds)
-
-
-Stages = Annotated[int, typer.Option("--stages", metavar="N", help="Number of pipeline stages.")]
-Replicas = Annotated[Any, typer.Option("--replicas", metavar="N,N…", help="Replicas per stage.", parser=_list_of(int))]
+Replicas = Annotated[Any, value("N,N…", "Replicas per stage.", parser=_list_of(int))]
 Loads = Annotated[
-    Any,
-    typer.Option(
-        "--load",
-        metavar="SHARE,…",
-        help="Arrival rate as a fraction of the capacity with full batches.",
-        parser=_list_of(float),
-    ),
+    Any, value("SHARE,…", "Arrival rate as a fraction of the capacity with full batches.", parser=_list_of(float))
 ]
-Mtbf = Annotated[Any, _duration("--mtbf", "Mean time between failures of one worker; `never` for no failures.")]
-Recovery = Annotated[Any, _duration("--recovery", "Time from the death of a worker until it serves again.")]
-Detection = Annotated[Any, _duration("--detection", "Time from the death of a worker until the leader detects it.")]
-ServiceTime = Annotated[Any, _duration("--service-time", "Compute time of one request in one stage.")]
-RowShare = Annotated[
-    float,
-    typer.Option(
-        "--row-share", metavar="SHARE", help="Cost of each further request of a batch, as a fraction of --service-time."
-    ),
-]
-ServiceTail = Annotated[
-    str,
-    typer.Option(
-        "--service-tail",
-        metavar="KIND",
-        help="Distribution of compute times: none (constant), usual (log-normal) or heavy (Pareto).",
-    ),
-]
-Deadline = Annotated[Any, _duration("--deadline", "Timeout of a request.")]
-Grace = Annotated[Any, _duration("--grace", "How long requests wait for a stage without a replica.")]
-MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", metavar="N", help="Maximum requests per batch.")]
-Window = Annotated[int, typer.Option("--window", metavar="N", help="Maximum batches in flight per worker.")]
-QueueLimit = Annotated[int, typer.Option("--queue-limit", metavar="N", help="Maximum number of waiting requests.")]
-Requests = Annotated[
-    int, typer.Option("--requests", metavar="N", help="Approximate number of simulated requests per table row.")
-]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Random seed. The same seed gives the same table.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot (.png, .svg, .pdf); needs matplotlib.")
-]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options with the names of the fields of `testing.planning.forecast.Plan`."""
+
+    panel: ClassVar[None] = None
+    stages: Annotated[int, value("N", "Number of pipeline stages.")] = 2
+    mtbf_s: Annotated[
+        Any,
+        duration(
+            "Mean time between failures of one worker; `never` for no failures.", "--mtbf", parser=_seconds_or_never
+        ),
+    ] = "1d"
+    recovery_s: Annotated[Any, duration("Time from the death of a worker until it serves again.", "--recovery")] = "9s"
+    detection_s: Annotated[
+        Any, duration("Time from the death of a worker until the leader detects it.", "--detection")
+    ] = "5ms"
+    service_s: Annotated[Any, duration("Compute time of one request in one stage.", "--service-time")] = "25ms"
+    row_share: Annotated[
+        float, value("SHARE", "Cost of each further request of a batch, as a fraction of --service-time.")
+    ] = 0.25
+    tail: Annotated[
+        str,
+        value(
+            "KIND",
+            "Distribution of compute times: none (constant), usual (log-normal) or heavy (Pareto).",
+            "--service-tail",
+        ),
+    ] = "none"
+    deadline_s: Annotated[Any, duration("Timeout of a request.", "--deadline")] = "30s"
+    grace_s: Annotated[Any, duration("How long requests wait for a stage without a replica.", "--grace")] = "15s"
+    max_batch_size: Annotated[int, value("N", "Maximum requests per batch.")] = 8
+    window: Annotated[int, value("N", "Maximum batches in flight per worker.")] = 2
+    queue_limit: Annotated[int, value("N", "Maximum number of waiting requests.")] = 256
+    requests: Annotated[int, value("N", "Approximate number of simulated requests per table row.")] = 20_000
+    seed: Annotated[int, value("N", "Random seed. The same seed gives the same table.")] = 1
+
+    def plan(self, replicas: int, load: float) -> "Plan":
+        """Return the plan of one table row. Raises ValueError if a value is out of range."""
+        from multiworld_serving.testing.planning.forecast import Plan
+
+        numbers = asdict(self) | {"detection_s": min(self.detection_s, self.recovery_s)}
+        return Plan(**numbers, replicas=replicas, load=load)
 
 
 def simulate(
-    stages: Stages = 2,
+    *,
     replicas: Replicas = "1,2,3",
     load: Loads = "0.5,0.8",
-    mtbf: Mtbf = "1d",
-    recovery: Recovery = "9s",
-    detection: Detection = "5ms",
-    service_time: ServiceTime = "25ms",
-    row_share: RowShare = 0.25,
-    service_tail: ServiceTail = "none",
-    deadline: Deadline = "30s",
-    grace: Grace = "15s",
-    max_batch_size: MaxBatchSize = 8,
-    window: Window = 2,
-    queue_limit: QueueLimit = 256,
-    requests: Requests = 20_000,
-    seed: Seed = 1,
-    plot: Plot = None,
+    options: PlanOptions,
+    plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Estimate availability, latency and failed requests for given numbers of replicas and loads.
 
     Runs the real scheduler; clients, workers, failures and time are simulated. No process is started.
     """
-    if plot is not None:
-        _check_plot(plot)
-    numbers = {
-        "stages": stages,
-        "mtbf_s": mtbf,
-        "recovery_s": recovery,
-        "detection_s": min(detection, recovery),
-        "service_s": service_time,
-        "row_share": row_share,
-        "tail": service_tail,
-        "deadline_s": deadline,
-        "grace_s": grace,
-        "max_batch_size": max_batch_size,
-        "window": window,
-        "queue_limit": queue_limit,
-        "requests": requests,
-        "seed": seed,
-    }
-    forecasts = _forecasts([{**numbers, "replicas": number, "load": share} for number in replicas for share in load])
+    from multiworld_serving.testing.planning.forecast import compute_forecast
+    from multiworld_serving.testing.plots import check_plot, draw_forecasts
+
+    check_plot(plot)
+    try:
+        plans = [options.plan(number, share) for number in replicas for share in load]
+        forecasts = [compute_forecast(plan) for plan in plans]
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if as_json:
         print(json.dumps([_facts(forecast) for forecast in forecasts], indent=2))
     else:
         _show(forecasts)
     if plot is not None:
-        _draw(forecasts, plot)
+        draw_forecasts(forecasts, plot)
     return 0
-
-
-def _forecasts(lines: list[dict[str, Any]]) -> "list[Forecast]":
-    from multiworld_serving.testing.planning.forecast import Plan, compute_forecast
-
-    try:
-        plans = [Plan(**numbers) for numbers in lines]
-        return [compute_forecast(plan) for plan in plans]
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _facts(forecast: "Forecast") -> dict[str, Any]:
@@ -189,16 +149,13 @@ def _show(forecasts: "list[Forecast]") -> None:
 
 
 def _table(forecasts: "list[Forecast]") -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from multiworld_serving.cli.console import table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("replicas", "load", "requests/s", "stages up", "(exact)", "p50", "p99", "failed"):
-        table.add_column(name, justify="right")
-    table.add_column("refused as")
+    numbers = ("replicas", "load", "requests/s", "stages up", "(exact)", "p50", "p99", "failed")
+    rows = table(*numbers, "refused as", numbers=numbers)
     for forecast in forecasts:
         plan = forecast.plan
-        table.add_row(
+        rows.add_row(
             str(plan.replicas),
             f"{plan.load:g}",
             f"{plan.rate:.1f}",
@@ -209,7 +166,7 @@ def _table(forecasts: "list[Forecast]") -> "Table":
             _percent(forecast.failed if forecast.refused else 0.0),
             ", ".join(f"{reason} {_percent(share)}" for reason, share in forecast.refused.items()) or "-",
         )
-    return table
+    return rows
 
 
 def _percent(share: float, *, inverted: bool = False) -> str:
@@ -222,24 +179,3 @@ def _percent(share: float, *, inverted: bool = False) -> str:
 
 def _milliseconds(time_s: float | None) -> str:
     return "-" if time_s is None else f"{time_s * 1e3:.1f} ms"
-
-
-def _check_plot(file: Path) -> None:
-    """Check the plot options before the simulation starts. Raises UserError."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise UserError(f"--plot {file} needs matplotlib: pip install 'multiworld-serving[bench]'")
-    if file.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {file}: the name must end in .png, .svg or .pdf")
-    if not file.parent.is_dir():
-        raise UserError(f"--plot {file}: the directory {file.parent} does not exist")
-
-
-def _draw(forecasts: "list[Forecast]", file: Path) -> None:
-    from multiworld_serving.testing.planning.plot import draw
-
-    try:
-        draw(forecasts, file)
-    except OSError as error:
-        raise UserError(f"--plot {file}: {error.strerror}") from error

@@ -2,23 +2,10 @@
 
 from typing import Annotated
 
-import typer
-
-from multiworld_serving.cli.service import (
-    DEFAULT_URL,
-    ApiKeyFile,
-    AsJson,
-    CaFile,
-    ClientCertFile,
-    ServiceError,
-    TimeoutS,
-    Url,
-    access,
-    open_client,
-    send_request,
-)
+from multiworld_serving.cli.options import AsJson, flag
+from multiworld_serving.cli.service import DEFAULT_URL, Access, TimeoutS, Urls, answer_errors, open_clients, read_status
 from multiworld_serving.cli.status_table import render_status
-from multiworld_serving.common.config import ClientCredentials, UserError
+from multiworld_serving.common.config import UserError
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -30,43 +17,30 @@ multiworld status --watch
 multiworld status --json --url http://10.0.0.1:8000
 """
 
-Watch = Annotated[bool, typer.Option("--watch", help="Keep running and show changes as they happen, until Ctrl-C.")]
+Watch = Annotated[bool, flag("--watch", "Keep running and show changes as they happen, until Ctrl-C.")]
 
 
 def status(
-    url: Url = DEFAULT_URL,
+    *,
+    urls: Urls = (DEFAULT_URL,),  # type: ignore[assignment]
     as_json: AsJson = False,
     watch: Watch = False,
     timeout_s: TimeoutS = 10.0,
-    api_key_file: ApiKeyFile = None,
-    ca_file: CaFile = None,
-    client_cert_file: ClientCertFile = None,
+    access: Access,
 ) -> int:
     """Show the stages of a running service, their replicas, and the last failure of each."""
-    credentials = access(api_key_file, ca_file, client_cert_file)
-    if watch:
-        return _watch(url, timeout_s, credentials, as_json=as_json)
-    with open_client(url, timeout_s, credentials) as client:
-        response = send_request(client, "GET", "/status", headers={"Accept": "application/json"})
-    if as_json:
-        print(response.text)
-        return 0
-    from multiworld_serving.cli.console import console
-
-    try:
-        table = render_status(response.json())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ServiceError(f"{url} does not answer like a multiworld service of this version") from error
-    console().print(table)
-    return 0
-
-
-def _watch(url: str, timeout_s: float, credentials: ClientCredentials, *, as_json: bool) -> int:
-    if as_json:
+    if watch and as_json:
         raise UserError("--watch and --json exclude each other: programs read GET /events")
-    from multiworld_serving.cli.watch import watch
+    with open_clients(urls, timeout_s, access.credentials()) as clients, answer_errors(", ".join(urls)):
+        if watch:
+            from multiworld_serving.cli.watch import watch as watch_status
 
-    try:
-        return watch(url, timeout_s, credentials)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ServiceError(f"{url} does not answer like a multiworld service of this version") from error
+            return watch_status(clients)
+        response = read_status(clients)
+        if as_json:
+            print(response.text)
+            return 0
+        from multiworld_serving.cli.console import console
+
+        console().print(render_status(response.json()))
+    return 0

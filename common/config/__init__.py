@@ -2,11 +2,10 @@
 
 from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.errors import SettingsError, UserError
-from multiworld_serving.common.config.limits import check_memory, kill_on_parent_death, raise_descriptor_limit
 from multiworld_serving.common.config.logs import configure_logging
+from multiworld_serving.common.config.process import check_memory, kill_on_parent_death, raise_descriptor_limit
 from multiworld_serving.common.config.settings import (
     DEVICE_PATTERN,
-    EffectiveSetting,
     Settings,
     describe,
     effective_settings,
@@ -18,7 +17,6 @@ __all__ = [
     "DEVICE_PATTERN",
     "NO_CREDENTIALS",
     "ClientCredentials",
-    "EffectiveSetting",
     "Settings",
     "SettingsError",
     "UserError",

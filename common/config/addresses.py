@@ -1,7 +1,14 @@
-"""Parses HOST:PORT."""
+"""Parses HOST:PORT, and the default name of a process."""
 
+import os
+import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+MAX_NAME_CHARS = 64
+"""Equal to `multiworld.texts.MAX_NAME_CHARS`, which is not imported here because that would import torch for every command."""
+NAME_PATTERN = rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}$"
+NAME_ALLOWED = f"1 to {MAX_NAME_CHARS} letters, digits, dots, dashes or underscores, beginning with a letter or digit"
 
 
 class Address(NamedTuple):
@@ -25,3 +32,17 @@ def parse_address(text: str, *, default_port: int | None = None) -> Address:
     if not parts.hostname or not port or parts.netloc != text or "@" in text or text != "".join(text.split()):
         raise ValueError("must be HOST:PORT")
     return Address(parts.hostname, port)
+
+
+def parse_addresses(text: str) -> tuple[Address, ...]:
+    """Split "host:port,host:port". Raises ValueError for an invalid or repeated address."""
+    addresses = tuple(parse_address(part.strip()) for part in text.split(","))
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("must name each address once")
+    return addresses
+
+
+def default_name() -> str:
+    """HOSTNAME-PID, the host name truncated to fit the limit."""
+    process = f"-{os.getpid()}"
+    return socket.gethostname()[: MAX_NAME_CHARS - len(process)] + process

@@ -147,9 +147,9 @@ class Settings(BaseSettings):
 
     @property
     def secrets(self) -> tuple[bytes, ...]:
-        """Accepted tokens: `token`, or all tokens that `token_file` contains now. Raises SettingsError."""
+        """Configured tokens: `token`, or all tokens that `token_file` contains now. Raises SettingsError."""
         if self.token_file is None:
-            return (self.secret,)
+            return () if self.token is None else (self.token.get_secret_value().encode(),)
         return tuple(token.get_secret_value().encode() for token in read_tokens(self.token_file))
 
     def with_token(self) -> Self:

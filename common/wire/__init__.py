@@ -1,7 +1,13 @@
 """Protocol between leader and worker: the join request and offer (`join`), and the messages over their world (`message`, `channel`)."""
 
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinOffer, JoinRequest, StageAssignment
+from multiworld_serving.common.wire.join import (
+    WORLD_BACKEND,
+    FrontendJoinRequest,
+    JoinOffer,
+    JoinRequest,
+    StageAssignment,
+)
 from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, WireError
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts, trace_message
 
@@ -10,6 +16,7 @@ __all__ = [
     "MAX_TRACE_BYTES",
     "WORLD_BACKEND",
     "Channel",
+    "FrontendJoinRequest",
     "Header",
     "JoinOffer",
     "JoinRequest",

@@ -1,12 +1,14 @@
 """Ordered messages over a world of two ranks. Several may be in flight."""
 
-import asyncio
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, World, WorldError
-from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message
+from multiworld_serving.common.wire.message import Header, Message
+
+_NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
 class Channel:
@@ -15,49 +17,48 @@ class Channel:
     Args:
         peer: the other end's rank.
         check: called with each header before memory is allocated for its payload. It raises WireError for a header that is not
-            expected now, so the peer cannot choose how much memory is allocated.
+            expected now, so the peer cannot choose how much memory is allocated. Another thread may call it.
     """
 
     def __init__(self, world: World, peer: int, check: Callable[[Header], None]) -> None:
         self.world = world
         self._peer = peer
         self._check = check
-        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
 
     async def send(self, message: Message) -> None:
-        """Send a message. Returns when the peer has received it.
+        """Send a message. Returns when the peer has started to receive it.
 
-        Header and payload are posted without an await in between, so messages of several tasks never interleave. A message that
-        cannot be posted breaks the world, because the peer would wait for it or for its remainder.
+        A message that cannot be sent breaks the world, because the peer would wait for it.
 
         Raises:
             BrokenWorldException, WorldClosedError: the link ended.
         """
         try:
-            operations = [self.world.start_send(message.header(), self._peer)]
-            if message.payload is not None and message.payload.numel():
-                operations.append(self.world.start_send(message.payload, self._peer))
+            operation = self.world.start_send_message(message.header(), message.payload, self._peer)
         except WorldError:
             raise
         except Exception as error:
             detail = f"{message.kind.name} {message.batch} cannot be sent: {type(error).__name__}: {error}"
-            self.world.break_(Cause.ABORTED, self.world.rank, detail)
+            self.world.fail(Cause.ABORTED, self.world.rank, detail)
             raise BrokenWorldException(self.world.name, Cause.ABORTED, self.world.rank, detail) from error
-        await asyncio.gather(*(self.world.finish(operation) for operation in operations))
+        await self.world.finish(operation)
 
     async def receive(self) -> Message:
         """Receive the next message.
 
         Raises:
-            WireError: the peer sent an invalid or unexpected message. The caller must break this world.
-            BrokenWorldException, WorldClosedError: the link ended.
+            BrokenWorldException: the link ended; with cause `error` if the peer sent an invalid or unexpected message.
+            WorldClosedError: this process closed the link.
         """
-        await self.world.recv(self._header, self._peer)
-        header = Header.parse(self._header)
-        self._check(header)
-        if header.shape is None:
-            return header.message(None)
-        payload = torch.empty(header.shape, dtype=header.dtype)
-        if payload.numel():
-            await self.world.recv(payload, self._peer)
-        return header.message(payload)
+        message: Message | None = None
+
+        def accept(data: bytes, size_bytes: int) -> Tensor:
+            nonlocal message
+            header = Header.parse(data, size_bytes)
+            self._check(header)
+            message = header.message()
+            return _NO_PAYLOAD if message.payload is None else message.payload
+
+        await self.world.recv_message(accept, self._peer)
+        assert message is not None, "a message is received after `accept` has returned"
+        return message

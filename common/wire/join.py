@@ -1,17 +1,27 @@
 """Messages for joining: a worker sends a JoinRequest, the leader answers with a JoinOffer, and in that world sends StageAssignments."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name
-from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.message import MAX_DIMS, WireError
 
 WORLD_BACKEND = "tcp"
 """Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
 
 _MAX_WAIT_MS = 100_000_000
 """Longest quarantine of a failing worker, a little more than a day."""
+_ASSIGNMENT_BOUNDS = {
+    "weights_bytes": (1, 4 << 30),
+    "max_batch_size": (1, 1024),
+    "window": (1, 64),
+    "version": (1, (1 << 32) - 1),
+    "tuning_ms": (0, 3_600_000),
+}
+"""Smallest and largest values of a StageAssignment; at least as wide as the leader's settings."""
+_MAX_BATCH_ELEMENTS = 1 << 34
 
 
 class _Json:
@@ -65,6 +75,27 @@ class JoinRequest(_Json):
 
 
 @dataclass(frozen=True, slots=True)
+class FrontendJoinRequest(_Json):
+    """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
+
+    Attributes:
+        release: must be the leader's, because the frames between them have no versions.
+    Raises:
+        WireError: a field is invalid. The fields appear in logs, metrics and the status.
+    """
+
+    frontend: str
+    host: str
+    pid: int
+    release: str
+
+    def __post_init__(self) -> None:
+        for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
+            if not is_name(getattr(self, field), limit):
+                raise WireError(f"FrontendJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
+
+
+@dataclass(frozen=True, slots=True)
 class JoinOffer(_Json):
     """The world to join, as rank 1 of 2.
 
@@ -102,6 +133,8 @@ class StageAssignment(_Json):
         version: the leader's number of this model version; batches refer to it.
         precision, optimize: see models.Tuning.
         tuning_ms: longest time for measuring execution modes.
+    Raises:
+        WireError: a number is out of bounds, or `input_shape` is not the shape of a sample.
     """
 
     spec: str
@@ -114,10 +147,20 @@ class StageAssignment(_Json):
     optimize: str = "none"
     tuning_ms: int = 0
 
+    def __post_init__(self) -> None:
+        for field, (least, most) in _ASSIGNMENT_BOUNDS.items():
+            if not least <= getattr(self, field) <= most:
+                raise WireError(f"StageAssignment: {field} is {getattr(self, field)!r:.60}; expected {least} to {most}")
+        shape = self.sample_shape
+        if min(shape) < 1 or len(shape) >= MAX_DIMS or self.max_batch_size * math.prod(shape) > _MAX_BATCH_ELEMENTS:
+            raise WireError(
+                f"StageAssignment: input_shape is {self.input_shape!r:.60}; expected up to {MAX_DIMS - 1} sizes from 1, and at most "
+                f"{_MAX_BATCH_ELEMENTS} numbers in a batch"
+            )
+
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Raises WireError."""
         try:
             return tuple(int(dim) for dim in self.input_shape.split("x"))
         except ValueError as error:
-            raise WireError(f"not a shape: {self.input_shape!r}") from error
+            raise WireError(f"StageAssignment: input_shape is {self.input_shape!r:.60}, not a shape") from error

@@ -1,4 +1,4 @@
-"""A message between leader and worker: a header of fixed size, then a payload of the size that the header states.
+"""A message between leader and worker: a header, which travels in the head of the library's message, and a payload.
 
 The header is checked twice before memory is allocated for the payload: `Header.parse` rejects an inconsistent header, and the receiver
 rejects a dtype or shape that it does not expect.
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from multiworld.texts import shown
 
-HEADER_BYTES = 64
-MAX_DIMS = 5
+MAX_DIMS = 4
 MAX_TEXT_BYTES = 64 << 10
-_MAGIC = 0x4D574233  # "MWB3": multiworld batch, version 3
-_LAYOUT = struct.Struct("!IBBBBQQQQI5I")
-assert _LAYOUT.size == HEADER_BYTES
+_MAGIC = 0xB4
+"""First byte of a header of this version. Not ASCII, so that no signature of a tensor begins with it."""
+_LAYOUT = struct.Struct("!BBBBQQQI4I")
+"""Magic, kind, dtype * 16 + number of dimensions, stage, batch, nanoseconds computed and waited, version, dimensions."""
+HEADER_BYTES = _LAYOUT.size
 
 _DTYPES = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -41,6 +42,7 @@ class MessageKind(IntEnum):
     LEAVING = 7  # worker → leader: send no new batches, and close the world after the last answer
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
+    FRAMES = 11  # between leader and frontend: one or several frames (see multiworld_serving.server.frontends.frames)
     TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
 
 
@@ -50,7 +52,7 @@ class Message:
 
     Attributes:
         batch: number of the batch; 0 if the message concerns none.
-        payload: a tensor of up to 5 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
+        payload: a tensor of up to 4 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
         compute_ns, waited_ns: of RESULT, how long the worker computed, and how long the batch waited before.
         stage, version: stage and model version that the message refers to.
     """
@@ -79,22 +81,20 @@ class Message:
         """The payload as an error text: one line, truncated for logs, traces and responses. Raises WireError if it is not text."""
         return shown(self.text())
 
-    def header(self) -> Tensor:
-        """Encode the header as uint8 [64]. Raises ValueError if the payload cannot be encoded."""
+    def header(self) -> bytes:
+        """Encode the header. Raises ValueError if the payload cannot be encoded."""
         payload = self.payload
         if payload is not None and payload.dtype not in _CODES:
             raise ValueError(f"cannot send {payload.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         shape = () if payload is None else tuple(payload.shape)
         code = 0 if payload is None else _CODES[payload.dtype]
-        size = 0 if payload is None else payload.nbytes
         if len(shape) > MAX_DIMS:
             raise ValueError(f"cannot send {len(shape)} dimensions; expected at most {MAX_DIMS}")
         dims = shape + (0,) * (MAX_DIMS - len(shape))
-        packed = _LAYOUT.pack(
-            *(_MAGIC, self.kind, code, len(shape), self.stage, self.batch, size),
-            *(self.compute_ns, self.waited_ns, self.version, *dims),
+        return _LAYOUT.pack(
+            *(_MAGIC, self.kind, code << 4 | len(shape), self.stage),
+            *(self.batch, self.compute_ns, self.waited_ns, self.version, *dims),
         )
-        return bytes_tensor(packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,12 @@ class Header:
     version: int
 
     @staticmethod
-    def parse(data: Tensor) -> "Header":
-        """Decode uint8 [64]. Raises WireError if the header is inconsistent."""
-        magic, kind, code, ndim, stage, batch, size, compute_ns, waited_ns, version, *dims = _LAYOUT.unpack(
-            bytes(data.numpy())
-        )
+    def parse(data: bytes, size: int) -> "Header":
+        """Decode the header of a message whose payload has `size` bytes. Raises WireError if it is inconsistent."""
+        magic, kind, form, stage, batch, compute_ns, waited_ns, version, *dims = _LAYOUT.unpack(data)
+        code, ndim = form >> 4, form & 15
         if magic != _MAGIC:
-            raise WireError(f"not a message of this version (it begins with {magic:#010x})")
+            raise WireError(f"not a message of this version (it begins with {data[:16]!r})")
         try:
             known, dtype = MessageKind(kind), _DTYPES[code]
         except (ValueError, IndexError) as error:
@@ -153,7 +152,9 @@ class Header:
         if self.shape is not None:
             raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
 
-    def message(self, payload: Tensor | None) -> Message:
+    def message(self) -> Message:
+        """The message, with memory for its payload."""
+        payload = None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)
         return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 

@@ -40,12 +40,12 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def spawn(cls, command: Sequence[str], environment: Mapping[str, str]) -> Self:
-        """Start a program. Raises OSError if it cannot be started."""
+    def spawn(cls, command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> Self:
+        """Start a program that inherits these descriptors. Raises OSError if it cannot be started."""
         read_fd, hold_fd = os.pipe()
         try:
             process = subprocess.Popen(  # noqa: S603 - the command comes from the caller
-                command, stdin=read_fd, env=environment, start_new_session=True
+                command, stdin=read_fd, env=environment, start_new_session=True, pass_fds=fds
             )
         except OSError:
             os.close(hold_fd)

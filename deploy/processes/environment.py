@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 
 from multiworld_serving.common.config.settings import ENV_PREFIX
 from multiworld_serving.deploy.processes.fork_server import ForkServer
@@ -17,29 +18,37 @@ SPINS = "20000"
 several milliseconds, during which another worker could use the core."""
 
 
-def worker_fork_server(settings: ServeSettings) -> ForkServer:
-    """Return the fork server of workers and frontends. Enter it before this process imports torch: both then import in parallel."""
-    return ForkServer(FORK_SERVER_PROGRAM, worker_environment(settings))
+def child_fork_server(settings: ServeSettings, notify: Mapping[str, str]) -> ForkServer:
+    """Return the fork server of all child processes.
+
+    Args:
+        notify: see `NotifyListener.environment`.
+    """
+    return ForkServer(FORK_SERVER_PROGRAM, worker_environment(settings, notify))
 
 
-def worker_environment(settings: ServeSettings) -> dict[str, str]:
-    """Return the environment of local workers: inherited, without settings of the leader, with the token (not in the arguments)."""
-    assert settings.token is not None, "the token must be set before workers start"
+def worker_environment(settings: ServeSettings, notify: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of local workers: inherited, without settings of the service, with the token (not in the arguments)."""
+    assert settings.local_token is not None, "the token must be set before workers start"
     return {
         **_inherited(),
+        **notify,
         **dict.fromkeys(THREAD_VARIABLES, str(compute_threads(settings))),
         SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
-        ENV_PREFIX + "TOKEN": settings.token.get_secret_value(),
+        ENV_PREFIX + "TOKEN": settings.local_token.get_secret_value(),
     }
 
 
-def frontend_environment() -> dict[str, str]:
-    """Return the environment of frontends: inherited, without settings of the leader. Frontends compute nothing: one thread."""
-    return {**_inherited(), **dict.fromkeys(THREAD_VARIABLES, "1")}
+def program_environment(notify: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of leaders and frontends: inherited, without settings of the service; they get these in a file."""
+    return {**_inherited(), **notify, **dict.fromkeys(THREAD_VARIABLES, "1")}
 
 
 def _inherited() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    own = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}  # of systemd, for this process
+    return {
+        name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX) and name not in own
+    }
 
 
 def compute_threads(settings: ServeSettings) -> int:

@@ -37,6 +37,8 @@ ORPHAN_TIMEOUT_S = 60.0
 _READY = b"ready"
 _MESSAGE_BYTES = 1 << 16
 _PID_BYTES = 4
+_MAX_FDS = 8
+"""Descriptors that a forked process may be given."""
 _POLL_S = 0.05
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -93,10 +95,11 @@ class ForkServer:
         elif not self._ready and self._process is not None:
             self._process.kill()  # a pending fork() call notices the end of the process
 
-    async def fork(self, command: Sequence[str]) -> ChildProcess | None:
-        """Fork a worker with this command line. Returns None if the server cannot: start the worker as a new program instead.
+    async def fork(self, command: Sequence[str], fds: Sequence[int] = ()) -> ChildProcess | None:
+        """Fork a process with this command line and these descriptors, under the same numbers.
 
-        Waits until the server has finished its imports. Cancelling is safe: a worker that was not returned exits by itself.
+        Returns None if the server cannot: start the process as a new program instead. Waits until the server has finished its imports.
+        Cancelling is safe: a process that was not returned exits by itself.
         """
         expected = self._process
         async with self._lock:
@@ -107,7 +110,7 @@ class ForkServer:
                 return None
             try:
                 await self._until_ready()
-                return await self._request_fork(command)
+                return await self._request_fork(command, fds)
             except ForkRefusedError as error:
                 logger.warning("the fork server refuses to fork (%s): starting the process as a new program", error)
                 return None
@@ -134,7 +137,7 @@ class ForkServer:
                     raise ValueError("unexpected message instead of ready")
             self._ready = True
 
-    async def _request_fork(self, command: Sequence[str]) -> ChildProcess:
+    async def _request_fork(self, command: Sequence[str], fds: Sequence[int]) -> ChildProcess:
         """Request one fork. Raises ForkRefusedError if the server refuses; OSError, ValueError, TypeError or KeyError if it fails."""
         assert self._socket is not None
         with contextlib.ExitStack() as unclaimed, contextlib.ExitStack() as given:
@@ -147,7 +150,8 @@ class ForkServer:
             unclaimed.callback(lambda: self._run_in_background(_reap_orphan(report)))
             # The process that forks the worker exits at once; its child is reparented to the nearest subreaper, which is this process.
             with _subreaper():
-                socket.send_fds(self._socket, [json.dumps(list(command)).encode()], [read_fd, theirs.fileno()])
+                message = json.dumps({"command": list(command), "fds": list(fds)}).encode()
+                socket.send_fds(self._socket, [message], [read_fd, theirs.fileno(), *fds])
                 given.close()
                 async with asyncio.timeout(FORK_TIMEOUT_S):
                     reply = json.loads(await self._receive())
@@ -272,7 +276,7 @@ def set_process_title(title: str) -> None:
 def _serve(control: socket.socket) -> list[str] | None:
     """Fork on request. Returns the command line in each worker, and None in the server when the supervisor has ended."""
     while True:
-        message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2 + _MAX_FDS)
         if not message:
             return None
         try:
@@ -284,7 +288,10 @@ def _serve(control: socket.socket) -> list[str] | None:
             if not forked:
                 os.dup2(fds[0], 0)
                 os.write(fds[1], os.getpid().to_bytes(_PID_BYTES, "little"))
-                command: list[str] = json.loads(message)
+                request = json.loads(message)
+                for fd, number in zip(fds[2:], request["fds"], strict=True):
+                    os.dup2(fd, number)
+                command: list[str] = request["command"]
                 return command
         finally:
             for fd in fds:

@@ -8,18 +8,21 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from multiworld_serving.deploy.processes.child_process import KILL_TIMEOUT_S, ChildProcess, status_text
 from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.notify import NotifyListener
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-"""Interval of the check for processes that run but are not connected to the leader."""
+"""Interval of the check for processes that are blocked."""
+INVALID_INPUT = 2
+"""Exit status of a program whose settings are invalid."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,6 @@ class ProcessSlot:
     failures: int = 0
     """Consecutive failures."""
     restarts: int = 0
-    absent_since_s: float | None = None
-    """Since when the process is not connected to the leader; None while it is."""
 
 
 class Supervisor:
@@ -65,12 +66,13 @@ class Supervisor:
         count: int,
         *,
         kind: str = "worker",
-        name: Callable[[int], str] | None = None,
         environment: Mapping[str, str] | None = None,
         fork_server: ForkServer | None = None,
         backoff: Backoff | None = None,
         stop_timeout_s: float = 10.0,
-        absent_timeout_s: float = float("inf"),
+        fds: Callable[[int], Sequence[int]] = lambda _slot: (),
+        notify: NotifyListener | None = None,
+        blocked_timeout_s: float = float("inf"),
         on_restart: Callable[[int], None] | None = None,
     ) -> None:
         """Start nothing yet.
@@ -78,23 +80,27 @@ class Supervisor:
         Args:
             command: returns the argument vector of a slot, 0 to `count` - 1; called at each start.
             kind: kind of process, for log lines.
-            name: returns the name with which the process of a slot connects to the leader; `worker_name` if None.
             environment: of the processes; inherited if None.
             fork_server: forks processes faster than their program starts. Closed on leaving.
             stop_timeout_s: seconds from SIGTERM to SIGKILL.
-            absent_timeout_s: seconds after which a process that is not connected to the leader (see `present`) is killed.
+            fds: returns the descriptors that the process of a slot inherits, with the same numbers.
+            notify: receives the signs of life of the processes.
+            blocked_timeout_s: seconds without a sign of life after which a process is killed.
             on_restart: called with the slot after each restart.
         """
         self._command = command
         self._kind = kind
-        self._name = name or worker_name
         self._environment = os.environ if environment is None else environment
         self._fork_server = fork_server
         self._backoff = backoff or Backoff()
         self._stop_timeout_s = stop_timeout_s
-        self._absent_timeout_s = absent_timeout_s
+        self._fds = fds
+        self._notify = notify
+        self._blocked_timeout_s = blocked_timeout_s
         self._on_restart = on_restart or (lambda _slot: None)
         self._slots = [ProcessSlot(index) for index in range(count)]
+        self.invalid_input = asyncio.Event()
+        """Set when a process ended with status 2 at its first start: to start it again is useless."""
         self._stopping = asyncio.Event()
         self._last_signal = signal.SIGTERM
         self._tasks = asyncio.TaskGroup()
@@ -110,30 +116,16 @@ class Supervisor:
         """Number of restarts by slot."""
         return {slot.index: slot.restarts for slot in self._slots}
 
-    def proven(self, name: str) -> None:
-        """Reset the failure count of the process of this name, because it serves. Unknown names are ignored."""
+    def signal_all(self, signum: signal.Signals) -> None:
+        """Send a signal to all running processes."""
         for slot in self._slots:
-            if name == self._name(slot.index):
-                slot.failures = 0
-
-    def end(self, name: str) -> None:
-        """Send SIGKILL to the process of this name, if it runs."""
-        for slot in self._slots:
-            if name == self._name(slot.index) and slot.child:
-                slot.child.send(signal.SIGKILL)
-
-    def present(self, names: Collection[str]) -> None:
-        """Set the names of the processes that are connected to the leader; all others are absent."""
-        for slot in self._slots:
-            if self._name(slot.index) in names:
-                slot.absent_since_s = None
-            elif slot.absent_since_s is None:
-                slot.absent_since_s = time.monotonic()
+            if slot.child:
+                slot.child.send(signum)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         self._monitors = [self._tasks.create_task(self._monitor(slot)) for slot in self._slots]
-        self._monitors.append(self._tasks.create_task(self._kill_absent()))
+        self._monitors.append(self._tasks.create_task(self._kill_blocked()))
         return self
 
     async def __aexit__(
@@ -181,6 +173,8 @@ class Supervisor:
             if self._stopping.is_set():
                 logger.info("%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
+            if status == str(INVALID_INPUT) and not slot.restarts:
+                self.invalid_input.set()
             slot.failures = 1 if lived_s >= self._backoff.reset_after_s else slot.failures + 1
             delay_s = self._backoff.delay_s(slot.failures, random.random())
             logger.warning(
@@ -200,29 +194,25 @@ class Supervisor:
         except Exception:
             logger.exception("%s slot=%d on_restart failed", self._kind, slot.index)
 
-    async def _kill_absent(self) -> None:
-        """Kill processes that run but do not connect to the leader, for example because a thread is stuck."""
+    async def _kill_blocked(self) -> None:
+        """Kill processes that gave a sign of life before and give none any more."""
         while not await self._stopped_within(_POLL_S):
             for slot in self._slots:
-                if slot.child is None or slot.absent_since_s is None:
-                    continue
-                absent_s = time.monotonic() - max(slot.absent_since_s, slot.child.started_s)
-                if absent_s > self._absent_timeout_s:
+                silent_s = self._notify.silent_s(slot.child.pid) if self._notify and slot.child else 0.0
+                if silent_s > self._blocked_timeout_s and slot.child:
                     logger.error(
-                        "%s slot=%d pid=%d not connected to the leader for %.0f s: killing it",
-                        *(self._kind, slot.index, slot.child.pid, absent_s),
+                        "%s slot=%d pid=%d gave no sign of life for %.1f s: killing it",
+                        *(self._kind, slot.index, slot.child.pid, silent_s),
                     )
                     slot.child.send(signal.SIGKILL)
-                    slot.absent_since_s = time.monotonic()
 
     async def _start(self, slot: ProcessSlot) -> bool:
         command = self._command(slot.index)
-        slot.absent_since_s = time.monotonic()
-        # A forked process may join before fork() returns.
-        child = await self._fork_server.fork(command) if self._fork_server else None
+        fds = self._fds(slot.index)
+        child = await self._fork_server.fork(command, fds) if self._fork_server else None
         try:
             if child is None and not self._stopping.is_set():
-                child = ChildProcess.spawn(command, self._environment)
+                child = ChildProcess.spawn(command, self._environment, fds)
         except OSError as error:
             logger.error("%s slot=%d cannot be started: %s", self._kind, slot.index, error)  # noqa: TRY400 - the traceback adds nothing
         if child is None:
@@ -239,6 +229,8 @@ class Supervisor:
             return 0.0, "not-started"
         await slot.child.ended()
         child, slot.child = slot.child, None
+        if self._notify is not None:
+            self._notify.forget(child.pid)
         return time.monotonic() - child.started_s, status_text(child.reap())
 
     async def _stopped_within(self, delay_s: float) -> bool:
@@ -246,8 +238,3 @@ class Supervisor:
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()
         return self._stopping.is_set()
-
-
-def worker_name(slot: int) -> str:
-    """Return the name with which the local worker of this slot joins."""
-    return f"local-{slot}"

@@ -11,12 +11,11 @@ from pydantic_core import PydanticUndefined
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from multiworld_serving.cli import options
 from multiworld_serving.common.config.settings import Settings, allowed, declaration, fields_of
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.workers.settings import WorkerSettings
 
-PROGRAMS: dict[str, type[Settings]] = {cls.section: cls for cls in (ServeSettings, WorkerSettings)}
+PROGRAMS: dict[str, type[Settings]] = {cls.section: cls for cls in options.PROGRAMS}
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_pixels": "pixels"}
 """Suffix of a setting's name → unit."""
 MARKER = re.compile(r"^<!-- settings: (\w+) -->$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Implements `all_reduce_multiple_with_retry` with the operations below it: `all_reduce_async`, `agree` and `reformed`.
+"""Implements `all_reduce_multiple_with_retry` with the operations below it: `all_reduce_async`, `agree` and `next_view`.
 
 Run: python -m examples.launch all_reduce_by_hand --kill-rank 1,2
 """
@@ -19,9 +19,9 @@ async def all_reduce(world: ElasticWorld, tensors: list[torch.Tensor]) -> int:
     finished = [False] * len(tensors)
     retries = 0
     while True:
-        epoch = world.epoch
+        view_number = world.view_number
         try:
-            # Call `agree` before and after operations run in an epoch. It clears the flags of operations that only some members finished.
+            # Call `agree` before and after operations run in a view. It clears the flags of operations that only some members finished.
             finished = await world.agree(finished)
             if all(finished):
                 return retries
@@ -32,7 +32,7 @@ async def all_reduce(world: ElasticWorld, tensors: list[torch.Tensor]) -> int:
                 await _reduce_some(world, tensors, todo[begin : begin + IN_FLIGHT], finished)
         except BrokenWorldException:
             retries += 1
-            await world.reformed(epoch)
+            await world.next_view(view_number)
 
 
 async def _reduce_some(

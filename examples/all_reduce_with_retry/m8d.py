@@ -1,4 +1,4 @@
-"""Sums over four processes that continue when one is killed, and readmit it when it comes back.
+"""Sums over four processes that continue when one is killed, and admit it again when it is restarted.
 
 Run: python -m examples.launch all_reduce_with_retry --kill-rank 1,2
 """
@@ -17,7 +17,7 @@ async def step(world: ElasticWorld, number: int, step_number: int) -> None:
     outcome = await world.all_reduce_multiple_with_retry(tensors, max_in_flight=16)
     sums = sorted({int(value) for tensor in tensors for value in tensor.aminmax()})
     if not outcome.success:
-        print(f"everybody else has left in step {step_number}: {outcome}")
+        print(f"all other members left in step {step_number}: {outcome}")
     print(f"member {number} has sums {sums} of {outcome.world_size} members, {outcome.retries} retries")
 
 

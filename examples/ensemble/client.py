@@ -15,7 +15,7 @@ from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options
 RETRY_S = 0.2
 
 
-def pictures(path: Path | None) -> dict[str, bytes]:
+def load_images(path: Path | None) -> dict[str, bytes]:
     """Return encoded image files by name, as a browser would send them."""
     if path is not None:
         return {path.name: path.read_bytes()}
@@ -31,12 +31,12 @@ def pictures(path: Path | None) -> dict[str, bytes]:
 
 async def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--http-port", type=int, default=8000, help="of the front (default: %(default)s)")
-    parser.add_argument("--image", type=Path, help="a picture of yours")
+    parser.add_argument("--http-port", type=int, default=8000, help="port of the front (default: %(default)s)")
+    parser.add_argument("--image", type=Path, help="path of an image")
     add_network_options(parser)
     options, _ = parser.parse_known_args()
     base_url = f"http://{options.addr}:{options.http_port}"
-    numbered = zip(range(options.steps), itertools.cycle(pictures(options.image).items()), strict=False)
+    numbered = zip(range(options.steps), itertools.cycle(load_images(options.image).items()), strict=False)
     async with httpx.AsyncClient(base_url=base_url, timeout=JOIN_TIMEOUT_S) as client:
         for _, (name, file) in numbered:
             print(f"{name} shows {await ask(client, file)}")
@@ -53,7 +53,7 @@ async def ask(client: httpx.AsyncClient, file: bytes) -> str:
             except httpx.ConnectError:
                 await asyncio.sleep(RETRY_S)
                 continue
-            return f"{answer['label']} ({answer['probability']:.1%}), say {answer['models']} models"
+            return f"{answer['label']} ({answer['probability']:.1%}), average of {answer['models']} models"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The front of an ensemble: accepts images over HTTP and runs the rendezvous. It is not a member and computes nothing.
+"""The front of an ensemble: accepts images over HTTP and runs the rendezvous server. It is not a member and computes nothing.
 
 curl --data-binary @photo.jpg http://127.0.0.1:8000/predict
 """
@@ -12,13 +12,13 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from examples.elastic_members import MEMBERS, hold
+from examples.elastic_members import MEMBERS, run_rendezvous
 from examples.two_worlds import add_network_options
 
 MAX_IMAGE_BYTES = 20 << 20
 
 
-class Desk:
+class RequestTable:
     """Images and their answers by number. Numbers start at 1."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Desk:
             self._answers[number].set_result(answer)
 
 
-def application(desk: Desk) -> FastAPI:
+def create_app(table: RequestTable) -> FastAPI:
     app = FastAPI()
 
     @app.post("/predict")
@@ -55,30 +55,34 @@ def application(desk: Desk) -> FastAPI:
         image = await request.body()
         if not 0 < len(image) <= MAX_IMAGE_BYTES:
             raise HTTPException(413, f"expected an image of at most {MAX_IMAGE_BYTES} bytes, got {len(image)}")
-        return await desk.ask(image)
+        return await table.ask(image)
 
     @app.get("/images/{number}")
     async def image(number: int) -> Response:
-        return Response(await desk.image(number))
+        return Response(await table.image(number))
 
     @app.post("/answers/{number}")
-    async def answer(number: int, said: dict[str, Any]) -> None:
-        desk.answer(number, said)
+    async def answer(number: int, reply: dict[str, Any]) -> None:
+        table.answer(number, reply)
 
     return app
 
 
 async def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--http-port", type=int, default=8000, help="for images (default: %(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, help="port for images (default: %(default)s)")
     add_network_options(parser)
     options, _ = parser.parse_known_args()
     config = uvicorn.Config(
-        application(Desk()), host=options.addr, port=options.http_port, log_level="warning", timeout_graceful_shutdown=1
+        create_app(RequestTable()),
+        host=options.addr,
+        port=options.http_port,
+        log_level="warning",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    await hold(options)
+    await run_rendezvous(options)
     server.should_exit = True
     await serving
     return 0

@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from torch.distributed import ReduceOp
 
-from examples.elastic_members import parser_of_members, take_part
-from examples.resnet.pictures import prepared
+from examples.elastic_members import member_parser, run_member
+from examples.resnet.images import prepare
 from multiworld.elastic import ElasticWorld
 from multiworld_serving.models import MODEL_NAMES, LoadedModel, Normalize, load_model
 
-PATIENCE_S = 600.0
+IMAGE_TIMEOUT_S = 600.0
 """Seconds that a member waits for the next image."""
 
 
-class Expert:
+class EnsembleMember:
     """A member of the ensemble. It fetches the images by number and classifies each one together with the other members."""
 
     def __init__(self, model: LoadedModel, front: httpx.AsyncClient) -> None:
@@ -38,15 +38,17 @@ class Expert:
         logits = await asyncio.to_thread(self._logits, image.content)
         outcome = await world.all_reduce_with_retry(logits, ReduceOp.AVG)
         probability, class_id = logits.softmax(dim=1)[0].max(dim=0)
-        label, models = self._model.labels[int(class_id)], max(outcome.took_part[0], 1)
-        print(f"member {number}: image {step_number} shows {label} ({float(probability):.1%}), say {models} models")
-        said = {"label": label, "probability": float(probability), "models": models}
-        (await self._front.post(f"/answers/{step_number}", json=said)).raise_for_status()
+        label, models = self._model.labels[int(class_id)], max(outcome.contributors[0], 1)
+        print(
+            f"member {number}: image {step_number} shows {label} ({float(probability):.1%}), average of {models} models"
+        )
+        reply = {"label": label, "probability": float(probability), "models": models}
+        (await self._front.post(f"/answers/{step_number}", json=reply)).raise_for_status()
 
     def _logits(self, image: bytes) -> torch.Tensor:
         """Return the logits of an encoded image, float32 [1,num_classes]."""
         with torch.inference_mode():
-            pixels = prepared(Image.open(io.BytesIO(image)), self._model.preprocessing)
+            pixels = prepare(Image.open(io.BytesIO(image)), self._model.preprocessing)
             logits: torch.Tensor = self._model.module(self._normalize(pixels))
         return logits.clone()
 
@@ -56,28 +58,32 @@ async def main(options: argparse.Namespace) -> int:
     models = options.models.split(",")
     weights = options.weights if options.weights != "random" else f"random:{options.number}"
     model = load_model(models[options.number % len(models)], weights)
-    async with httpx.AsyncClient(base_url=f"http://{options.addr}:{options.http_port}", timeout=PATIENCE_S) as front:
-        return await take_part(Expert(model, front).answer, options)
+    async with httpx.AsyncClient(
+        base_url=f"http://{options.addr}:{options.http_port}", timeout=IMAGE_TIMEOUT_S
+    ) as front:
+        return await run_member(EnsembleMember(model, front).answer, options)
 
 
-def parsed() -> argparse.Namespace:
-    parser = parser_of_members()
-    parser.add_argument("--http-port", type=int, default=8000, help="of the front (default: %(default)s)")
+def parse_options() -> argparse.Namespace:
+    parser = member_parser()
+    parser.add_argument("--http-port", type=int, default=8000, help="port of the front (default: %(default)s)")
     parser.add_argument(
-        "--models", default="resnet18,resnet34,resnet50,resnet101", help="one a member (default: %(default)s)"
+        "--models",
+        default="resnet18,resnet34,resnet50,resnet101",
+        help="models of the members, in turn (default: %(default)s)",
     )
     parser.add_argument(
         "--weights",
         default="random",
-        help="auto for torchvision's; random is other ones a member (default: %(default)s)",
+        help="auto for those of torchvision; random for random weights that differ by member (default: %(default)s)",
     )
     options = parser.parse_args()
     if options.number is None:
-        parser.error("--number: which member to be; the front is python -m examples.ensemble.front")
+        parser.error("--number is required; the front is python -m examples.ensemble.front")
     if unknown := set(options.models.split(",")) - set(MODEL_NAMES):
-        parser.error(f"--models: {', '.join(unknown)}: expected some of {', '.join(MODEL_NAMES)}")
+        parser.error(f"--models: {', '.join(unknown)}; expected some of {', '.join(MODEL_NAMES)}")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(parsed())))
+    sys.exit(asyncio.run(main(parse_options())))

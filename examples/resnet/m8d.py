@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from examples.resnet.pictures import load_pictures
+from examples.resnet.images import load_images
 from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options, device_of, place
 from multiworld import BrokenWorldException, Cause, WorldError, WorldManager
 from multiworld_serving.models import MODEL_NAMES, LoadedModel, Reference, load_model
@@ -42,31 +42,31 @@ class Leader:
 
     async def _send_all(self) -> None:
         options = self._options
-        pictures = itertools.cycle(load_pictures(options.image, self._model.preprocessing).items())
-        for number, (name, picture) in zip(range(1, options.steps + 1), pictures, strict=False):
-            print(f"Predicted class: {await self._answer(name, picture)}")
+        images = itertools.cycle(load_images(options.image, self._model.preprocessing).items())
+        for number, (name, image) in zip(range(1, options.steps + 1), images, strict=False):
+            print(f"Predicted class: {await self._answer(name, image)}")
             print(f"done with step: {number}")
             await asyncio.sleep(options.step_pause_s)
 
-    async def _answer(self, name: str, picture: torch.Tensor) -> str:
+    async def _answer(self, name: str, image: torch.Tensor) -> str:
         while True:
             world = await self._free.get()
             try:
-                label = await self._ask(world, name, picture)
+                label = await self._ask(world, name, image)
             except BrokenWorldException as error:
-                print(f"skipped {world}, which is joined again when its worker comes back: {error}")
+                print(f"skipped {world} until its worker joins again: {error}")
                 self._start_to_join(world)
                 continue
             self._free.put_nowait(world)
             return label
 
-    async def _ask(self, world: str, name: str, picture: torch.Tensor) -> str:
+    async def _ask(self, world: str, name: str, image: torch.Tensor) -> str:
         communicator = self._manager.communicator
         probabilities = torch.empty(1, len(self._model.labels), device=self._device)
-        await communicator.send(picture.to(self._device), 1, world)
+        await communicator.send(image.to(self._device), 1, world)
         print(f"Sent {name} to {world} for processing")
         await communicator.recv(probabilities, 1, world)
-        return described(self._model, probabilities)
+        return describe(self._model, probabilities)
 
     def _start_to_join(self, world: str) -> None:
         task = self._tasks.create_task(self._join(world))
@@ -85,7 +85,7 @@ class Leader:
             except WorldError as error:
                 print(f"{name} did not form, trying again: {error}")
                 await asyncio.sleep(RETRY_S)
-        print(f"{name} joined, epoch {world.epoch}")
+        print(f"{name} joined, generation {world.generation}")
         self._free.put_nowait(name)
 
 
@@ -94,17 +94,17 @@ async def work(manager: WorldManager, model: LoadedModel, options: argparse.Name
     name, device = f"world{index}", device_of(options.backend, index)
     classify, communicator = Reference(model), manager.communicator
     crop_size = model.preprocessing.crop_size
-    picture = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
+    image = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
     await manager.initialize_world(name, 1, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device)
     for number in itertools.count(1):
-        await communicator.recv(picture, 0, name)
-        probabilities = classify(picture.cpu())
+        await communicator.recv(image, 0, name)
+        probabilities = classify(image.cpu())
         await communicator.send(probabilities.to(device), 0, name)
-        print(f"Predicted class: {described(model, probabilities)}")
+        print(f"Predicted class: {describe(model, probabilities)}")
         print(f"done with step: {number} ({name})")
 
 
-def described(model: LoadedModel, probabilities: torch.Tensor) -> str:
+def describe(model: LoadedModel, probabilities: torch.Tensor) -> str:
     """Return the most likely class of float32 [1,num_classes], with its probability."""
     probability, class_id = probabilities[0].max(dim=0)
     return f"{model.labels[int(class_id)]} ({float(probability):.1%})"
@@ -123,27 +123,29 @@ async def main(options: argparse.Namespace) -> int:
             if error.cause is not Cause.LEFT:
                 print(f"caught an exception: {error}")
                 return 1
-            print("the leader has left: there are no more pictures")
+            print("the leader has left")
     return 0
 
 
-def parsed() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--worldinfo", type=place, metavar="INDEX,1", help="be the worker of world INDEX; else the leader"
+        "--worldinfo", type=place, metavar="INDEX,1", help="run the worker of world INDEX; without it, run the leader"
     )
-    parser.add_argument("--num_workers", type=int, default=2, help="how many the leader has (default: %(default)s)")
+    parser.add_argument("--num_workers", type=int, default=2, help="number of workers (default: %(default)s)")
     parser.add_argument("--model", choices=MODEL_NAMES, default="resnet18", help="(default: %(default)s)")
     parser.add_argument(
-        "--weights", default="auto", help="a file, random:SEED, or torchvision's (default: %(default)s)"
+        "--weights",
+        default="auto",
+        help="path of a file, random:SEED, or auto for those of torchvision (default: %(default)s)",
     )
-    parser.add_argument("--image", type=Path, help="a picture of yours (default: two that come with scikit-learn)")
+    parser.add_argument("--image", type=Path, help="path of an image (default: two of scikit-learn)")
     add_network_options(parser)
     options = parser.parse_args()
     if options.worldinfo is not None and options.worldinfo[1] != 1:
-        parser.error("--worldinfo: a worker is rank 1 of its world; the leader is started without")
+        parser.error("--worldinfo: a worker is rank 1 of its world; start the leader without this option")
     return options
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(parsed())))
+    sys.exit(asyncio.run(main(parse_options())))

@@ -16,7 +16,7 @@ from examples.two_worlds import add_network_options, device_of
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--worldsize", type=int, default=5, help="how many ranks there are (default: %(default)s)")
+    parser.add_argument("--worldsize", type=int, default=5, help="number of ranks (default: %(default)s)")
     add_network_options(parser)
     options = parser.parse_args()
     dist.init_process_group(
@@ -33,7 +33,7 @@ def main() -> int:
             time.sleep(options.step_pause_s)
     except RuntimeError as error:
         print(f"caught an exception: {str(error).splitlines()[0]}")
-        print(f"the group is of no use any more: {number - 1} of {options.steps} steps done")
+        print(f"the process group is unusable: {number - 1} of {options.steps} steps done")
         return 1
     print(f"finished all {options.steps} steps")
     dist.destroy_process_group()

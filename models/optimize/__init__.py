@@ -6,33 +6,24 @@ Start reading at `selection` and `execution_modes`.
 from multiworld_serving.models.optimize.compiling import UNAVAILABLE, CompiledStageCache, CompileError, CompileRequest
 from multiworld_serving.models.optimize.execution_modes import (
     NO_TUNING,
-    OPTIMIZE,
-    PRECISION,
     ExecutionMode,
-    Optimize,
-    Precision,
     Tuning,
     compiled_mode,
 )
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
-from multiworld_serving.models.optimize.selection import OptimizedStage, optimize
-from multiworld_serving.models.optimize.tolerance import TOLERANCE, deviation
+from multiworld_serving.models.optimize.selection import TOLERANCE, OptimizedStage, deviation, optimize
 
 __all__ = [
     "NO_TUNING",
-    "OPTIMIZE",
-    "PRECISION",
     "TOLERANCE",
     "UNAVAILABLE",
     "CompileError",
     "CompileRequest",
     "CompiledStageCache",
     "ExecutionMode",
-    "Optimize",
     "OptimizedStage",
     "PaddedStage",
-    "Precision",
     "Tuning",
     "compiled_mode",
     "deviation",

@@ -65,9 +65,8 @@ class CompileRequest:
     @property
     def key(self) -> str:
         """Cache key: a hash of spec, shapes, precision, weights, torch version and processor."""
-        processor = sorted(
-            set(cpuinfo_lines("model name", "flags", "features"))
-        )  # the instruction set that the code may use
+        # The code may use the whole instruction set.
+        processor = sorted(set(cpuinfo_lines("model name", "flags", "features")))
         text = json.dumps(
             [self.spec.to_json(), self.sample_shape, self.max_batch_size, self.precision, torch.__version__, processor]
         )

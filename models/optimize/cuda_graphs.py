@@ -26,9 +26,8 @@ def record_cuda_graphs(
     runners = {}
     with torch.cuda.device(device):  # graphs belong to the current device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        for batch_size in reversed(
-            batch_sizes(max_batch_size)
-        ):  # the largest allocates the memory, the others reuse it
+        # The largest batch size allocates the memory, the others reuse it.
+        for batch_size in reversed(batch_sizes(max_batch_size)):
             example = torch.zeros((batch_size, *sample_shape), dtype=dtype, device=device)
             runners[batch_size] = _Graph(stage, example, stream, pool)
     return PaddedStage(stage.spec, runners)

@@ -19,7 +19,7 @@ from multiworld_serving.models.errors import WeightsError
 
 SUFFIXES = (".pth", ".pt", ".safetensors")
 MAX_FILE_BYTES = 4 * 2**30
-"""The largest of the models has 0.24 GB of weights; with gradients and optimiser state it stays well below this."""
+"""The largest model has 0.24 GB of weights, and less than this limit with gradients and optimiser state."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
@@ -39,11 +39,11 @@ class Checkpoint:
 def read_checkpoint(path: str) -> Checkpoint:
     """Read `.pth`, `.pt` (`weights_only=True`) or `.safetensors`.
 
-    Takes a plain state dict, or one wrapped as {"state_dict": ...}, {"model_state_dict": ...} or {"model": ...}; a
-    prefix that all names share because the model was wrapped in training ("module.") is removed.
+    Accepts a plain state dict, or one wrapped as {"state_dict": ...}, {"model_state_dict": ...} or {"model": ...}. Removes a prefix that
+    all names share because the model was wrapped in training ("module.").
 
     Raises:
-        WeightsError: the file is missing, unreadable, truncated, holds code, or holds no tensors by name.
+        WeightsError: the file is missing, unreadable, truncated, contains code, or contains no tensors by name.
     """
     file = Path(path)
     content = _read_bytes(file)
@@ -53,27 +53,29 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
-    """A plain dict from name to tensor out of what a checkpoint held: unwrapped, and without prefixes of training.
+    """Unwrap the content of a checkpoint and remove prefixes of training. Returns a plain dict from name to tensor.
 
     Raises:
-        WeightsError: there are no tensors by name in it.
+        WeightsError: `data` contains no tensors by name.
     """
     for wrapper in _WRAPPERS:
         if isinstance(data, Mapping) and isinstance(data.get(wrapper), Mapping):
             data = data[wrapper]
     if not isinstance(data, Mapping) or not data:
-        raise WeightsError(f"{origin} holds {_describe(data)}; expected a state dict (name to tensor): {_HOW_TO_SAVE}")
+        raise WeightsError(
+            f"{origin} contains {_describe(data)}; expected a state dict (name to tensor): {_HOW_TO_SAVE}"
+        )
     for name, value in data.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
-                f"{origin} holds {_describe(value)} under {name!r}; "
+                f"{origin} contains {_describe(value)} under {name!r}; "
                 f"expected a state dict (name to tensor): {_HOW_TO_SAVE}"
             )
     return _without_prefixes(dict(data))
 
 
 def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for _ in _PREFIXES:  # they nest: "module._orig_mod.conv1.weight"
+    for _ in _PREFIXES:  # prefixes may be nested: "module._orig_mod.conv1.weight"
         for prefix in _PREFIXES:
             if all(name.startswith(prefix) for name in tensors):
                 tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -81,7 +83,7 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_bytes(file: Path) -> bytes:
-    # Read once, so that what is hashed is what is loaded even when the file is replaced meanwhile.
+    # Read once, so that hash and tensors are of the same content even if the file is replaced meanwhile.
     try:
         if not file.exists():
             raise WeightsError(f"weights file {file} does not exist; check the path (seen from {Path.cwd()})")
@@ -107,16 +109,16 @@ def _parse_safetensors(content: bytes, path: str) -> dict[str, Tensor]:
 
 def _parse_torch(content: bytes, path: str) -> Any:
     try:
-        with warnings.catch_warnings(action="ignore"):  # it wonders about pickle protocols before it refuses
+        with warnings.catch_warnings(action="ignore"):  # torch warns about pickle protocols
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         whole = zipfile.is_zipfile(io.BytesIO(content))
-        what = "holds" if whole else "is damaged, or holds"
+        what = "contains" if whole else "is damaged, or contains"
         raise WeightsError(
-            f"{path} {what} something else than tensors, such as a whole pickled model or code, which is never loaded; "
+            f"{path} {what} something other than tensors, such as a whole pickled model or code, which is never loaded; "
             f"{_HOW_TO_SAVE}"
         ) from error
-    except Exception as error:  # whatever a damaged pickle makes the unpickler stumble over
+    except Exception as error:  # a damaged pickle can raise any exception
         raise WeightsError(
             f"{path} is not a whole PyTorch checkpoint ({_first_line(error)}); copy or download it again"
         ) from error

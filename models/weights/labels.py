@@ -8,24 +8,24 @@ from multiworld_serving.models.errors import LabelsError
 
 MAX_FILE_BYTES = 16 * 2**20
 _EXPECTED = (
-    'expected one label a line, or JSON: a list, or an object from index to label such as {"0": "cat", "1": "dog"}'
+    'expected one label per line, or JSON: a list, or an object from index to label such as {"0": "cat", "1": "dog"}'
 )
 
 
 def read_labels(path: str, num_classes: int) -> tuple[str, ...]:
     """Labels from a file, one per class, in the order of the class ids.
 
-    A `.json` file holds a list, or an object from index to label (or to a list that ends in the label, as in the usual
-    ImageNet index). Any other file is UTF-8 text with one label a line; empty lines at the end do not count.
+    A `.json` file contains a list, or an object from index to label (or to a list that ends in the label, as in the usual ImageNet index).
+    Any other file is UTF-8 text with one label per line; empty lines at the end are ignored.
 
     Raises:
-        LabelsError: the file is missing or malformed, or does not hold exactly `num_classes` labels.
+        LabelsError: the file is missing or malformed, or does not contain exactly `num_classes` labels.
     """
     text = _read_text(Path(path))
     labels = _from_json(text, path) if path.lower().endswith(".json") else _from_lines(text, path)
     if len(labels) != num_classes:
         raise LabelsError(
-            f"{path} has {len(labels)} labels, but the model has {num_classes} classes; expected one label a class"
+            f"{path} has {len(labels)} labels, but the model has {num_classes} classes; expected one label per class"
         )
     return labels
 
@@ -66,7 +66,7 @@ def _from_json(text: str, path: str) -> tuple[str, ...]:
     if isinstance(data, dict):
         data = _in_index_order(data, path)
     if not isinstance(data, list) or not data:
-        raise LabelsError(f"{path} holds neither a list nor an object of labels; {_EXPECTED}")
+        raise LabelsError(f"{path} contains neither a list nor an object of labels; {_EXPECTED}")
     return tuple(_label(entry, path) for entry in data)
 
 

@@ -29,7 +29,7 @@ class LoadedModel:
     name: str
     """As in `MODEL_NAMES`: "resnet50"."""
     version: str
-    """Version of the weights: "IMAGENET1K_V2", "random:0", or file stem and short SHA-256, "digits-3f9ac01b22d7"."""
+    """Version of the weights: "IMAGENET1K_V2", "random:0", or file stem and short SHA-256 such as "digits-3f9ac01b22d7"."""
     module: nn.Module
     """torchvision's ResNet: eval mode, float32, CPU, gradients off. Float32 [B,3,H,W] normalised to logits."""
     labels: tuple[str, ...]
@@ -44,7 +44,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class _Source:
-    """A module with its weights, and the published weights (if any) whose labels and preprocessing go with them."""
+    """A module with its weights, and the published weights, if any, whose labels and preprocessing are used."""
 
     module: nn.Module
     version: str
@@ -61,20 +61,20 @@ def load_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> LoadedModel:
-    """Load model `name` with `weights`. Blocks: reads files, may download; run it in a thread where that matters.
+    """Load model `name` with `weights`. Blocks: reads files and may download.
 
     Args:
         name: one of `MODEL_NAMES`.
-        weights: a name that torchvision publishes weights under ("IMAGENET1K_V1", "IMAGENET1K_V2", "DEFAULT"; from
-            torch.hub's cache or downloaded); the path of a `.pth`, `.pt` or `.safetensors` file, which also tells the
-            number of classes; "random:SEED" (1000 classes, untrained); or "auto": DEFAULT where cached or downloadable,
-            otherwise random:0 with a warning, within `pretrained.PROBE_TIMEOUT_S` if the host does not answer.
-        labels: file with one label a class (see `labels.read_labels`). Default: what torchvision publishes with the
-            weights (recognised by content in a file, too), ImageNet's for random weights, else "class_0", "class_1", ...
+        weights: a name of torchvision's published weights ("IMAGENET1K_V1", "IMAGENET1K_V2", "DEFAULT"; from torch.hub's cache or
+            downloaded); the path of a `.pth`, `.pt` or `.safetensors` file, which also determines the number of classes; "random:SEED"
+            (1000 classes, untrained); or "auto": DEFAULT if cached or downloadable, otherwise random:0 with a warning, after at most
+            `pretrained.PROBE_TIMEOUT_S` if the host does not answer.
+        labels: file with one label per class (see `labels.read_labels`). Default: the labels that torchvision publishes with the weights
+            (also for a file with the same content), ImageNet's for random weights, else "class_0", "class_1", ...
         image_size: side in pixels that the image is resized and cropped to.
         resize_size: side in pixels that the shorter side is resized to before the crop; at least `image_size`.
         mean: of each channel (R, G, B) of images in 0..1.
-        std: of each channel, likewise. What is None is taken from the weights' metadata, or is ImageNet's (256, 224).
+        std: of each channel, likewise. A value of None is taken from the weights' metadata, or is ImageNet's (256, 224).
     Raises:
         ModelError: unknown model or weights, unreadable or wrong file, failed download, wrong labels or sizes.
     """

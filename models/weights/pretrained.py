@@ -31,12 +31,12 @@ def weights_named(model: str, weights: str) -> Any | None:
 
 
 def weight_names(model: str) -> Sequence[str]:
-    """Names that torchvision publishes weights of this model under, "DEFAULT" among them."""
+    """Names of torchvision's published weights of this model, including "DEFAULT"."""
     return list(architecture(model).weights_enum.__members__)
 
 
 def weights_with_content(model: str, sha256: str) -> Any | None:
-    """The published weights whose file has this hash (whatever it is called now), or None."""
+    """The published weights whose file has this hash, whatever its name, or None."""
     for weights in architecture(model).weights_enum:
         match = _HASH_IN_URL.search(weights.url)
         if match is not None and sha256.startswith(match.group(1)):
@@ -45,7 +45,7 @@ def weights_with_content(model: str, sha256: str) -> Any | None:
 
 
 def cached_file(weights: Any) -> Path:
-    """Where torch.hub keeps, or would keep, the file of these weights."""
+    """The path of these weights in torch.hub's cache, whether or not it exists."""
     name: str = weights.url.rsplit("/", 1)[-1]
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
@@ -56,10 +56,10 @@ def is_reachable(weights: Any) -> bool:
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
-    """The tensors of published weights, downloaded if they are not in the cache, with the hash of a download checked.
+    """The tensors of published weights, downloaded if they are not in the cache. The hash of a download is checked.
 
     Raises:
-        WeightsError: download failed or stood still, or the cached file is damaged; says what to do.
+        WeightsError: the download failed or stalled, or the cached file is damaged; the message says what to do.
     """
     file = cached_file(weights)
     try:
@@ -82,7 +82,7 @@ def _fetch_failed(weights: Any, file: Path, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _stall_timeout() -> Iterator[None]:
-    # torch.hub opens its connection without a timeout; the default of new sockets is the only handle it leaves.
+    # torch.hub opens its connection without a timeout; only the default timeout of new sockets applies to it.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALL_TIMEOUT_S)
     try:
@@ -96,7 +96,7 @@ def _host_answers(url: str) -> bool:
 
     def probe() -> None:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "torch.hub"})  # noqa: S310 https
-        # OSError covers refused, unreachable, look-up failures, timeouts and HTTP errors; ValueError a malformed proxy.
+        # OSError covers refused, unreachable, DNS failures, timeouts and HTTP errors; ValueError a malformed proxy URL.
         with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):  # noqa: S310
             answered.set()
 

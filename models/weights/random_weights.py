@@ -17,24 +17,21 @@ def parse_seed(text: str) -> int:
     """The seed in "random:SEED".
 
     Raises:
-        WeightsError: not a whole number from 0 to 2**63 - 1.
+        WeightsError: the seed is not a whole number from 0 to 2**63 - 1.
     """
     digits = text.removeprefix("random").removeprefix(":")
     if not (digits.isascii() and digits.isdecimal()) or int(digits[:20]) > _MAX_SEED:
-        raise WeightsError(
-            f"weights {text!r} have no usable seed; expected random:SEED with a number, such as random:0"
-        )
+        raise WeightsError(f"weights {text!r} have no valid seed; expected random:SEED with a number, such as random:0")
     return int(digits)
 
 
 def random_model(name: str, seed: int, num_classes: int = 1000) -> nn.Module:
-    """Model `name` with weights drawn from `seed`: the same every time, and the global generator is left alone.
+    """Model `name` with weights drawn from `seed`, identical in every call. Does not use the global generator.
 
-    Float32, CPU, eval mode, gradients off. Convolutions are drawn as torchvision does (Kaiming, fan out). With that
-    alone the activations of an untrained ResNet grow with every residual block, to 1e7 in a ResNet-152, and softmax
-    answers a bare 0 or 1. So the last BatchNorm of each of the L residual blocks scales by 1/sqrt(L), which bounds the
-    growth whatever L is, and the last layer is drawn such that logits differ by a few units: answers are probabilities
-    that depend on the image.
+    Float32, CPU, eval mode, without gradients. Convolutions are initialised as in torchvision (Kaiming, fan out). With this alone, the
+    activations of an untrained ResNet grow with every residual block, to 1e7 in a ResNet-152, and softmax returns exactly 0 or 1. So the
+    last BatchNorm of each of the L residual blocks scales by 1/sqrt(L), which bounds the growth for every L, and the last layer is drawn
+    such that logits differ by a few units. The output is then a distribution that depends on the image.
     """
     model = copy.deepcopy(meta_model(name, num_classes)).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from multiworld.ops.operation import Operation, Part
-from multiworld.transport.connection import PeerConnection, Transfer, message_head, sealed
+from multiworld.ops.operation import Operation, SubOperation
+from multiworld.transport.connection import PeerConnection, Transfer
+from multiworld.transport.wire import encode_signature, message_head
 
 _FIRST_TAG = 1 << 31
 """Tags from here on belong to collectives."""
@@ -28,9 +29,10 @@ class CollectiveChannel:
 
     Attributes:
         peers: ranks of the other members, in ascending order from this rank, wrapping around.
+        rank, size: rank of this member, and number of members including this one.
 
     Args:
-        lines: the connections of this world, by rank.
+        connections: the connections of this world, by rank.
         number: how many collectives this world started before.
         lock: the lock of the world.
         check: raises WorldError when the world has ended. Called under `lock`.
@@ -39,88 +41,94 @@ class CollectiveChannel:
     def __init__(
         self,
         operation: Operation,
-        lines: Mapping[int, PeerConnection],
+        connections: Mapping[int, PeerConnection],
         number: int,
         lock: threading.RLock,
         check: Callable[[], None],
     ) -> None:
         self._operation = operation
-        self._lines = lines
+        self._connections = connections
+        self.size = len(connections) + 1
+        self.rank = next(rank for rank in range(self.size) if rank not in connections)
         # Each member starts with the next rank. If all sent to rank 0 first, the other ranks would be idle meanwhile.
-        self.peers = tuple(sorted(lines, key=lambda peer: (peer - self.rank) % self.size))
+        self.peers = tuple(sorted(connections, key=lambda peer: (peer - self.rank) % self.size))
         self._tag = _FIRST_TAG + 2 * (number % _NUMBERS)
         self._lock = lock
         self._check = check
 
-    @property
-    def rank(self) -> int:
-        """Rank of this member."""
-        return next(rank for rank in range(self.size) if rank not in self._lines)
-
-    @property
-    def size(self) -> int:
-        """Number of members, including this one."""
-        return len(self._lines) + 1
-
     def post_send(
-        self, peer: int, data: Tensor, words: str, on_carried: Callable[[], object], kind: int = OPERAND
+        self, peer: int, data: Tensor, signature: str, on_transferred: Callable[[], object], kind: int = OPERAND
     ) -> None:
-        """Send `data`, contiguous and on the host. It must not change until `on_carried` is called.
+        """Send `data`, contiguous and on the host. It must not change until `on_transferred` is called.
 
         Args:
-            words: signature of the message; the receiver must pass the same.
-            on_carried: called under the world's lock, on any thread.
+            signature: the receiver must pass the same.
+            on_transferred: called under the world's lock, on any thread.
             kind: `OPERAND` or `RESULT`.
         Raises:
             RuntimeError: the connection is lost.
             WorldError: the world has ended.
         """
-        letter = Transfer(Part(self._operation, on_carried), message_head(words, self._tag + kind, data.nbytes))
-        letter.put(data)
-        with self._lock:
-            self._check()
-            self._lines[peer].send(letter, self._tag + kind)
+        self._post(
+            PeerConnection.send,
+            peer,
+            data,
+            message_head(signature, self._tag + kind, data.nbytes),
+            on_transferred,
+            kind,
+        )
 
     def post_receive(
-        self, peer: int, data: Tensor, words: str, on_carried: Callable[[], object], kind: int = OPERAND
+        self, peer: int, data: Tensor, signature: str, on_transferred: Callable[[], object], kind: int = OPERAND
     ) -> None:
         """Receive into `data`, contiguous and on the host. Arguments and errors as in `post_send`."""
-        letter = Transfer(Part(self._operation, on_carried), sealed(words))
-        letter.put(data)
+        self._post(PeerConnection.receive, peer, data, encode_signature(signature), on_transferred, kind)
+
+    def _post(
+        self,
+        start: Callable[[PeerConnection, Transfer, int], None],
+        peer: int,
+        data: Tensor,
+        head: bytes,
+        on_transferred: Callable[[], object],
+        kind: int,
+    ) -> None:
+        transfer = Transfer(SubOperation(self._operation, on_transferred), head)
+        transfer.set_data(data)
         with self._lock:
             self._check()
-            self._lines[peer].receive(letter, self._tag + kind)
+            start(self._connections[peer], transfer, self._tag + kind)
 
     def send(self, peer: int, data: Tensor, kind: int = OPERAND) -> asyncio.Future[None]:
         """Like `post_send`, but returns a future of the running event loop."""
-        carried, on_carried = _awaitable()
-        self.post_send(peer, data, self._words(data), on_carried, kind)
-        return carried
+        future, on_transferred = _make_future()
+        self.post_send(peer, data, self._signature(data), on_transferred, kind)
+        return future
 
     def receive(self, peer: int, data: Tensor, kind: int = OPERAND) -> asyncio.Future[None]:
         """Like `post_receive`, but returns a future of the running event loop."""
-        carried, on_carried = _awaitable()
-        self.post_receive(peer, data, self._words(data), on_carried, kind)
-        return carried
+        future, on_transferred = _make_future()
+        self.post_receive(peer, data, self._signature(data), on_transferred, kind)
+        return future
 
-    def _words(self, data: Tensor) -> str:
+    def _signature(self, data: Tensor) -> str:
         return f"{self._operation.name}, {data.nbytes} bytes"
 
 
-def _awaitable() -> tuple[asyncio.Future[None], Callable[[], None]]:
+def _make_future() -> tuple[asyncio.Future[None], Callable[[], None]]:
     """A future of the running event loop and a function that completes it from any thread."""
     loop = asyncio.get_running_loop()
-    carried: asyncio.Future[None] = loop.create_future()
+    future: asyncio.Future[None] = loop.create_future()
 
-    def settle() -> None:
-        if not carried.done():
-            carried.set_result(None)
+    def complete() -> None:
+        if not future.done():
+            future.set_result(None)
 
-    def on_carried() -> None:
+    def on_transferred() -> None:
         if asyncio._get_running_loop() is loop:
-            settle()
+            complete()
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the future
-                loop.call_soon_threadsafe(settle)
+                loop.call_soon_threadsafe(complete)
 
-    return carried, on_carried
+    return future, on_transferred

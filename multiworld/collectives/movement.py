@@ -1,9 +1,9 @@
-"""Plans of the collectives that move data: argument checks, the script for the connections, and the call of c10d.
+"""Plans of the collectives that move data: argument checks, the algorithm for the connections, and the call of c10d.
 
 Data is sent as bytes, so every dtype is supported. All functions raise ValueError or TypeError for invalid arguments.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,36 +18,33 @@ from torch._C._distributed_c10d import (
 )
 
 from multiworld.collectives import transfers
-from multiworld.execution.process_group import FOREVER
+from multiworld.execution.process_group import without_timeout
 from multiworld.ops.buffers import RecvBuffer, SendBuffer, flat_bytes
-from multiworld.ops.operation import Plan, Script
-from multiworld.ops.validation import Ranks, check_distinct, check_list, check_whole, described, parts_of_root
+from multiworld.ops.operation import Algorithm, Plan
+from multiworld.ops.validation import Ranks, check_distinct, check_list, check_whole, parts_of_root, tensor_signature
+
+_ByRank = Callable[[], Mapping[int, Tensor]]
+"""Returns the materialized buffers by rank, as bytes."""
 
 
 def broadcast(ranks: Ranks, tensor: Tensor, src: int) -> Plan:
     """Copy `tensor` of rank `src` into `tensor` of all other members. Same dtype and number of elements at all members."""
-    ranks.root("broadcast", src)
+    ranks.check_root("broadcast", src)
     on_host = ranks.on_host("broadcast", (tensor,))
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = src, 0, FOREVER
-    source = SendBuffer(tensor, on_host) if ranks.rank == src else None
-    target = RecvBuffer("broadcast", tensor, on_host) if source is None else None
+    options = without_timeout(BroadcastOptions(), rootRank=src, rootTensor=0)
+    target = RecvBuffer("broadcast", tensor, on_host) if ranks.rank != src else None
+    buffer = target or SendBuffer(tensor, on_host)
 
-    def data() -> Tensor:
-        opened = source.open() if source is not None else target.open() if target is not None else None
-        assert opened is not None
-        return flat_bytes(opened)
-
-    def script() -> Script:
-        moved = data()
-        return lambda exchange: transfers.broadcast(exchange, moved, src)
+    def algorithm() -> Algorithm:
+        data = flat_bytes(buffer.materialize())
+        return lambda channel: transfers.broadcast(channel, data, src)
 
     return Plan(
         name="broadcast",
-        signature=f"broadcast({described(tensor)}, src {src})",
-        post=lambda group: group.broadcast([data()], options),
-        script=script if ranks.over_lines(tensor) else None,
-        deliver=_delivery([target] if target is not None else []),
+        signature=f"broadcast({tensor_signature(tensor)}, src {src})",
+        post=lambda group: group.broadcast([flat_bytes(buffer.materialize())], options),
+        algorithm=algorithm if ranks.uses_tcp(tensor) else None,
+        copy_back=_copy_back([target] if target is not None else []),
         tensors=(tensor,),
         staged=on_host,
     )
@@ -59,23 +56,13 @@ def all_gather(ranks: Ranks, tensors: Sequence[Tensor], tensor: Tensor) -> Plan:
     check_list("all_gather", ranks, tensors, tensor, written=True)
     source = SendBuffer(tensor, on_host)
     targets = [RecvBuffer("all_gather", each, on_host) for each in tensors]
-    options = AllgatherOptions()
-    options.timeout = FOREVER
-
-    def script() -> Script:
-        own, parts = flat_bytes(source.open()), [flat_bytes(target.open()) for target in targets]
-        return lambda exchange: transfers.transfer(
-            exchange, dict.fromkeys(range(ranks.size), own), dict(enumerate(parts))
-        )
-
+    options = without_timeout(AllgatherOptions())
     return Plan(
         name="all_gather",
-        signature=f"all_gather({described(tensor)})",
-        post=lambda group: group.allgather(
-            [[flat_bytes(target.open()) for target in targets]], [flat_bytes(source.open())], options
-        ),
-        script=script if ranks.over_lines(tensor) else None,
-        deliver=_delivery(targets),
+        signature=f"all_gather({tensor_signature(tensor)})",
+        post=lambda group: group.allgather([_bytes(targets)], _bytes([source]), options),
+        algorithm=_exchange(ranks, tensor, _to_all(ranks, source), lambda: dict(enumerate(_bytes(targets)))),
+        copy_back=_copy_back(targets),
         tensors=(*tensors, tensor),
         staged=on_host,
     )
@@ -86,21 +73,19 @@ def all_gather_into_tensor(ranks: Ranks, output: Tensor, tensor: Tensor) -> Plan
     on_host = ranks.on_host("all_gather_into_tensor", (output, tensor))
     check_whole("all_gather_into_tensor", ranks, output, tensor)
     source, target = SendBuffer(tensor, on_host), RecvBuffer("all_gather_into_tensor", output, on_host)
-    options = AllgatherOptions()
-    options.timeout = FOREVER
+    options = without_timeout(AllgatherOptions())
 
-    def script() -> Script:
-        own, parts = flat_bytes(source.open()), torch.tensor_split(flat_bytes(target.open()), ranks.size)
-        return lambda exchange: transfers.transfer(
-            exchange, dict.fromkeys(range(ranks.size), own), dict(enumerate(parts))
-        )
+    def received() -> Mapping[int, Tensor]:
+        return dict(enumerate(torch.tensor_split(flat_bytes(target.materialize()), ranks.size)))
 
     return Plan(
         name="all_gather_into_tensor",
-        signature=f"all_gather_into_tensor({described(tensor)})",
-        post=lambda group: group._allgather_base(flat_bytes(target.open()), flat_bytes(source.open()), options),
-        script=script if ranks.over_lines(tensor) else None,
-        deliver=_delivery([target]),
+        signature=f"all_gather_into_tensor({tensor_signature(tensor)})",
+        post=lambda group: group._allgather_base(
+            flat_bytes(target.materialize()), flat_bytes(source.materialize()), options
+        ),
+        algorithm=_exchange(ranks, tensor, _to_all(ranks, source), received),
+        copy_back=_copy_back([target]),
         tensors=(output, tensor),
         staged=on_host,
     )
@@ -108,30 +93,24 @@ def all_gather_into_tensor(ranks: Ranks, output: Tensor, tensor: Tensor) -> Plan
 
 def gather(ranks: Ranks, tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int) -> Plan:
     """Receive `tensor` of rank r into `gather_list[r]` at rank `dst`. Other ranks pass None."""
-    ranks.root("gather", dst)
+    ranks.check_root("gather", dst)
     parts = parts_of_root("gather", ranks, gather_list, dst, "gather_list")
     on_host = ranks.on_host("gather", (*parts, tensor))
     if ranks.rank == dst:
         check_list("gather", ranks, parts, tensor, written=True)
     source = SendBuffer(tensor, on_host)
     targets = [RecvBuffer("gather", each, on_host) for each in parts]
-    options = GatherOptions()
-    options.rootRank, options.timeout = dst, FOREVER
+    options = without_timeout(GatherOptions(), rootRank=dst)
 
-    def post(group: ProcessGroup) -> Work:
-        outputs = [[flat_bytes(target.open()) for target in targets]] if targets else []
-        return group.gather(outputs, [flat_bytes(source.open())], options)
-
-    def script() -> Script:
-        own, received = flat_bytes(source.open()), {rank: flat_bytes(each.open()) for rank, each in enumerate(targets)}
-        return lambda exchange: transfers.transfer(exchange, {dst: own}, received)
+    def sent() -> Mapping[int, Tensor]:
+        return {dst: flat_bytes(source.materialize())}
 
     return Plan(
         name="gather",
-        signature=f"gather({described(tensor)}, dst {dst})",
-        post=post,
-        script=script if ranks.over_lines(tensor) else None,
-        deliver=_delivery(targets),
+        signature=f"gather({tensor_signature(tensor)}, dst {dst})",
+        post=lambda group: group.gather([_bytes(targets)] if targets else [], _bytes([source]), options),
+        algorithm=_exchange(ranks, tensor, sent, lambda: dict(enumerate(_bytes(targets)))),
+        copy_back=_copy_back(targets),
         tensors=(*parts, tensor),
         staged=on_host,
     )
@@ -139,30 +118,24 @@ def gather(ranks: Ranks, tensor: Tensor, gather_list: Sequence[Tensor] | None, d
 
 def scatter(ranks: Ranks, tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int) -> Plan:
     """Send `scatter_list[r]` of rank `src` into `tensor` at rank r. Other ranks pass None."""
-    ranks.root("scatter", src)
+    ranks.check_root("scatter", src)
     parts = parts_of_root("scatter", ranks, scatter_list, src, "scatter_list")
     on_host = ranks.on_host("scatter", (*parts, tensor))
     if ranks.rank == src:
         check_list("scatter", ranks, parts, tensor, written=False)
     sources = [SendBuffer(each, on_host) for each in parts]
     target = RecvBuffer("scatter", tensor, on_host)
-    options = ScatterOptions()
-    options.rootRank, options.timeout = src, FOREVER
+    options = without_timeout(ScatterOptions(), rootRank=src)
 
-    def post(group: ProcessGroup) -> Work:
-        inputs = [[flat_bytes(source.open()) for source in sources]] if sources else []
-        return group.scatter([flat_bytes(target.open())], inputs, options)
-
-    def script() -> Script:
-        own, sent = flat_bytes(target.open()), {rank: flat_bytes(each.open()) for rank, each in enumerate(sources)}
-        return lambda exchange: transfers.transfer(exchange, sent, {src: own})
+    def received() -> Mapping[int, Tensor]:
+        return {src: flat_bytes(target.materialize())}
 
     return Plan(
         name="scatter",
-        signature=f"scatter({described(tensor)}, src {src})",
-        post=post,
-        script=script if ranks.over_lines(tensor) else None,
-        deliver=_delivery([target]),
+        signature=f"scatter({tensor_signature(tensor)}, src {src})",
+        post=lambda group: group.scatter(_bytes([target]), [_bytes(sources)] if sources else [], options),
+        algorithm=_exchange(ranks, tensor, lambda: dict(enumerate(_bytes(sources))), received),
+        copy_back=_copy_back([target]),
         tensors=(*parts, tensor),
         staged=on_host,
     )
@@ -174,57 +147,68 @@ def all_to_all(ranks: Ranks, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
         if len(tensors) != ranks.size:
             raise ValueError(f"all_to_all: expected one {what} for each of the {ranks.size} ranks, got {len(tensors)}")
     on_host = ranks.on_host("all_to_all", (*outputs, *inputs))
-    dtype = inputs[0].dtype
-    if any(each.dtype is not dtype for each in (*outputs, *inputs)):
-        raise TypeError(
-            f"all_to_all: all tensors must be of one dtype, got {sorted({str(t.dtype) for t in (*outputs, *inputs)})}"
-        )
+    dtypes = {each.dtype for each in (*outputs, *inputs)}
+    if len(dtypes) > 1:
+        raise TypeError(f"all_to_all: all tensors must be of one dtype, got {sorted(map(str, dtypes))}")
     if outputs[ranks.rank].numel() != inputs[ranks.rank].numel():
-        raise ValueError("all_to_all: what a rank sends to itself must have the size that it receives from itself")
+        raise ValueError("all_to_all: the input and the output for the own rank must have the same number of elements")
     check_distinct("all_to_all", outputs)
     sources = [SendBuffer(each, on_host) for each in inputs]
     targets = [RecvBuffer("all_to_all", each, on_host) for each in outputs]
     sent, expected = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
-    options = AllToAllOptions()
-    options.timeout = FOREVER
+    options = without_timeout(AllToAllOptions())
     received: list[Tensor] = []
 
     def post(group: ProcessGroup) -> Work:
-        data = torch.cat([flat_bytes(source.open()) for source in sources])
+        data = torch.cat(_bytes(sources))
         received.append(torch.empty(sum(expected), dtype=torch.uint8, device=data.device))
         return group.alltoall_base(received[0], data, expected, sent, options)
 
-    def deliver() -> None:
+    def copy_back() -> None:
         with torch.inference_mode():
-            for target, part in zip(targets, received.pop().split_with_sizes(expected), strict=True):
-                flat_bytes(target.open()).copy_(part)
-        for target in targets:
-            target.deliver()
+            for target, part in zip(_bytes(targets), received.pop().split_with_sizes(expected), strict=True):
+                target.copy_(part)
+        for buffer in targets:
+            buffer.copy_back()
 
-    def script() -> Script:
-        outgoing = {rank: flat_bytes(each.open()) for rank, each in enumerate(sources)}
-        incoming = {rank: flat_bytes(each.open()) for rank, each in enumerate(targets)}
-        return lambda exchange: transfers.transfer(exchange, outgoing, incoming)
-
-    over_lines = ranks.over_lines(inputs[0])
     return Plan(
         name="all_to_all",
-        signature=f"all_to_all({str(dtype).removeprefix('torch.')})",
+        signature=f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})",
         post=post,
-        script=script if over_lines else None,
-        deliver=_delivery(targets) if over_lines else deliver,
+        algorithm=_exchange(
+            ranks, inputs[0], lambda: dict(enumerate(_bytes(sources))), lambda: dict(enumerate(_bytes(targets)))
+        ),
+        copy_back=_copy_back(targets) if ranks.uses_tcp(inputs[0]) else copy_back,
         tensors=(*outputs, *inputs),
         staged=on_host,
         splits_bytes=(sent, expected),
     )
 
 
-def _delivery(targets: list[RecvBuffer]) -> Callable[[], None] | None:
-    """A function that delivers the buffers that are not written directly; None if there are none."""
+def _bytes(buffers: Sequence[SendBuffer | RecvBuffer]) -> list[Tensor]:
+    return [flat_bytes(buffer.materialize()) for buffer in buffers]
+
+
+def _to_all(ranks: Ranks, source: SendBuffer) -> _ByRank:
+    return lambda: dict.fromkeys(range(ranks.size), flat_bytes(source.materialize()))
+
+
+def _exchange(ranks: Ranks, tensor: Tensor, sent: _ByRank, received: _ByRank) -> Callable[[], Algorithm] | None:
+    """`Plan.algorithm` that sends each rank its tensor of `sent` and receives into `received`; None if c10d runs the collective."""
+
+    def algorithm() -> Algorithm:
+        outgoing, incoming = sent(), received()
+        return lambda channel: transfers.exchange(channel, outgoing, incoming)
+
+    return algorithm if ranks.uses_tcp(tensor) else None
+
+
+def _copy_back(targets: list[RecvBuffer]) -> Callable[[], None] | None:
+    """`Plan.copy_back` for buffers that are not written directly; None if there are none."""
     indirect = [target for target in targets if not target.direct]
 
-    def deliver() -> None:
+    def copy_back() -> None:
         for target in indirect:
-            target.deliver()
+            target.copy_back()
 
-    return deliver if indirect else None
+    return copy_back if indirect else None

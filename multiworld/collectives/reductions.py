@@ -1,4 +1,4 @@
-"""Plans of the collectives that reduce: argument checks, the script for the connections, and the call of c10d.
+"""Plans of the collectives that reduce: argument checks, the algorithm for the connections, and the call of c10d.
 
 All functions raise ValueError or TypeError for invalid arguments.
 """
@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from multiworld.collectives import allreduce as shares
-from multiworld.execution.process_group import FOREVER, NCCL
+from multiworld.collectives import allreduce
+from multiworld.execution.process_group import NCCL, without_timeout
 from multiworld.ops.buffers import RecvBuffer, SendBuffer, arithmetic, check_computable
-from multiworld.ops.operation import Plan, Script
-from multiworld.ops.validation import Ranks, check_list, check_whole, described
+from multiworld.ops.operation import Algorithm, Plan
+from multiworld.ops.validation import Ranks, check_list, check_whole, tensor_signature
 
 AnyReduceOp = ReduceOp | ReduceOp.RedOpType
 
@@ -31,20 +31,19 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
     """Reduce `tensor` in place at all members. Same dtype and number of elements at all members."""
     on_host = ranks.on_host("all_reduce", (tensor,))
     reduction = _Reduction("all_reduce", ranks, tensor, op)
-    options = AllreduceOptions()
-    options.reduceOp, options.timeout = reduction.op, FOREVER
+    options = without_timeout(AllreduceOptions(), reduceOp=reduction.op)
     target = RecvBuffer("all_reduce", tensor, on_host)
 
-    def script() -> Script:
-        data = arithmetic(target.open(load=True)).reshape(-1)
-        return lambda exchange: shares.all_reduce(exchange, data, reduction.name)
+    def algorithm() -> Algorithm:
+        data = arithmetic(target.materialize(load=True)).reshape(-1)
+        return lambda channel: allreduce.all_reduce(channel, data, reduction.name)
 
     return Plan(
         name="all_reduce",
-        signature=f"all_reduce({described(tensor)}, {reduction.name})",
-        post=lambda group: group.allreduce([arithmetic(target.open(load=True))], options),
-        script=script if reduction.over_lines else None,
-        deliver=reduction.delivery(target),
+        signature=f"all_reduce({tensor_signature(tensor)}, {reduction.name})",
+        post=lambda group: group.allreduce([arithmetic(target.materialize(load=True))], options),
+        algorithm=algorithm if reduction.uses_tcp else None,
+        copy_back=reduction.copy_back(target),
         tensors=(tensor,),
         staged=on_host,
     )
@@ -52,23 +51,22 @@ def all_reduce(ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> Plan:
 
 def reduce(ranks: Ranks, tensor: Tensor, dst: int, op: AnyReduceOp) -> Plan:
     """Reduce `tensor` in place at rank `dst`; its content at other ranks is undefined afterwards."""
-    ranks.root("reduce", dst)
+    ranks.check_root("reduce", dst)
     on_host = ranks.on_host("reduce", (tensor,))
     reduction = _Reduction("reduce", ranks, tensor, op)
-    options = ReduceOptions()
-    options.reduceOp, options.rootRank, options.rootTensor, options.timeout = reduction.op, dst, 0, FOREVER
+    options = without_timeout(ReduceOptions(), reduceOp=reduction.op, rootRank=dst, rootTensor=0)
     target = RecvBuffer("reduce", tensor, on_host)
 
-    def script() -> Script:
-        data = arithmetic(target.open(load=True)).reshape(-1)
-        return lambda exchange: shares.reduce(exchange, data, dst, reduction.name)
+    def algorithm() -> Algorithm:
+        data = arithmetic(target.materialize(load=True)).reshape(-1)
+        return lambda channel: allreduce.reduce(channel, data, dst, reduction.name)
 
     return Plan(
         name="reduce",
-        signature=f"reduce({described(tensor)}, {reduction.name}, dst {dst})",
-        post=lambda group: group.reduce([arithmetic(target.open(load=True))], options),
-        script=script if reduction.over_lines else None,
-        deliver=reduction.delivery(target) if ranks.rank == dst else None,
+        signature=f"reduce({tensor_signature(tensor)}, {reduction.name}, dst {dst})",
+        post=lambda group: group.reduce([arithmetic(target.materialize(load=True))], options),
+        algorithm=algorithm if reduction.uses_tcp else None,
+        copy_back=reduction.copy_back(target) if ranks.rank == dst else None,
         tensors=(tensor,),
         staged=on_host,
     )
@@ -94,43 +92,42 @@ def _reduce_scatter(
 ) -> Plan:
     """Reduce-scatter from one tensor per rank, or from one tensor that holds all of them.
 
-    Gloo has no reduce-scatter. c10d emulates it with an all-reduce and the timeout of the group; this emulates it with our timeout.
+    Gloo has no reduce-scatter. c10d would emulate it with an all-reduce under the timeout of the group; here it has no timeout.
     """
     reduction = _Reduction(name, ranks, output, op)
     target = RecvBuffer(name, output, on_host)
-    options, native = AllreduceOptions(), ReduceScatterOptions()
-    options.reduceOp, options.timeout = reduction.op, FOREVER
-    native.reduceOp, native.timeout = reduction.op, FOREVER
+    options = without_timeout(AllreduceOptions(), reduceOp=reduction.op)
+    native = without_timeout(ReduceScatterOptions(), reduceOp=reduction.op)
     reduced: list[Tensor] = []
 
     def parts() -> list[Tensor]:
-        return [arithmetic(source.open()).reshape(-1) for source in sources]
+        return [arithmetic(source.materialize()).reshape(-1) for source in sources]
 
     def post(group: ProcessGroup) -> Work:
         if not reduction.on_host:
-            return group._reduce_scatter_base(arithmetic(target.open()).reshape(-1), torch.cat(parts()), native)
+            return group._reduce_scatter_base(arithmetic(target.materialize()).reshape(-1), torch.cat(parts()), native)
         reduced.append(torch.cat(parts()))
         return group.allreduce(reduced, options)
 
-    def deliver() -> None:
+    def copy_back() -> None:
         if reduced:
-            mine = arithmetic(target.open()).reshape(-1)
+            own = arithmetic(target.materialize()).reshape(-1)
             with torch.inference_mode():
-                mine.copy_(reduced.pop()[mine.numel() * ranks.rank : mine.numel() * (ranks.rank + 1)])
+                own.copy_(reduced.pop()[own.numel() * ranks.rank : own.numel() * (ranks.rank + 1)])
         reduction.finish(target)
-        target.deliver()
+        target.copy_back()
 
-    def script() -> Script:
-        given, result = parts(), arithmetic(target.open()).reshape(-1)
-        by_rank = given if len(given) == ranks.size else torch.tensor_split(given[0], ranks.size)
-        return lambda exchange: shares.reduce_scatter(exchange, by_rank, result, reduction.name)
+    def algorithm() -> Algorithm:
+        operands, result = parts(), arithmetic(target.materialize()).reshape(-1)
+        by_rank = operands if len(operands) == ranks.size else torch.tensor_split(operands[0], ranks.size)
+        return lambda channel: allreduce.reduce_scatter(channel, by_rank, result, reduction.name)
 
     return Plan(
         name=name,
-        signature=f"{name}({described(output)}, {reduction.name})",
+        signature=f"{name}({tensor_signature(output)}, {reduction.name})",
         post=post,
-        script=script if reduction.over_lines else None,
-        deliver=reduction.delivery(target) if reduction.over_lines else deliver,
+        algorithm=algorithm if reduction.uses_tcp else None,
+        copy_back=reduction.copy_back(target) if reduction.uses_tcp else copy_back,
         tensors=(output, *(source.tensor for source in sources)),
         staged=on_host,
     )
@@ -142,10 +139,9 @@ def barrier(ranks: Ranks) -> Plan:
         return Plan(
             name="barrier",
             signature="barrier()",
-            script=lambda: lambda exchange: shares.all_reduce(exchange, torch.empty(0), "SUM"),
+            algorithm=lambda: lambda channel: allreduce.all_reduce(channel, torch.empty(0), "SUM"),
         )
-    options = AllreduceOptions()
-    options.timeout = FOREVER
+    options = without_timeout(AllreduceOptions())
     token = torch.zeros(1, device=ranks.device)
     return Plan(
         name="barrier",
@@ -160,34 +156,34 @@ class _Reduction:
 
     Attributes:
         name: name of the reduction, such as "SUM".
-        op: what c10d is given.
+        op: the reduction for c10d.
         on_host: whether the CPU computes the reduction (all backends except NCCL).
-        over_lines: whether the library's own connections carry it, not c10d.
+        uses_tcp: whether the library's own connections run it, not c10d.
     """
 
     def __init__(self, name: str, ranks: Ranks, tensor: Tensor, op: AnyReduceOp) -> None:
-        known = next((key for key, value in _REDUCTIONS.items() if op == value), None)
-        if known is None:
+        reduction = next((key for key, value in _REDUCTIONS.items() if op == value), None)
+        if reduction is None:
             raise ValueError(f"{name}: {op} is not supported, only {', '.join(_REDUCTIONS)}")
-        self.name = known
-        self.on_host = ranks.carrier(tensor.device.type) != NCCL
-        self.over_lines = ranks.over_lines(tensor)
+        self.name = reduction
+        self.on_host = ranks.backend(tensor.device.type) != NCCL
+        self.uses_tcp = ranks.uses_tcp(tensor)
         if self.on_host:
-            check_computable(name, tensor, known)
-        summed = self.on_host and known == "AVG"
+            check_computable(name, tensor, reduction)
+        summed = self.on_host and reduction == "AVG"
         self._divisor = ranks.size if summed else 1
-        self.op = ReduceOp(_REDUCTIONS["SUM" if summed else known])
+        self.op = ReduceOp(_REDUCTIONS["SUM" if summed else reduction])
 
-    def delivery(self, target: RecvBuffer) -> Callable[[], None] | None:
+    def copy_back(self, target: RecvBuffer) -> Callable[[], None] | None:
         """The function that completes the result after the reduction; None if nothing remains to do."""
-        if self.over_lines:
-            return None if target.direct else target.deliver
+        if self.uses_tcp:
+            return None if target.direct else target.copy_back
 
-        def deliver() -> None:
+        def copy_back() -> None:
             self.finish(target)
-            target.deliver()
+            target.copy_back()
 
-        return deliver
+        return copy_back
 
     def finish(self, target: RecvBuffer) -> None:
         """Divide the sum for AVG with Gloo; else nothing."""

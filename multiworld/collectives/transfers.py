@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from multiworld.collectives.channel import CollectiveChannel
-from multiworld.transport.connection import memory_of
+from multiworld.ops.buffers import byte_view
 
-FLAT_BYTES = 1 << 18
+DIRECT_BYTES = 1 << 18
 """A broadcast for which the root would send at most this many bytes in total is sent directly to each member."""
-PIECE_BYTES = 1 << 21
+CHUNK_BYTES = 1 << 21
 """Size in bytes of a chunk that a member forwards, and of a local copy before the event loop runs again."""
 
 
-async def transfer(exchange: CollectiveChannel, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+async def exchange(channel: CollectiveChannel, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
     """Send `sent[r]` to each rank r, and receive into `received[r]` from each rank r. Empty tensors are sent, too.
 
     Args:
@@ -28,60 +28,62 @@ async def transfer(exchange: CollectiveChannel, sent: Mapping[int, Tensor], rece
         RuntimeError: a connection is lost.
         WorldError: the world has ended.
     """
-    own = exchange.rank
-    sent = apart(sent, received, own)
-    under_way = [exchange.receive(peer, received[peer]) for peer in exchange.peers if peer in received]
-    under_way += [exchange.send(peer, sent[peer]) for peer in exchange.peers if peer in sent]
+    own = channel.rank
+    sent = copy_overlapping(sent, received, own)
+    futures = [channel.receive(peer, received[peer]) for peer in channel.peers if peer in received]
+    futures += [channel.send(peer, sent[peer]) for peer in channel.peers if peer in sent]
     if own in sent and own in received:
         await _copy(received[own], sent[own])
-    await all_carried(under_way)
+    await wait_all(futures)
 
 
-async def broadcast(exchange: CollectiveChannel, data: Tensor, src: int) -> None:
+async def broadcast(channel: CollectiveChannel, data: Tensor, src: int) -> None:
     """Send `data` of rank `src` to all other members, into their `data`.
 
-    `data` is uint8 [n], contiguous, on the host, with the same n at all members. Errors as in `transfer`.
+    `data` is uint8 [n], contiguous, on the host, with the same n at all members. Errors as in `exchange`.
     """
-    flat = data.nbytes * len(exchange.peers) <= FLAT_BYTES
-    parent, children = _star(exchange, src) if flat else _tree(exchange, src)
-    pieces = torch.split(data, PIECE_BYTES)
-    arrivals = [exchange.receive(parent, piece) for piece in pieces] if parent is not None else []
-    departures: list[asyncio.Future[None]] = []
-    for index, piece in enumerate(pieces):
-        if arrivals:
-            await arrivals[index]
-        departures += [exchange.send(child, piece) for child in children]
-    await all_carried(departures)
+    direct = data.nbytes * len(channel.peers) <= DIRECT_BYTES
+    parent, children = _star(channel, src) if direct else _tree(channel, src)
+    chunks = torch.split(data, CHUNK_BYTES)
+    receives = [channel.receive(parent, chunk) for chunk in chunks] if parent is not None else []
+    sends: list[asyncio.Future[None]] = []
+    for index, chunk in enumerate(chunks):
+        if receives:
+            await receives[index]
+        sends += [channel.send(child, chunk) for child in children]
+    await wait_all(sends)
 
 
-def _star(exchange: CollectiveChannel, src: int) -> tuple[int | None, list[int]]:
+def _star(channel: CollectiveChannel, src: int) -> tuple[int | None, list[int]]:
     """Parent (None at the root) and children of this rank for a direct broadcast."""
-    return (None, list(exchange.peers)) if exchange.rank == src else (src, [])
+    return (None, list(channel.peers)) if channel.rank == src else (src, [])
 
 
-def _tree(exchange: CollectiveChannel, src: int) -> tuple[int | None, list[int]]:
+def _tree(channel: CollectiveChannel, src: int) -> tuple[int | None, list[int]]:
     """Parent and children in a binomial tree. Ranks are counted from the root; clearing the lowest set bit of a number gives its parent."""
-    number = (exchange.rank - src) % exchange.size
-    below = number & -number or 1 << (exchange.size - 1).bit_length()
-    children = [number + (below >> step) for step in range(1, below.bit_length())]  # the largest subtree first
-    parent = None if number == 0 else ((number & number - 1) + src) % exchange.size
-    return parent, [(child + src) % exchange.size for child in children if child < exchange.size]
+    number = (channel.rank - src) % channel.size
+    lowest_bit = number & -number or 1 << (channel.size - 1).bit_length()
+    children = [
+        number + (lowest_bit >> step) for step in range(1, lowest_bit.bit_length())
+    ]  # the largest subtree first
+    parent = None if number == 0 else ((number & number - 1) + src) % channel.size
+    return parent, [(child + src) % channel.size for child in children if child < channel.size]
 
 
-async def all_carried(futures: list[asyncio.Future[None]]) -> None:
+async def wait_all(futures: list[asyncio.Future[None]]) -> None:
     """Wait for all futures."""
     for future in futures:
         await future
 
 
-def apart(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], own: int) -> Mapping[int, Tensor]:
+def copy_overlapping(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], own: int) -> Mapping[int, Tensor]:
     """`sent`, with copies of tensors that share memory with a received tensor, because callers may pass overlapping tensors.
 
-    The tensor of this rank is not copied if it is exactly the received one.
+    The tensor of rank `own` is not copied if it is exactly the received one.
     """
-    targets = [room for rank, room in received.items() if rank != own or own not in sent or not _same(sent[own], room)]
+    targets = [each for rank, each in received.items() if rank != own or own not in sent or not _same(sent[own], each)]
     return {
-        rank: data.clone() if any(_overlap(data, room) for room in targets) else data for rank, data in sent.items()
+        rank: data.clone() if any(_overlap(data, each) for each in targets) else data for rank, data in sent.items()
     }
 
 
@@ -90,17 +92,15 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
-    begin, other = left.data_ptr(), right.data_ptr()
-    return begin < other + right.nbytes and other < begin + left.nbytes
+    left_start, right_start = left.data_ptr(), right.data_ptr()
+    return left_start < right_start + right.nbytes and right_start < left_start + left.nbytes
 
 
 async def _copy(target: Tensor, source: Tensor) -> None:
     if _same(target, source):
         return
-    into, out_of = (
-        memory_of(target),
-        memory_of(source),
-    )  # torch's copy would use its thread pool, and the pools of members on one machine compete for cores
-    for at in range(0, len(into), PIECE_BYTES):
-        into[at : at + PIECE_BYTES] = out_of[at : at + PIECE_BYTES]
+    # Not torch's copy: it would use its thread pool, and the pools of members on one machine compete for cores.
+    to, data = byte_view(target), byte_view(source)
+    for at in range(0, len(to), CHUNK_BYTES):
+        to[at : at + CHUNK_BYTES] = data[at : at + CHUNK_BYTES]
         await asyncio.sleep(0)

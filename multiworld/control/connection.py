@@ -1,6 +1,6 @@
-"""A TCP connection between two processes for joining, heartbeats, failures and leave messages. Never blocks.
+"""A TCP connection between two processes for joining, heartbeats, failure reports and leave messages. Never blocks.
 
-Call everything here on the thread of the control loop only.
+Use this module on the thread of the control loop only.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ _RECEIVE_BYTES = 1 << 16
 _MAX_OUTBOX_BYTES = 4 * MAX_FRAME_BYTES
 """Unsent bytes that are buffered for a peer that does not read. With more, the connection counts as lost."""
 _FLUSH_S = 1.0
-"""A closing connection sends buffered data for at most this long."""
+"""How long a closing connection tries to send buffered data."""
 
 
 class ControlConnectionOwner(Protocol):
-    """Receives the frames and the loss of a control connection."""
+    """Receives the frames of a control connection, and its loss."""
 
-    def on_frame(self, lifeline: "ControlConnection", frame: Frame) -> None:
+    def on_frame(self, connection: "ControlConnection", frame: Frame) -> None:
         """Handle a received frame. If this raises, the connection is closed and `on_lost` is called."""
 
-    def on_lost(self, lifeline: "ControlConnection", reason: str) -> None:
+    def on_lost(self, connection: "ControlConnection", reason: str) -> None:
         """The peer closed the connection, the connection failed, or a frame was invalid. Called at most once, never after `close`."""
 
 
@@ -33,13 +33,13 @@ class ControlConnection:
     """Sends and receives frames on one socket. `owner` may be replaced; the next frame goes to the new owner.
 
     Attributes:
-        last_heard_s: when data last arrived, by `time.monotonic`. The control loop moves it forward after a stall of its own.
+        last_received_s: when data last arrived, by `time.monotonic`. The control loop moves it forward after a stall of its own.
         stall_clock: how long the event loop of the peer has not run.
     """
 
     def __init__(self, watchdog: WatchDog, sock: socket.socket, owner: ControlConnectionOwner) -> None:
         self.owner = owner
-        self.last_heard_s = watchdog.now_s
+        self.last_received_s = watchdog.now_s
         self.stall_clock = StallClock()
         self.local_host: str = sock.getsockname()[0]
         self.peer_host: str = sock.getpeername()[0]
@@ -51,11 +51,11 @@ class ControlConnection:
         self._closing = False
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        watchdog.lifelines.add(self)
+        watchdog.connections.add(self)
         watchdog.register(sock, selectors.EVENT_READ, self._on_event)
 
-    def trust(self) -> None:
-        """Allow frames of MAX_FRAME_BYTES. Call it when the peer is authenticated."""
+    def mark_authenticated(self) -> None:
+        """Allow frames of MAX_FRAME_BYTES instead of MAX_HANDSHAKE_BYTES."""
         self._reader.limit_bytes = MAX_FRAME_BYTES
 
     def send(self, data: bytes) -> None:
@@ -65,7 +65,7 @@ class ControlConnection:
         self._outbox += data
         self._flush()
         if len(self._outbox) > _MAX_OUTBOX_BYTES:
-            self._lose("it reads nothing that we send")
+            self._fail("it does not read what we send")
 
     def close(self) -> None:
         """Send buffered data for at most one second, then close. The owner gets no more calls."""
@@ -73,20 +73,18 @@ class ControlConnection:
             return
         self._closing = True
         if self._outbox:
-            self._watchdog.call_later(_FLUSH_S, self._end)
+            self._watchdog.call_later(_FLUSH_S, self._close_socket)
         else:
-            self._end()
+            self._close_socket()
 
-    def hand_over(self) -> socket.socket:
+    def release_socket(self) -> socket.socket:
         """Stop serving the socket and return it, for use by another protocol. The caller owns it.
 
         Raises FrameError when the connection is closed, or received or unsent data is buffered.
         """
-        if not self._open or self._outbox or self._reader.holds_part:
-            raise FrameError("more than a handshake on a connection for messages")
-        self._open = False
-        self._watchdog.lifelines.discard(self)
-        self._watchdog.unregister(self._sock)
+        if not self._open or self._outbox or self._reader.has_partial_frame:
+            raise FrameError("unexpected data after the handshake of a data connection")
+        self._stop_serving()
         return self._sock
 
     def _on_event(self, mask: int) -> None:
@@ -101,12 +99,12 @@ class ControlConnection:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(error.strerror or str(error))
+            self._fail(error.strerror or str(error))
             return
         if not data:
-            self._lose("it ended the connection")
+            self._fail("it ended the connection")
             return
-        self.last_heard_s = self._watchdog.now_s
+        self.last_received_s = self._watchdog.now_s
         if self._closing:
             return
         try:
@@ -115,9 +113,9 @@ class ControlConnection:
                 if not self._open or self._closing:
                     return
         except FrameError as error:
-            self._lose(f"it sent garbage: {error}")
+            self._fail(f"it sent an invalid frame: {error}")
         except Exception:
-            self._lose("what it sent could not be handled")
+            self._fail("its frame could not be handled")
             raise
 
     def _flush(self) -> None:
@@ -126,33 +124,30 @@ class ControlConnection:
                 del self._outbox[: self._sock.send(self._outbox)]
         except BlockingIOError:
             pass
-        except OSError as error:
-            self._outbox.clear()
-            if self._closing:
-                self._end()
-            # Otherwise the last frames of the peer may still be unread: `_receive` reads them and then finds the end.
-            elif error.errno is None:  # pragma: no cover - every OSError of a socket has one
-                raise
-        if self._open:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
-            self._watchdog.modify(self._sock, wanted, self._on_event)
-            if self._closing and not self._outbox:
-                self._end()
+        except OSError:
+            self._outbox.clear()  # the peer's last frames may still be unread: `_receive` reads them and then finds the end
+        if self._closing and not self._outbox:
+            self._close_socket()
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+        self._watchdog.modify(self._sock, events, self._on_event)
 
-    def _lose(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._open:
             return
-        closing = self._closing
-        self._end()
-        if not closing:
+        self._close_socket()
+        if not self._closing:
             self.owner.on_lost(self, reason)
 
-    def _end(self) -> None:
+    def _close_socket(self) -> None:
         if not self._open:
             return
-        self._open = False
-        self._watchdog.lifelines.discard(self)
-        self._watchdog.unregister(self._sock)
+        self._stop_serving()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         self._sock.close()
+
+    def _stop_serving(self) -> None:
+        self._open = False
+        self._watchdog.connections.discard(self)
+        self._watchdog.unregister(self._sock)

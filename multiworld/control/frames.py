@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
 """Longest frame after the handshake. Rendezvous values have some hundred bytes."""
 MAX_HANDSHAKE_BYTES = 1 << 16
@@ -19,11 +19,11 @@ class Kind(IntEnum):
     HELLO = 2  # client → server: body (JSON), nonce, proof
     WELCOME = 3  # server → client: proof
     REFUSE = 4  # server → client: reason, b"1" if a retry may succeed
-    START = 5  # rank 0 → member: epoch; all ranks have joined
+    START = 5  # rank 0 → member: generation; all ranks have joined
     STORE_SET = 6  # both ways, relayed to all: key, value
     HEARTBEAT = 7  # both ways: the sender's event loop count, if it has one (see progress.py)
     MEMBER_FAILED = 8  # both ways, relayed to all: rank, cause, detail; the world is broken
-    LEFT = 9  # both ways, relayed to all: rank; no new operations
+    LEFT = 9  # both ways, relayed to all: rank; it starts no more operations
     DRAINED = 10  # member → rank 0: the sender has no pending operation
     CLOSE_ACK = 11  # rank 0 → member: all members have drained; connections may close
     REPLY = 12  # server → client: answer, proof
@@ -57,7 +57,7 @@ def _decode(body: memoryview) -> Frame:
     fields, at = [], 1
     while at < len(body):
         if at + 4 > len(body):
-            raise FrameError("a field's length is cut off")
+            raise FrameError("the length of a field is incomplete")
         (length,) = _LENGTH.unpack_from(body, at)
         at += 4
         if at + length > len(body):
@@ -73,37 +73,37 @@ class FrameReader:
     def __init__(self, limit_bytes: int = MAX_HANDSHAKE_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._buffer = bytearray()
-        self._at = 0  # bytes of the buffer whose frames were returned
+        self._consumed = 0  # bytes of the buffer whose frames were returned
 
     @property
-    def holds_part(self) -> bool:
+    def has_partial_frame(self) -> bool:
         """Whether part of a frame is buffered."""
-        return len(self._buffer) > self._at
+        return len(self._buffer) > self._consumed
 
     @property
     def missing_bytes(self) -> int:
         """Minimum number of bytes to receive before the next frame is complete."""
-        held = len(self._buffer) - self._at
-        return 4 - held if held < 4 else 4 + int(_LENGTH.unpack_from(self._buffer, self._at)[0]) - held
+        held = len(self._buffer) - self._consumed
+        return 4 - held if held < 4 else 4 + int(_LENGTH.unpack_from(self._buffer, self._consumed)[0]) - held
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Add received bytes and yield the complete frames. Raises FrameError."""
-        self._forget_given()
+        self._drop_consumed()
         self._buffer += data
-        while len(self._buffer) >= self._at + 4:
-            (length,) = _LENGTH.unpack_from(self._buffer, self._at)
+        while len(self._buffer) >= self._consumed + 4:
+            (length,) = _LENGTH.unpack_from(self._buffer, self._consumed)
             if length > self.limit_bytes:
-                raise FrameError(f"a frame of {length} bytes, at most {self.limit_bytes} are allowed")
-            end = self._at + 4 + length
+                raise FrameError(f"a frame of {length} bytes; at most {self.limit_bytes} are allowed")
+            end = self._consumed + 4 + length
             if len(self._buffer) < end:
                 break
             with memoryview(self._buffer) as view:
-                frame = _decode(view[self._at + 4 : end])
-            self._at = end
+                frame = _decode(view[self._consumed + 4 : end])
+            self._consumed = end
             yield frame
-        self._forget_given()
+        self._drop_consumed()
 
-    def _forget_given(self) -> None:
-        """Delete the returned frames in one step. Deletion frame by frame takes about 100 times as long for many short frames."""
-        del self._buffer[: self._at]
-        self._at = 0
+    def _drop_consumed(self) -> None:
+        """Delete the returned frames in one step. Deleting each frame takes about 100 times as long for many short frames."""
+        del self._buffer[: self._consumed]
+        self._consumed = 0

@@ -1,4 +1,4 @@
-"""Mutual authentication of two processes by a shared secret, as the first exchange on a connection.
+"""Mutual authentication of two processes by a shared secret, at the start of each connection.
 
 Challenge and response with HMAC-SHA256: the server sends a nonce; the client answers with its body, its own nonce and a proof over all
 three; the server answers with its own proof over the same data. Every connection has new nonces, so a recorded handshake cannot be
@@ -22,13 +22,13 @@ class Hello:
     """The client's request: join `world` as `rank` of `size`; or, if `peer` is set, a data connection to that rank; or, if
     `question` is set, a query.
 
-    `epoch` 0 means the generation of the world that forms next.
+    `generation` 0 means the next generation that forms.
     """
 
     world: str = ""
     rank: int = 0
     size: int = 0
-    epoch: int = 0
+    generation: int = 0
     question: str | None = None
     peer: int | None = None
 
@@ -43,7 +43,7 @@ class Hello:
         except (ValueError, TypeError, RecursionError) as error:
             raise FrameError(f"not a hello: {shown(str(error), 200)}") from error
         texts = isinstance(hello.world, str) and isinstance(hello.question, str | None)
-        numbers = (hello.rank, hello.size, hello.epoch, 0 if hello.peer is None else hello.peer)
+        numbers = (hello.rank, hello.size, hello.generation, 0 if hello.peer is None else hello.peer)
         if not texts or not all(type(value) is int for value in numbers):
             raise FrameError("not a hello: a field has the wrong type")
         if not all(abs(value) < 1 << 63 for value in numbers):
@@ -78,16 +78,16 @@ class ServerHandshake:
         """Check the client's proof and return its request. Raises FrameError for a malformed HELLO, PermissionError for a wrong secret."""
         if frame.kind is not Kind.HELLO or len(frame.fields) != 3 or len(frame.fields[1]) != NONCE_BYTES:
             raise FrameError(f"expected a hello, got {frame.kind.name}")
-        body, guest_nonce, proof = frame.fields
-        self._transcript = (self._nonce, guest_nonce, body)
-        known = [s for s in self._secrets if hmac.compare_digest(proof, _proof(s, b"guest", *self._transcript))]
+        body, client_nonce, proof = frame.fields
+        self._transcript = (self._nonce, client_nonce, body)
+        known = [s for s in self._secrets if hmac.compare_digest(proof, _proof(s, b"client", *self._transcript))]
         if not known:
             raise PermissionError("wrong secret")
         self._secret = known[0]
         return Hello.decode(body)
 
     def welcome(self) -> Frame:
-        return Frame(Kind.WELCOME, (_proof(self._secret, b"host", *self._transcript),))
+        return Frame(Kind.WELCOME, (_proof(self._secret, b"server", *self._transcript),))
 
     def reply(self, answer: bytes) -> Frame:
         return Frame(Kind.REPLY, (answer, _proof(self._secret, b"reply", *self._transcript, answer)))
@@ -105,24 +105,24 @@ class ClientHandshake:
         """Return the HELLO for this CHALLENGE. Raises FrameError when the server has another protocol or protocol version."""
         if challenge.kind is not Kind.CHALLENGE or len(challenge.fields) != 2:
             raise FrameError(f"expected a challenge, got {challenge.kind.name}")
-        version, host_nonce = challenge.fields
-        if version != bytes([PROTOCOL_VERSION]) or len(host_nonce) != NONCE_BYTES:
-            raise FrameError(f"the host speaks lifeline version {version!r}, we speak {PROTOCOL_VERSION}")
+        version, server_nonce = challenge.fields
+        if version != bytes([PROTOCOL_VERSION]) or len(server_nonce) != NONCE_BYTES:
+            raise FrameError(f"the server uses version {version!r} of the control protocol, we use {PROTOCOL_VERSION}")
         nonce = os.urandom(NONCE_BYTES)
-        self._transcript = (host_nonce, nonce, self._body)
-        return Frame(Kind.HELLO, (self._body, nonce, _proof(self._secret, b"guest", *self._transcript)))
+        self._transcript = (server_nonce, nonce, self._body)
+        return Frame(Kind.HELLO, (self._body, nonce, _proof(self._secret, b"client", *self._transcript)))
 
     def check_welcome(self, frame: Frame) -> None:
         """Raises PermissionError when the server does not know the secret."""
         if len(frame.fields) != 1 or not hmac.compare_digest(
-            frame.fields[0], _proof(self._secret, b"host", *self._transcript)
+            frame.fields[0], _proof(self._secret, b"server", *self._transcript)
         ):
-            raise PermissionError("the host does not know the secret")
+            raise PermissionError("the server does not know the secret")
 
     def check_reply(self, frame: Frame) -> bytes:
         """Return the server's answer. Raises PermissionError when its proof is wrong."""
         if len(frame.fields) != 2 or not hmac.compare_digest(
             frame.fields[1], _proof(self._secret, b"reply", *self._transcript, frame.fields[0])
         ):
-            raise PermissionError("the answer was not given by a host that knows the secret")
+            raise PermissionError("the answer is not from a server that knows the secret")
         return frame.fields[0]

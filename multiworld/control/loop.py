@@ -1,8 +1,8 @@
 """The control loop: one thread that serves all control connections of a process. It never blocks.
 
-Sockets are non-blocking and callbacks are short, so the loop does not wait for a peer, a world or the application. An asyncio event
-loop that does not run for seconds breaks no world, unless it is registered for monitoring (see progress.py). When this process was
-stopped or starved, that time does not count as silence of its peers.
+Sockets are non-blocking and callbacks are short, so the loop never waits for a peer, a world or the application. An asyncio event loop
+that is blocked for seconds breaks no world, unless it is registered for monitoring (see progress.py). Time in which this process itself
+did not run (SIGSTOP, no CPU time) does not count towards the heartbeat timeouts of its peers.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from multiworld.control.progress import LoopCounter
-from multiworld.control.sockets import not_inherited
+from multiworld.control.sockets import close_in_child
 from multiworld.execution.threads import DaemonThread
 
 logger = logging.getLogger(__name__)
 
 _STALL_S = 0.25
-"""A longer delay of one iteration is a stall of this process. Shorter ones need no correction: received data is read before timers run."""
+"""A longer delay of one iteration counts as a stall of this process. Shorter ones need no correction: data is read before timers run."""
 _IDLE_S = 60.0
 
 
@@ -35,10 +35,10 @@ class MonitoredConnection(Protocol):
     """The part of a control connection that the loop uses.
 
     Attributes:
-        last_heard_s: when data from the peer last arrived, by `time.monotonic`.
+        last_received_s: when data from the peer last arrived, by `time.monotonic`.
     """
 
-    last_heard_s: float
+    last_received_s: float
 
     def close(self) -> None: ...
 
@@ -55,10 +55,7 @@ class Timer:
 
     def cancel(self) -> None:
         self.cancelled = True
-        self.call, self.args = (
-            _nothing,
-            (),
-        )  # a cancelled timer stays queued until it is due and must not keep a world alive
+        self.call, self.args = _nothing, ()  # it stays queued until it is due, and must not keep a world alive
 
 
 class WatchDog:
@@ -66,19 +63,20 @@ class WatchDog:
 
     def __init__(self) -> None:
         self.now_s = time.monotonic()
-        self.lifelines: set[MonitoredConnection] = set()
+        self.connections: set[MonitoredConnection] = set()
         self.loop_counter = LoopCounter()
         """Counts the ticks of this process's event loop; heartbeats carry the count."""
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Timer]] = []
         self._sequence = itertools.count()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._wake_out, self._wake_in = map(not_inherited, socket.socketpair())
+        self._wake_out, self._wake_in = map(close_in_child, socket.socketpair())
         self._thread: threading.Thread | None = None
         self._stopping = False
 
     @property
     def running(self) -> bool:
+        """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
@@ -101,29 +99,24 @@ class WatchDog:
             self._thread.start()
         except BaseException:
             self._thread = None
-            self._free()
+            self._close_all()
             raise
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread is not None and self._thread.is_alive()
-
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Run the calls already queued by `call_soon`, end the thread, and close all sockets. Waits at most `timeout_s` for the thread."""
+        """Run the queued calls, end the thread, and close all sockets. Waits at most `timeout_s` for the thread."""
         self.loop_counter.stop()
         if self._thread is not None:
             self.call_soon(self._stop)
             self._thread.join(timeout_s)
         else:
-            self._free()
+            self._close_all()
 
     # -- from any thread -------------------------------------------------------------------------------------------------
 
     def call_soon(self, call: Callable[..., object], *args: Any) -> None:
         """Run `call(*args)` on the control loop's thread, in the order of the calls."""
         self._calls.append((call, args))
-        with contextlib.suppress(OSError):  # buffer full: the loop wakes anyway; closed: the loop has ended
+        with contextlib.suppress(OSError):  # the buffer is full, so the loop wakes anyway, or the loop has ended
             self._wake_in.send(b"\0")
 
     # -- on the control loop's thread ------------------------------------------------------------------------------------
@@ -148,37 +141,37 @@ class WatchDog:
         try:
             while not self._stopping:
                 with contextlib.suppress(MemoryError):  # the next iteration retries
-                    self._round()
+                    self._run_once()
         finally:
-            self._free()
+            self._close_all()
 
-    def _round(self) -> None:
+    def _run_once(self) -> None:
         began_s = time.monotonic()
         timeout_s = min(_IDLE_S, self._timers[0][0] - began_s) if self._timers else _IDLE_S
         timeout_s = 0.0 if self._calls else max(0.0, timeout_s)
         ready = self._selector.select(timeout_s)
-        self._forgive_own_stall(began_s, timeout_s)
+        self._discount_own_stall(began_s, timeout_s)
         for key, mask in ready:
-            if key.fd in self._selector.get_map():  # an earlier callback of this iteration may have closed it
-                self._guarded(key.data, mask)
+            if key.fd in self._selector.get_map():  # not closed by an earlier callback of this iteration
+                self._call_safely(key.data, mask)
         for _ in range(len(self._calls)):
             call, args = self._calls.popleft()
-            self._guarded(call, *args)
+            self._call_safely(call, *args)
         while self._timers and self._timers[0][0] <= self.now_s:
             _, _, timer = heapq.heappop(self._timers)
             if not timer.cancelled:
-                self._guarded(timer.call, *timer.args)
+                self._call_safely(timer.call, *timer.args)
 
-    def _forgive_own_stall(self, began_s: float, planned_s: float) -> None:
-        """Add the length of a stall of this process (SIGSTOP, no CPU time, no GIL) to `last_heard_s` of all connections."""
+    def _discount_own_stall(self, began_s: float, planned_s: float) -> None:
+        """Add the length of a stall of this process (SIGSTOP, no CPU time, no GIL) to `last_received_s` of all connections."""
         now_s = time.monotonic()
-        away_s = began_s - self.now_s + max(0.0, now_s - began_s - planned_s)
+        stalled_s = began_s - self.now_s + max(0.0, now_s - began_s - planned_s)
         self.now_s = now_s
-        if away_s > _STALL_S:
-            for lifeline in self.lifelines:
-                lifeline.last_heard_s += away_s
+        if stalled_s > _STALL_S:
+            for connection in self.connections:
+                connection.last_received_s += stalled_s
 
-    def _guarded(self, call: Callable[..., object], *args: Any) -> None:
+    def _call_safely(self, call: Callable[..., object], *args: Any) -> None:
         try:
             call(*args)
         except Exception:
@@ -193,9 +186,9 @@ class WatchDog:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _free(self) -> None:
-        for lifeline in list(self.lifelines):
-            lifeline.close()
+    def _close_all(self) -> None:
+        for connection in list(self.connections):
+            connection.close()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

@@ -1,8 +1,8 @@
 """Detects a peer whose event loop does not run.
 
-The control loop's thread sends heartbeats even while the event loop of its process is blocked. So heartbeats carry a count that the event
-loop increments. A peer whose count does not change for too long is `stalled`. A heartbeat without a count is valid and is not used for
-this: its sender has registered no event loop, or runs an older release.
+The control loop's thread sends heartbeats even while the event loop of its process is blocked. Therefore heartbeats carry a count that the
+event loop increments. A peer whose count does not change for too long is `stalled`. A heartbeat without a count is valid; its sender has
+registered no event loop, and is not checked for stalls.
 """
 
 import asyncio
@@ -49,17 +49,17 @@ class StallClock:
     def __init__(self) -> None:
         self.stalled_s = 0.0
         self._count: int | None = None
-        self._heard_at_s = 0.0
+        self._received_s = 0.0
 
-    def hear(self, count: int, now_s: float, longest_gap_s: float) -> None:
+    def on_heartbeat(self, count: int, now_s: float, max_gap_s: float) -> None:
         """Record a received heartbeat.
 
         Args:
-            longest_gap_s: at most this much of the time since the previous heartbeat counts. In a longer gap the whole peer process, or
-                this one, did not run; the heartbeat timeout covers that.
+            max_gap_s: at most this much of the time since the previous heartbeat counts. In a longer gap the whole peer process, or this
+                one, did not run; the heartbeat timeout covers that.
         """
         if count == self._count:
-            self.stalled_s += min(now_s - self._heard_at_s, longest_gap_s)
+            self.stalled_s += min(now_s - self._received_s, max_gap_s)
         else:
             self.stalled_s = 0.0
-        self._count, self._heard_at_s = count, now_s
+        self._count, self._received_s = count, now_s

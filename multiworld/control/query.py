@@ -38,7 +38,7 @@ async def ask(
     except TimeoutError:
         raise AskError(f"{addr}:{port} did not answer within {timeout_s:g} s") from None
     except (OSError, FrameError) as error:
-        raise AskError(f"{addr}:{port} cannot be asked: {error}") from error
+        raise AskError(f"{addr}:{port} cannot be queried: {error}") from error
     finally:
         if writer is not None:
             writer.close()

@@ -11,8 +11,8 @@ import weakref
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def not_inherited(sock: socket.socket) -> socket.socket:
-    """Close `sock` in every forked child. Returns `sock`."""
+def close_in_child(sock: socket.socket) -> socket.socket:
+    """Close the copy of `sock` in every forked child. Returns `sock`."""
     _open.add(sock)
     return sock
 

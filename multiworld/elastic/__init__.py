@@ -4,19 +4,18 @@
         world = await elastic.join("averages", "10.0.0.1", 29600)
         outcome = await world.all_reduce_multiple_with_retry(tensors, ReduceOp.AVG)
 
-A separate rendezvous process (`python -m multiworld.elastic`) decides the members of each epoch. Each epoch is an ordinary world
-that is formed anew. The design and its reasons are in docs/decisions/0013-elastic-worlds.md.
+A separate rendezvous process (`python -m multiworld.elastic`) decides the members of each view. Each view has an ordinary world of
+its own. The design and its reasons are in docs/decisions/0013-elastic-worlds.md.
 
 This package is the top layer of the library: it may import every other package of `multiworld`, and none of them imports it.
 Start reading at `world.py` (the API), then `protocol/` (the decisions, without I/O), then `agent.py` (the I/O of a member).
 """
 
 from multiworld.elastic.allreduce.quantization import Quantization
-from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, ReformError, RendezvousError
-from multiworld.elastic.handle import AllReduceHandle
+from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, RendezvousError, ViewChangeError
 from multiworld.elastic.manager import ElasticManager
+from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.rendezvous import ElasticRendezvous
-from multiworld.elastic.retry import AllReduceOutcome
 from multiworld.elastic.world import ElasticWorld
 
 __all__ = [
@@ -29,6 +28,6 @@ __all__ = [
     "ElasticWorld",
     "EvictedError",
     "Quantization",
-    "ReformError",
     "RendezvousError",
+    "ViewChangeError",
 ]

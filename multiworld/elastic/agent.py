@@ -10,266 +10,264 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from multiworld.control.query import ask
-from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, ReformError, RendezvousError
-from multiworld.elastic.protocol import member_state as moves
+from multiworld.elastic.errors import DesyncError, ElasticError, EvictedError, RendezvousError, ViewChangeError
 from multiworld.elastic.protocol.member_state import (
-    BoundaryFailed,
-    BoundaryPassed,
-    CloseEpoch,
-    End,
-    Fail,
-    Form,
+    Action,
+    CloseView,
+    EndBoundary,
+    EndMembership,
+    EndReason,
+    FormView,
     MemberState,
-    Ready,
     Send,
+    ViewReady,
 )
 from multiworld.elastic.protocol.messages import Evicted, MemberInfo, MessageError, View
-from multiworld.elastic.rendezvous_link import Link
+from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.errors import AskError, BrokenWorldException, Cause, WorldError
 from multiworld.manager import WorldManager
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
 
-_ASK_S = 5.0
-"""Seconds that one attempt to reach the rendezvous may take."""
-_PAUSE_S = 0.2
-"""Seconds between two attempts to reach the rendezvous."""
-_LAST_WORDS_S = 1.0
+_CONNECT_TIMEOUT_S = 5.0
+"""Seconds that one attempt to connect to the rendezvous server may take."""
+_RETRY_PAUSE_S = 0.2
+"""Seconds between two attempts to connect to the rendezvous server."""
+_FLUSH_TIMEOUT_S = 1.0
 """Seconds that `close` waits until the queued messages are sent."""
-_ACCUSING = frozenset((Cause.EXIT, Cause.HANG, Cause.STALLED, Cause.TRANSPORT, Cause.LOCAL))
+_SUSPECT_CAUSES = frozenset((Cause.EXIT, Cause.HANG, Cause.STALLED, Cause.TRANSPORT, Cause.LOCAL))
 """Causes that make the failed rank a suspect. LOCAL counts because a member that fails locally reports it to the others."""
-_ERRORS: dict[End, type[ElasticError]] = {
+_ERRORS: dict[EndReason, type[ElasticError]] = {
     "left": ElasticError,
     "evicted": EvictedError,
     "rendezvous": RendezvousError,
-    "reform": ReformError,
+    "view_change": ViewChangeError,
     "desync": DesyncError,
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemberConfig:
     """Settings of one member.
 
     Attributes:
-        addr, port: address of the rendezvous.
-        secret: the secret of the rendezvous.
-        host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous.
-        form_timeout_s: seconds that one attempt to form an epoch may take.
-        reform_timeout_s: seconds to wait for the next epoch, failed attempts included; also seconds to try to reach the
+        addr, port: address of the rendezvous server.
+        secret: the secret of the rendezvous server.
+        host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous server.
+        form_timeout_s: seconds that one attempt to form the world of a view may take.
+        view_change_timeout_s: seconds to wait for the next view, failed attempts included; also seconds to try to reach the
             rendezvous after the connection to it is lost.
     """
 
     addr: str
     port: int
-    secret: bytes | str = b""
-    host: str = ""
-    form_timeout_s: float = 10.0
-    reform_timeout_s: float = 60.0
+    secret: bytes | str
+    host: str
+    form_timeout_s: float
+    view_change_timeout_s: float
 
 
 class MemberAgent:
-    """Runs one membership: the connection to the rendezvous and the formation of each epoch's world.
+    """Runs one membership: the connection to the rendezvous server and the formation of each view's world.
 
     Attributes:
-        seat: the state of this member.
+        state: the state of this member.
         error: why this process is no longer a member; None while it is one.
     """
 
-    def __init__(self, manager: WorldManager, world_name: str, terms: MemberConfig) -> None:
-        self.seat = MemberState(os.urandom(8).hex())
+    def __init__(self, manager: WorldManager, world_name: str, config: MemberConfig) -> None:
+        self.state = MemberState(os.urandom(8).hex())
         self.error: ElasticError | None = None
         self._manager = manager
         self._name = world_name
-        self._terms = terms
-        self._self = MemberInfo(self.seat.id, "", 0)
-        self._link: Link | None = None
+        self._config = config
+        self._member = MemberInfo(self.state.id, "", 0)
+        self._link: RendezvousLink | None = None
         self._changed = asyncio.Event()
         self._boundary: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._forming: asyncio.Task[None] | None = None
 
-    # -- for the application -------------------------------------------------------------------------------------------------------
+    # -- for the application -------------------------------------------------------------------------------------------
 
     async def join(self, timeout_s: float) -> None:
-        """Register at the rendezvous and wait for the first epoch that includes this member. Raises ElasticError, OSError."""
-        terms = self._terms
+        """Register at the rendezvous server and wait for the first view that includes this member. Raises ElasticError, OSError."""
+        config = self._config
         try:
             async with asyncio.timeout(timeout_s):
-                host = terms.host or await asyncio.to_thread(_local_host, terms.addr, terms.port)
-                # In a thread, because `host` may be a name to resolve.
+                # In threads, because names may have to be resolved.
+                host = config.host or await asyncio.to_thread(_local_host, config.addr, config.port)
                 port = await asyncio.to_thread(self._manager.listen, host)
-                self._self = MemberInfo(self.seat.id, host, port)
-                self._spawn(self._watch_epochs())
-                self._link = await self._reach(timeout_s)
-                self._spawn(self._follow())
-                await self._until_later(0)
+                self._member = MemberInfo(self.state.id, host, port)
+                self._spawn(self._watch_world())
+                self._link = await self._connect_with_retry(timeout_s)
+                self._spawn(self._receive_messages())
+                await self._wait_for_view(0)
         except TimeoutError:
-            detail = f"no epoch began with us within {timeout_s:g} s: too few members came, or those there did not come to a boundary"
-            raise ReformError(self._name, detail) from None
+            detail = f"no view included this member within {timeout_s:g} s: too few members joined, or the others were not at a boundary"
+            raise ViewChangeError(self._name, detail) from None
         except PermissionError as error:
             raise RendezvousError(self._name, str(error)) from error
-        self.raise_if_out()
+        self.raise_if_ended()
 
-    async def next_epoch(self, after: int) -> View:
-        """Wait until an epoch later than `after` is ready and return its view.
+    async def next_view(self, after: int) -> View:
+        """Wait until a view later than `after` is ready and return it.
 
-        Raises ElasticError when this process is no longer a member. After `reform_timeout_s` the member gives up with ReformError.
+        Raises ElasticError when this process is no longer a member. After `view_change_timeout_s` the member leaves with ViewChangeError.
         """
         try:
-            async with asyncio.timeout(self._terms.reform_timeout_s):
-                await self._until_later(after)
+            async with asyncio.timeout(self._config.view_change_timeout_s):
+                await self._wait_for_view(after)
         except TimeoutError:
-            detail = f"no epoch after {after} within {self._terms.reform_timeout_s:g} s"
-            self.perform(self.seat.give_up("reform", detail))
-        self.raise_if_out()
-        return self.seat.view
+            detail = f"no view after {after} formed within {self._config.view_change_timeout_s:g} s"
+            self.leave("view_change", detail)
+        self.raise_if_ended()
+        return self.state.view
 
-    async def _until_later(self, epoch: int) -> None:
-        """Wait until an epoch later than `epoch` is ready, or this process is no longer a member."""
-        while self.error is None and not (self.seat.epoch > epoch and self.seat.is_in(self.seat.epoch)):
+    async def _wait_for_view(self, after: int) -> None:
+        """Wait until a view later than `after` is ready, or this process is no longer a member."""
+        while self.error is None and not (self.state.view.number > after and self.state.is_in(self.state.view.number)):
             self._changed.clear()
             await self._changed.wait()
 
-    async def stand_at_boundary(self, epoch: int) -> None:
-        """Wait until all members of `epoch` are at the boundary.
+    async def wait_at_boundary(self, view_number: int) -> None:
+        """Wait until all members of that view are at the boundary.
 
         Raises:
-            BrokenWorldException: the epoch is over, or ends first.
-            RendezvousError: the rendezvous cannot be reached. If the epoch still works, this process stays a member.
+            BrokenWorldException: the view has ended, or ends first.
+            RendezvousError: the rendezvous server cannot be reached. If the view still works, this process stays a member.
             ElasticError: this process is no longer a member.
         """
-        self.raise_if_out()
-        if self.seat.state != "ready" or self.seat.epoch != epoch:
-            raise self._over(epoch)
+        self.raise_if_ended()
+        if self.state.phase != "ready" or self.state.view.number != view_number:
+            raise self.view_ended(view_number)
         self._boundary = asyncio.get_running_loop().create_future()
-        self.perform(self.seat.stand_at_boundary(epoch))
+        self.perform(self.state.enter_boundary(view_number))
         try:
             await self._boundary
         finally:
             self._boundary = None
 
-    def raise_if_out(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise a copy of `error` if this process is no longer a member."""
         if self.error is not None:
             raise type(self.error)(*self.error.args)
 
+    def view_ended(self, view_number: int) -> BrokenWorldException:
+        """Return the error of an operation whose view has ended."""
+        return BrokenWorldException(self._name, Cause.ABORTED, -1, f"view {view_number} has ended")
+
+    def leave(self, reason: EndReason, detail: str) -> None:
+        """End the membership for a local reason; `raise_if_ended` raises from then on. Idempotent."""
+        self.perform(self.state.leave(reason, detail))
+
     async def close(self) -> None:
         """Leave the world and free all resources. Idempotent."""
-        self.perform(self.seat.give_up("left", "we left"))
+        self.leave("left", "this process left the world")
         if self._link is not None:
-            await self._link.close(_LAST_WORDS_S)
+            await self._link.close(_FLUSH_TIMEOUT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- actions of the member state -----------------------------------------------------------------------------------------------
+    # -- actions of the member state -----------------------------------------------------------------------------------
 
-    def perform(self, actions: Sequence[moves.Action]) -> None:
+    def perform(self, actions: Sequence[Action]) -> None:
         """Perform the actions of the member state, in order."""
         for action in actions:
             match action:
                 case Send(message):
                     if self._link is not None:
                         self._link.send(message)
-                case CloseEpoch(epoch):
-                    self._close_epoch(epoch)
-                case Form(view):
-                    self._forming = self._spawn(self._form(view, self._forming))
-                case Ready(view):
-                    logger.info(
-                        "world=%s epoch=%d rank=%d of %d",
-                        self._name,
-                        view.epoch,
-                        view.rank_of(self.seat.id),
-                        len(view.members),
-                    )
-                case BoundaryPassed():
-                    if self._boundary is not None and not self._boundary.done():
-                        self._boundary.set_result(None)
-                case BoundaryFailed(reason):
-                    self._end_boundary(RendezvousError(self._name, reason))
-                case Fail(end, reason):
-                    self._fail(end, reason)
+                case CloseView(view_number):
+                    self._close_view(view_number)
+                case FormView(view):
+                    self._forming = self._spawn(self._form_world(view, self._forming))
+                case ViewReady(view):
+                    rank, size = view.rank_of(self.state.id), len(view.members)
+                    logger.info("world=%s view=%d rank=%d of %d", self._name, view.number, rank, size)
+                case EndBoundary(error):
+                    self._end_boundary(None if error is None else RendezvousError(self._name, error))
+                case EndMembership(reason, detail):
+                    if reason != "left":
+                        logger.warning("world=%s member=%s ended: %s", self._name, self.state.id, detail)
+                    self.error = _ERRORS[reason](self._name, detail)
         self._changed.set()
 
-    def _fail(self, end: End, reason: str) -> None:
-        if end != "left":
-            logger.warning("world=%s member=%s is out: %s", self._name, self.seat.id, reason)
-        self.error = _ERRORS[end](self._name, reason)
-
-    def _end_boundary(self, error: WorldError) -> None:
-        if self._boundary is not None and not self._boundary.done():
+    def _end_boundary(self, error: WorldError | None) -> None:
+        if self._boundary is None or self._boundary.done():
+            return
+        if error is None:
+            self._boundary.set_result(None)
+        else:
             self._boundary.set_exception(error)
 
-    def _over(self, epoch: int) -> BrokenWorldException:
-        return BrokenWorldException(self._name, Cause.ABORTED, -1, f"epoch {epoch} is over")
-
-    def _close_epoch(self, epoch: int) -> None:
-        self._end_boundary(self._over(epoch))
+    def _close_view(self, view_number: int) -> None:
+        self._end_boundary(self.view_ended(view_number))
         if self._forming is not None:
             self._forming.cancel()
-        known = self._manager.worlds.get(self._name)
-        if known is not None and known.epoch == epoch:
+        world = self._manager.worlds.get(self._name)
+        if world is not None and world.generation == view_number:
             self._manager.remove_world(self._name)
 
-    async def _form(self, view: View, former: asyncio.Task[None] | None) -> None:
+    async def _form_world(self, view: View, previous: asyncio.Task[None] | None) -> None:
         """Form the world of `view` after the previous attempt has ended."""
-        if former is not None:
-            await asyncio.gather(former, return_exceptions=True)
-        rank, size, first = view.rank_of(self.seat.id), len(view.members), view.members[0]
+        if previous is not None:
+            await asyncio.gather(previous, return_exceptions=True)
+        rank, size, first = view.rank_of(self.state.id), len(view.members), view.members[0]
         try:
             if size > 1:
                 await self._manager.initialize_world(
-                    self._name, rank, size, "gloo", first.host, first.port, self._terms.form_timeout_s,
-                    epoch=view.epoch, checked=False,
+                    self._name, rank, size, "gloo", first.host, first.port, self._config.form_timeout_s,
+                    generation=view.number, verify_collectives=False,
                 )  # fmt: skip
         except (WorldError, OSError) as error:
-            logger.info("world=%s epoch=%d did not form: %s", self._name, view.epoch, error)
+            logger.info("world=%s view=%d did not form: %s", self._name, view.number, error)
             failure = error if isinstance(error, BrokenWorldException) else None
-            self.perform(self.seat.failed(view.epoch, accused_by(self.seat.id, view, failure)))
+            self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
         else:
-            self.perform(self.seat.formed(view.epoch))
+            self.perform(self.state.on_formed(view.number))
 
-    async def _watch_epochs(self) -> None:
-        """Report to the member state that the world of the current epoch broke."""
+    async def _watch_world(self) -> None:
+        """Report to the member state that the world of the current view broke."""
         async for event in self._manager.events():
-            if event.kind == "broken" and event.world_name == self._name and event.epoch == self.seat.epoch:
+            view = self.state.view
+            if event.kind == "broken" and event.world_name == self._name and event.generation == view.number:
                 world = self._manager.worlds.get(self._name)
-                failure = world.failure if world is not None and world.epoch == event.epoch else None
-                self.perform(self.seat.failed(event.epoch, accused_by(self.seat.id, self.seat.view, failure)))
+                failure = world.failure if world is not None and world.generation == event.generation else None
+                self.perform(self.state.on_failed(view.number, suspect_of(self.state.id, view, failure)))
 
-    # -- the rendezvous ------------------------------------------------------------------------------------------------------------
+    # -- the rendezvous server -----------------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
-        """Receive messages from the rendezvous. After a lost connection, reconnect for up to `reform_timeout_s`."""
+    async def _receive_messages(self) -> None:
+        """Receive messages from the rendezvous server. After a lost connection, reconnect for up to `view_change_timeout_s`."""
         while self.error is None:
             assert self._link is not None
             try:
                 while True:
-                    self.perform(self.seat.heard(await self._link.receive()))
+                    self.perform(self.state.on_message(await self._link.receive()))
             except (WorldError, MessageError) as error:
-                reason = f"the rendezvous is gone: {error}"
+                reason = f"the connection to the rendezvous server is lost: {error}"
             if self.error is not None:
                 return
-            logger.info("world=%s member=%s: %s", self._name, self.seat.id, reason)
+            logger.info("world=%s member=%s: %s", self._name, self.state.id, reason)
             await self._link.close()
             try:
-                self._link = await self._reach(self._terms.reform_timeout_s)
+                self._link = await self._connect_with_retry(self._config.view_change_timeout_s)
             except EvictedError as error:
-                self.perform(self.seat.heard(Evicted(error.message)))
+                self.perform(self.state.on_message(Evicted(error.message)))
             except (ElasticError, PermissionError) as error:
-                self.perform(self.seat.severed(f"{reason}; then {error}"))
+                self.perform(self.state.on_rendezvous_lost(f"{reason}; reconnecting failed: {error}"))
                 return
             else:
-                self.perform(self.seat.reconnected())
+                self.perform(self.state.on_reconnected())
 
-    async def _reach(self, timeout_s: float) -> Link:
-        """Connect to the rendezvous and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
+    async def _connect_with_retry(self, timeout_s: float) -> RendezvousLink:
+        """Connect to the rendezvous server and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             try:
@@ -278,31 +276,32 @@ class MemberAgent:
                 if isinstance(error, ElasticError):
                     raise
                 if asyncio.get_running_loop().time() > until_s:
-                    detail = f"the rendezvous cannot be reached for {timeout_s:g} s: {error}"
+                    detail = f"the rendezvous server could not be reached for {timeout_s:g} s: {error}"
                     raise RendezvousError(self._name, detail) from None
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_RETRY_PAUSE_S)
 
-    async def _connect(self) -> Link:
+    async def _connect(self) -> RendezvousLink:
         """Make one attempt to connect.
 
         Raises:
-            EvictedError, RendezvousError, PermissionError: the rendezvous refuses this member.
+            EvictedError, RendezvousError, PermissionError: the rendezvous server refuses this member.
             AskError, WorldError, ValueError: the attempt failed; another one may succeed.
         """
-        terms, member = self._terms, self._self
-        secret = terms.secret.encode() if isinstance(terms.secret, str) else terms.secret
-        who = {"id": member.id, "host": member.host, "port": member.port}
-        question = {"elastic": self._name, "member": who, "resume": self.seat.state != "waiting"}
-        answer = _answer(await ask(terms.addr, terms.port, json.dumps(question), secret=secret, timeout_s=_ASK_S))
-        if "evicted" in answer:
-            raise EvictedError(self._name, answer["evicted"])
-        if "refused" in answer:
-            raise RendezvousError(self._name, f"refused: {answer['refused']}")
-        if "later" in answer:
-            raise AskError(answer["later"])
-        link = Link(self._manager, answer["link"], 1)
+        config = self._config
+        secret = config.secret.encode() if isinstance(config.secret, str) else config.secret
+        request = {"elastic": self._name, "member": asdict(self._member), "resume": self.state.phase != "waiting"}
+        data = await ask(config.addr, config.port, json.dumps(request), secret=secret, timeout_s=_CONNECT_TIMEOUT_S)
+        match _parse_reply(data):
+            case "evicted", reason:
+                raise EvictedError(self._name, reason)
+            case "refused", reason:
+                raise RendezvousError(self._name, f"refused: {reason}")
+            case "retry", reason:
+                raise AskError(reason)
+            case _, link_name:
+                link = RendezvousLink(self._manager, link_name, 1)
         try:
-            await link.open(terms.addr, terms.port, _ASK_S)
+            await link.open(config.addr, config.port, _CONNECT_TIMEOUT_S)
         except BaseException:
             await link.close()
             raise
@@ -318,29 +317,27 @@ class MemberAgent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # An internal error must not leave a call waiting.
-            logger.error("world=%s: keeping the seat failed", self._name, exc_info=error)
-            self.perform(self.seat.give_up("reform", f"an internal error: {error!r}"))
+            logger.error("world=%s: internal error of the member agent", self._name, exc_info=error)
+            self.leave("view_change", f"internal error: {error!r}")
 
 
-def _answer(data: bytes) -> dict[str, str]:
-    """Parse the answer of the rendezvous: one of `link`, `later`, `refused`, `evicted`. Raises ValueError for anything else."""
+def _parse_reply(data: bytes) -> tuple[str, str]:
+    """Parse the reply of the rendezvous server: ("link", name), or ("retry" | "refused" | "evicted", reason). Raises ValueError."""
     try:
-        match json.loads(data):
-            case (
-                {"link": str(text)} | {"later": str(text)} | {"refused": str(text)} | {"evicted": str(text)} as answer
-            ) if len(answer) == 1:
-                return {kind: shown(text) for kind in answer}
-    except RecursionError as error:
-        raise ValueError(f"the rendezvous answers something else: {error}") from error
-    raise ValueError(f"the rendezvous answers something else: {data[:60]!r}")
+        [(kind, text)] = json.loads(data).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}") from error
+    if kind not in ("link", "retry", "refused", "evicted") or not isinstance(text, str):
+        raise ValueError(f"invalid reply of the rendezvous server: {data[:60]!r}")
+    return kind, shown(text)
 
 
-def accused_by(member_id: str, view: View, failure: BrokenWorldException | None) -> str:
+def suspect_of(member_id: str, view: View, failure: BrokenWorldException | None) -> str:
     """Return the id of the member that caused `failure`; "" if there is none, or if it is this member."""
-    if failure is None or failure.cause not in _ACCUSING or not 0 <= failure.rank < len(view.members):
+    if failure is None or failure.cause not in _SUSPECT_CAUSES or not 0 <= failure.rank < len(view.members):
         return ""
-    accused = view.members[failure.rank].id
-    return accused if accused != member_id else ""
+    suspect = view.members[failure.rank].id
+    return suspect if suspect != member_id else ""
 
 
 def _local_host(addr: str, port: int) -> str:

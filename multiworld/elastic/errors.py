@@ -1,10 +1,10 @@
 """Errors of elastic worlds. The errors of all worlds are in multiworld/errors.py.
 
 WorldError
-└── ElasticError            this process is no longer a member; unfinished tensors hold their original values; join again to go on
-    ├── EvictedError        the world continues without this process, which was frozen, disconnected or too late for an epoch
-    ├── RendezvousError     the rendezvous cannot be reached or does not know the world
-    ├── ReformError         no epoch formed within `reform_timeout_s`
+└── ElasticError            this process is no longer a member; unfinished tensors hold their original values; it may join again
+    ├── EvictedError        the world continues without this process
+    ├── RendezvousError     the rendezvous server cannot be reached or does not know the world
+    ├── ViewChangeError     no view formed in time, or a call exceeded its time limit
     └── DesyncError         the members call different operations: a bug of the application
 """
 
@@ -16,15 +16,15 @@ class ElasticError(WorldError):
 
 
 class EvictedError(ElasticError):
-    """The world continues without this process, which was frozen or disconnected, or asked too late. It may join again as a newcomer."""
+    """The world continues without this process, which was frozen or disconnected, or did not ask for the next view in time."""
 
 
 class RendezvousError(ElasticError):
-    """The rendezvous cannot be reached or does not know this world. A working epoch continues, but no other follows."""
+    """The rendezvous server cannot be reached or does not know this world. A working view continues, but no other follows."""
 
 
-class ReformError(ElasticError):
-    """No epoch formed in time."""
+class ViewChangeError(ElasticError):
+    """No view formed in time, or a call exceeded its time limit."""
 
 
 class DesyncError(ElasticError):

@@ -1,17 +1,9 @@
 """`ElasticManager`: the elastic worlds of a process, by name."""
 
-from collections.abc import Sequence
 from types import TracebackType
 
-from torch import Tensor
-from torch.distributed import ReduceOp
-
-from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent, MemberConfig
-from multiworld.elastic.allreduce.quantization import Quantization
-from multiworld.elastic.handle import AllReduceHandle
 from multiworld.elastic.rendezvous import DEFAULT_PORT
-from multiworld.elastic.retry import AllReduceOutcome
 from multiworld.elastic.world import ElasticWorld
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.manager import WorldManager
@@ -25,7 +17,7 @@ class ElasticManager:
             outcome = await world.all_reduce_multiple_with_retry(tensors, ReduceOp.AVG)
 
     Args:
-        secret: shared by the rendezvous and all members. If it is empty, there is no authentication.
+        secret: shared by the rendezvous server and all members. If it is empty, there is no authentication.
         heartbeat_interval_s: seconds between two heartbeats of a member.
         heartbeat_timeout_s: seconds without a heartbeat after which a member counts as lost.
     """
@@ -34,9 +26,10 @@ class ElasticManager:
         self, *, secret: bytes | str = b"", heartbeat_interval_s: float = 0.2, heartbeat_timeout_s: float = 1.0
     ) -> None:
         self._secret = secret
-        self._pulse = (heartbeat_interval_s, heartbeat_timeout_s)
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._worlds: dict[str, ElasticWorld] = {}
-        self._managers: dict[str, WorldManager] = {}
+        self._managers: dict[str, WorldManager] = {}  # includes worlds that are being joined or left
 
     async def __aenter__(self) -> "ElasticManager":
         return self
@@ -56,47 +49,43 @@ class ElasticManager:
         host: str = "",
         timeout_s: float = 60.0,
         form_timeout_s: float = 10.0,
-        reform_timeout_s: float = 60.0,
+        view_change_timeout_s: float = 60.0,
     ) -> ElasticWorld:
-        """Become a member and wait for the first epoch that includes this process.
+        """Become a member and wait for the first view that includes this process.
 
-        That is the world's first epoch, which starts when enough members have joined, or the epoch after all members await
+        That is the world's first view, which starts when enough members have joined, or the view after all members await
         `update_membership`.
 
         Args:
-            addr, port: address of the rendezvous.
-            host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous.
-            timeout_s: seconds to wait for that epoch.
-            form_timeout_s: seconds that one attempt to form an epoch may take.
-            reform_timeout_s: seconds to wait for the next epoch after a failure, failed attempts included.
+            addr, port: address of the rendezvous server.
+            host: address at which the other members reach this process; "" uses the local address of the route to the rendezvous server.
+            timeout_s: seconds to wait for that view.
+            form_timeout_s: seconds that one attempt to form the world of a view may take.
+            view_change_timeout_s: seconds to wait for the next view after a failure, failed attempts included.
         Raises:
             WorldExistsError: this process is already a member of a world of that name.
-            ReformError: no epoch included this process within `timeout_s`.
-            RendezvousError: the rendezvous cannot be reached, or refuses this member.
+            ViewChangeError: no view included this process within `timeout_s`.
+            RendezvousError: the rendezvous server cannot be reached, or refuses this member.
             OSError: cannot listen at `host`.
         """
-        if world_name in self._worlds or world_name in self._managers:
-            raise WorldExistsError(world_name, "joined here already; leave it first")
-        interval_s, silence_s = self._pulse
-        manager = WorldManager(secret=self._secret, heartbeat_interval_s=interval_s, heartbeat_timeout_s=silence_s)
-        self._managers[world_name] = manager
-        terms = MemberConfig(
-            addr=addr,
-            port=port,
+        if world_name in self._managers:
+            raise WorldExistsError(world_name, "this process is a member already; leave first")
+        manager = WorldManager(
             secret=self._secret,
-            host=host,
-            form_timeout_s=form_timeout_s,
-            reform_timeout_s=reform_timeout_s,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
-        keeper = MemberAgent(manager, world_name, terms)
+        self._managers[world_name] = manager
+        config = MemberConfig(addr, port, self._secret, host, form_timeout_s, view_change_timeout_s)
+        agent = MemberAgent(manager, world_name, config)
         try:
-            await keeper.join(timeout_s)
+            await agent.join(timeout_s)
         except BaseException:
-            await keeper.close()
+            await agent.close()
             await manager.aclose()
             del self._managers[world_name]
             raise
-        world = self._worlds[world_name] = ElasticWorld(manager, world_name, keeper)
+        world = self._worlds[world_name] = ElasticWorld(manager, world_name, agent)
         return world
 
     def world(self, world_name: str) -> ElasticWorld:
@@ -104,57 +93,14 @@ class ElasticManager:
         try:
             return self._worlds[world_name]
         except KeyError:
-            raise WorldNotFoundError(world_name, "never joined here, or left") from None
+            raise WorldNotFoundError(world_name, "this process is not a member") from None
 
     async def leave(self, world_name: str) -> None:
-        """Leave the world and free its resources. Raises WorldNotFoundError."""
-        await self.world(world_name).leave()
-        await self._managers[world_name].aclose()
-        del self._worlds[world_name], self._managers[world_name]
-
-    # -- operations, by world name -----------------------------------------------------------------------------------------------
-
-    async def update_membership(self, world_name: str, *, timeout_s: float = 60.0) -> int:
-        """Call `ElasticWorld.update_membership` of that world."""
-        return await self.world(world_name).update_membership(timeout_s=timeout_s)
-
-    async def all_reduce_multiple_with_retry(
-        self,
-        tensors: Sequence[Tensor],
-        op: AnyReduceOp = ReduceOp.SUM,
-        *,
-        max_in_flight: int = 16,
-        world_name: str,
-        quantization: Quantization | None = None,
-        timeout_s: float | None = None,
-    ) -> AllReduceOutcome:
-        """Call `ElasticWorld.all_reduce_multiple_with_retry` of that world."""
-        return await self.world(world_name).all_reduce_multiple_with_retry(
-            tensors, op, max_in_flight=max_in_flight, quantization=quantization, timeout_s=timeout_s
-        )
-
-    async def all_reduce_with_retry(
-        self,
-        tensor: Tensor,
-        op: AnyReduceOp = ReduceOp.SUM,
-        *,
-        world_name: str,
-        quantization: Quantization | None = None,
-        timeout_s: float | None = None,
-    ) -> AllReduceOutcome:
-        """Call `ElasticWorld.all_reduce_with_retry` of that world."""
-        return await self.world(world_name).all_reduce_with_retry(
-            tensor, op, quantization=quantization, timeout_s=timeout_s
-        )
-
-    def all_reduce_async(
-        self,
-        tensor: Tensor,
-        op: AnyReduceOp = ReduceOp.SUM,
-        *,
-        tag: int = 0,
-        world_name: str,
-        quantization: Quantization | None = None,
-    ) -> AllReduceHandle:
-        """Call `ElasticWorld.all_reduce_async` of that world."""
-        return self.world(world_name).all_reduce_async(tensor, op, tag=tag, quantization=quantization)
+        """Leave the world and free its resources. Idempotent: does nothing if this process is not a member."""
+        world, manager = self._worlds.get(world_name), self._managers.get(world_name)
+        if world is None or manager is None:
+            return
+        await world.leave()
+        await manager.aclose()
+        if self._worlds.get(world_name) is world:  # a concurrent call may have removed it
+            del self._worlds[world_name], self._managers[world_name]

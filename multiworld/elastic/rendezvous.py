@@ -1,11 +1,11 @@
-"""The rendezvous of elastic worlds: a process outside the worlds that decides the members of each epoch.
+"""The rendezvous server of elastic worlds: a process outside the worlds that decides the members of each view.
 
-    async with ElasticRendezvous(port=29600, first_size=4, state_file=Path("elastic.json")) as rendezvous:
+    async with ElasticRendezvous(port=29600, initial_members=4, state_file=Path("elastic.json")) as rendezvous:
         await rendezvous.serve()
 
-or `python -m multiworld.elastic --port 29600 --first-size 4 --state-file elastic.json`. The decisions are made by
-multiworld/elastic/protocol/coordinator.py. No tensor passes through this process. It is idle while the membership does not change, and
-the worlds run without it. With a `state_file` it can be killed and restarted at any time.
+or `python -m multiworld.elastic --port 29600 --initial-members 4 --state-file elastic.json`. The decisions are made by
+multiworld/elastic/protocol/coordinator.py. No tensor passes through this process. The worlds need it only when their membership
+changes. With a `state_file` it can be killed and restarted at any time.
 """
 
 import asyncio
@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from multiworld.elastic.protocol import coordinator as decisions
-from multiworld.elastic.protocol.coordinator import Coordinator, Drop, Remember, Tell
-from multiworld.elastic.protocol.messages import MemberInfo, MessageError, View, seating
-from multiworld.elastic.rendezvous_link import Link, link_name
+from multiworld.elastic.protocol.coordinator import Action, Coordinator, Disconnect, Persist, SendTo
+from multiworld.elastic.protocol.messages import MemberInfo, MessageError, View, parse_member
+from multiworld.elastic.rendezvous_link import RendezvousLink, link_name
 from multiworld.elastic.state_file import StateFile
 from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
@@ -27,12 +26,12 @@ from multiworld.texts import MAX_NAME_CHARS, is_name, shown
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29600
-_LINK_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 """Seconds that an accepted member may take to connect."""
-_LAST_WORDS_S = 1.0
+_FLUSH_TIMEOUT_S = 1.0
 """Seconds that closing a link waits until the queued messages are sent."""
-_SAVE_S = 5.0
-"""Seconds to wait for the disk. After that a decision is sent although it is not saved."""
+_SAVE_TIMEOUT_S = 5.0
+"""Seconds to wait for the disk. After that a decision is sent although it is not stored."""
 _MAX_WORLDS = 10_000
 """Maximum number of worlds, empty ones included. A new world replaces the one that has been empty for the longest time."""
 
@@ -42,9 +41,9 @@ class ElasticRendezvous:
 
     Args:
         addr, port: address to listen at; with port 0 the system chooses a free port, and the attribute `port` holds it.
-        first_size: number of members with which the first epoch of a world starts.
-        patience_s: seconds that a connected member may take to ask for the next epoch after its epoch is over. Its event loop must
-            run within that time, or the member is evicted.
+        initial_members: number of members with which the first view of a world starts.
+        regroup_timeout_s: seconds within which a connected member must ask for the next view after its view has ended, or it is evicted. A
+            member whose event loop is blocked for longer cannot ask.
         state_file: file that stores the views for a restart. With None the views are lost when the process ends, and a world that
             breaks after that cannot form again.
         secret: members must have the same secret. If it is empty, there is no authentication.
@@ -57,8 +56,8 @@ class ElasticRendezvous:
         *,
         addr: str = "127.0.0.1",
         port: int = 0,
-        first_size: int = 1,
-        patience_s: float = 10.0,
+        initial_members: int = 1,
+        regroup_timeout_s: float = 10.0,
         state_file: Path | None = None,
         secret: bytes | str = b"",
         heartbeat_interval_s: float = 0.2,
@@ -66,18 +65,18 @@ class ElasticRendezvous:
     ) -> None:
         self.addr = addr
         self.port = port
-        self._first_size = first_size
-        self._patience_s = patience_s
-        self._state = StateFile(state_file, _SAVE_S)
-        self._saving = asyncio.Lock()
+        self._initial_members = initial_members
+        self._regroup_timeout_s = regroup_timeout_s
+        self._state = StateFile(state_file, _SAVE_TIMEOUT_S)
+        self._save_lock = asyncio.Lock()
         self._manager = WorldManager(
             secret=secret, heartbeat_interval_s=heartbeat_interval_s, heartbeat_timeout_s=heartbeat_timeout_s
         )
         self._coordinators: dict[str, Coordinator] = {}
         self._empty: dict[str, None] = {}  # ordered set: the world that became empty first comes first
-        self._forgotten_epoch = 0
+        self._last_removed_view = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, str], RendezvousLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -85,9 +84,9 @@ class ElasticRendezvous:
         """Load the state and listen. Raises OSError when it cannot listen or read the file, ValueError for an invalid state file."""
         for name, view in self._state.load().items():
             self._coordinators[name] = self._make_coordinator(view)
-            self._settle(name)
+            self._update_timer(name)
         self.port = self._manager.listen(self.addr, self.port)
-        self._manager.answer(self.addr, self.port, self._answer)
+        self._manager.answer(self.addr, self.port, self._reply)
         return self
 
     async def __aexit__(
@@ -109,144 +108,140 @@ class ElasticRendezvous:
         await asyncio.get_running_loop().create_future()
 
     def view(self, world_name: str) -> View:
-        """Return the current epoch of that world and its members. The epoch is 0 before the first one."""
-        known = self._coordinators.get(world_name)
-        return known.view if known else View(0, ())
+        """Return the current view of that world. Its number is 0 before the first view."""
+        coordinator = self._coordinators.get(world_name)
+        return coordinator.view if coordinator else View(0, ())
 
     def connected(self, world_name: str) -> int:
-        """Return the number of connected members and newcomers of that world."""
+        """Return the number of connected members, new ones included, of that world."""
         return sum(name == world_name for name, _ in self._links)
 
     def waiting(self, world_name: str) -> int:
-        """Return the number of newcomers that wait until the members of that world are at a boundary."""
-        known = self._coordinators.get(world_name)
-        return known.waiting if known else 0
+        """Return the number of new members that wait until the members of that world are at a boundary."""
+        coordinator = self._coordinators.get(world_name)
+        return coordinator.waiting if coordinator else 0
 
-    # -- members that join ---------------------------------------------------------------------------------------------------
+    # -- members that join ---------------------------------------------------------------------------------------------
 
-    async def _answer(self, question: str, host: str) -> bytes:
-        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the refusal."""
+    async def _reply(self, request: str, host: str) -> bytes:
+        """Answer a member that wants to join: the name of the two-member world for its link, or the reason of the rejection."""
         try:
-            fields = json.loads(question)
-            name, member, resume = str(fields["elastic"]), seating(fields["member"]), fields["resume"] is True
+            fields = json.loads(request)
+            name, member, resume = str(fields["elastic"]), parse_member(fields["member"]), fields["resume"] is True
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("a question from %s is refused: %s", host, shown(repr(error), 200))
-            return json.dumps({"refused": "not a question about an elastic world"}).encode()
-        obstacle = _name_obstacle(name) or self._obstacle(name, member.id, resume)
-        if obstacle is not None:
-            return json.dumps(obstacle).encode()
-        link = self._links[name, member.id] = Link(self._manager, link_name(name, member.id), 0)
-        self._spawn(self._attend(name, member, link, self._coordinator(name)))
+            logger.warning("invalid join request from %s: %s", host, shown(repr(error), 200))
+            return json.dumps({"refused": "not a join request of an elastic world"}).encode()
+        rejection = self._refusal(name, member.id, resume)
+        if rejection is not None:
+            return json.dumps(rejection).encode()
+        link = self._links[name, member.id] = RendezvousLink(self._manager, link_name(name, member.id), 0)
+        self._spawn(self._serve_member(name, member, link, self._coordinator(name)))
         return json.dumps({"link": link.name}).encode()
 
-    def _obstacle(self, name: str, member_id: str, resume: bool) -> dict[str, str] | None:
-        """Return why a member cannot join: for now (`later`), because it was evicted (`evicted`), or for good (`refused`); else None."""
-        known = self._coordinators.get(name)
+    def _refusal(self, name: str, member_id: str, resume: bool) -> dict[str, str] | None:
+        """Return why a member cannot join: for now (`retry`), because it was evicted (`evicted`), or for good (`refused`); else None."""
+        if not is_name(name):
+            expected = f"1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
+            return {"refused": f"the name of the world is {name!r:.60}; expected {expected}"}
+        coordinator = self._coordinators.get(name)
         if self._closing or (name, member_id) in self._links:
-            return {"later": "the rendezvous is ending" if self._closing else "connected already"}
-        if known is None and len(self._coordinators) >= _MAX_WORLDS and not self._empty:
+            return {"retry": "the server is shutting down" if self._closing else "this member is connected already"}
+        if coordinator is None and len(self._coordinators) >= _MAX_WORLDS and not self._empty:
             return {"refused": "too many worlds"}
-        if resume and (known is None or not known.view.epoch):
-            return {"refused": f"this rendezvous knows no world {name!r}"}
-        if resume and known is not None and not known.may_resume(member_id):
-            return {"evicted": f"given up, epoch {known.view.epoch} is current now"}
+        if resume and (coordinator is None or not coordinator.view.number):
+            return {"refused": f"this rendezvous server knows no world {name!r}"}
+        if resume and coordinator is not None and not coordinator.may_resume(member_id):
+            return {"evicted": f"view {coordinator.view.number} does not include this member"}
         return None
 
-    async def _attend(self, name: str, member: MemberInfo, link: Link, coordinator: Coordinator) -> None:
+    async def _serve_member(
+        self, name: str, member: MemberInfo, link: RendezvousLink, coordinator: Coordinator
+    ) -> None:
         """Serve the link of one member until the link ends."""
         now_s = asyncio.get_running_loop().time
         try:
-            await link.open(self.addr, self.port, _LINK_S)
-            logger.info("world=%s member=%s came", name, member.id)
-            await self._perform(name, coordinator.join(member, now_s()))
+            await link.open(self.addr, self.port, _CONNECT_TIMEOUT_S)
+            logger.info("world=%s member=%s connected", name, member.id)
+            await self._perform(name, coordinator.on_join(member, now_s()))
             while True:
-                await self._perform(name, coordinator.heard(member.id, await link.receive(), now_s()))
+                await self._perform(name, coordinator.on_message(member.id, await link.receive(), now_s()))
         except (WorldError, OSError, MessageError) as error:
-            logger.info("world=%s member=%s is gone: %s", name, member.id, error)
+            logger.info("world=%s member=%s disconnected: %s", name, member.id, error)
         finally:
             del self._links[name, member.id]
             await link.close()
             if not self._closing:
-                await self._perform(name, coordinator.lost(member.id, now_s()))
+                await self._perform(name, coordinator.on_lost(member.id, now_s()))
 
-    # -- actions of the coordinators -------------------------------------------------------------------------------------------
+    # -- actions of the coordinators -----------------------------------------------------------------------------------
 
-    async def _perform(self, name: str, actions: Sequence[decisions.Action]) -> None:
+    async def _perform(self, name: str, actions: Sequence[Action]) -> None:
         """Save the views, then send the messages. Decisions are sent in the order in which they were made.
 
         It waits for the save, so a member that sends messages faster than the disk can save them is slowed down.
         """
-        self._settle(name)
+        self._update_timer(name)
         for action in actions:
-            if isinstance(action, Remember):
-                logger.info("world=%s epoch=%d members=%s", name, action.view.epoch, ",".join(action.view.ids()))
-                self._state.remember(name, action.view)
-        async with self._saving:
+            if isinstance(action, Persist):
+                logger.info("world=%s view=%d members=%s", name, action.view.number, ",".join(action.view.ids()))
+                self._state.store(name, action.view)
+        async with self._save_lock:
             try:
                 await self._state.flush()
             except (OSError, RuntimeError) as error:
                 # The decision is sent all the same. A restart before the next successful write loses it.
-                logger.error("the state cannot be written: %s", error)  # noqa: TRY400
+                logger.error("the state file cannot be written: %s", error)  # noqa: TRY400
             for action in actions:
                 match action:
-                    case Tell(member_id, message):
+                    case SendTo(member_id, message):
                         if link := self._links.get((name, member_id)):
                             link.send(message)
-                    case Drop(member_id):
+                    case Disconnect(member_id):
                         if link := self._links.get((name, member_id)):
-                            self._spawn(link.close(_LAST_WORDS_S))
+                            self._spawn(link.close(_FLUSH_TIMEOUT_S))
 
-    def _settle(self, name: str) -> None:
+    def _update_timer(self, name: str) -> None:
         """Set the timer of that world to its next deadline, and mark the world as empty if it has no members."""
         coordinator = self._coordinators[name]
         if timer := self._timers.pop(name, None):
             timer.cancel()
-        if coordinator.due_s is not None:
+        if coordinator.deadline_s is not None:
             self._timers[name] = asyncio.get_running_loop().call_at(
-                coordinator.due_s, lambda: self._spawn(self._tick(name))
+                coordinator.deadline_s, lambda: self._spawn(self._tick(name))
             )
         if coordinator.empty and not self.connected(name):
             self._empty.setdefault(name)
 
     async def _tick(self, name: str) -> None:
         if coordinator := self._coordinators.get(name):
-            await self._perform(name, coordinator.tick(asyncio.get_running_loop().time()))
+            await self._perform(name, coordinator.on_tick(asyncio.get_running_loop().time()))
 
     def _coordinator(self, name: str) -> Coordinator:
-        """Return the coordinator of that world. If the world is new and there are too many, forget an empty one."""
+        """Return the coordinator of that world. If the world is new and there are too many, remove an empty one."""
         if name not in self._coordinators:
             if len(self._coordinators) >= _MAX_WORLDS:
-                self._forget(next(iter(self._empty)))
-            # Start after the epochs of forgotten worlds, so that an old epoch cannot be mistaken for one of the new world.
-            self._coordinators[name] = self._make_coordinator(View(self._forgotten_epoch, ()))
+                self._remove_world(next(iter(self._empty)))
+            # Start after the view numbers of removed worlds, so that an old view cannot be mistaken for one of the new world.
+            self._coordinators[name] = self._make_coordinator(View(self._last_removed_view, ()))
         self._empty.pop(name, None)
         return self._coordinators[name]
 
     def _make_coordinator(self, view: View) -> Coordinator:
         return Coordinator(
-            first_size=self._first_size,
-            patience_s=self._patience_s,
+            initial_members=self._initial_members,
+            regroup_timeout_s=self._regroup_timeout_s,
             view=view,
             now_s=asyncio.get_running_loop().time(),
         )
 
-    def _forget(self, name: str) -> None:
-        self._forgotten_epoch = max(self._forgotten_epoch, self._coordinators.pop(name).view.epoch)
+    def _remove_world(self, name: str) -> None:
+        self._last_removed_view = max(self._last_removed_view, self._coordinators.pop(name).view.number)
         del self._empty[name]
         if timer := self._timers.pop(name, None):
             timer.cancel()
-        self._state.forget(name)
+        self._state.remove(name)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _name_obstacle(name: str) -> dict[str, str] | None:
-    """Return the refusal of an invalid world name; None if the name is valid."""
-    if is_name(name):
-        return None
-    return {
-        "refused": f"the world's name is {name!r:.60}; expected 1 to {MAX_NAME_CHARS} printable ASCII characters without spaces"
-    }

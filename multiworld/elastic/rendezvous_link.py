@@ -1,4 +1,4 @@
-"""The connection between a member and the rendezvous: a world of two, so each end detects the loss of the other by its heartbeats."""
+"""The connection between a member and the rendezvous server: a world of two, so each end detects the loss of the other by heartbeats."""
 
 import asyncio
 
@@ -9,8 +9,8 @@ from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
 
 _LENGTH_TAG, _BODY_TAG = 0, 1
-_MAX_OUTBOX = 1000
-"""Messages that may be queued for the peer; an epoch needs a few."""
+_MAX_QUEUED = 1000
+"""Maximum number of messages that wait to be sent; a view change needs a few."""
 
 
 def link_name(world_name: str, member_id: str) -> str:
@@ -18,25 +18,27 @@ def link_name(world_name: str, member_id: str) -> str:
     return f"{world_name}@{member_id}"
 
 
-class Link:
+class RendezvousLink:
     """One end of the connection. `send` only queues the message and never waits."""
 
     def __init__(self, manager: WorldManager, name: str, rank: int) -> None:
         self.name = name
         self._manager = manager
         self._peer = 1 - rank
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue(_MAX_OUTBOX)
-        self._writing: asyncio.Task[None] | None = None
+        self._queue: asyncio.Queue[Message] = asyncio.Queue(_MAX_QUEUED)
+        self._sender: asyncio.Task[None] | None = None
 
     async def open(self, addr: str, port: int, timeout_s: float) -> None:
         """Connect to the peer and start the sender task. Raises the errors of `initialize_world`."""
-        await self._manager.initialize_world(self.name, 1 - self._peer, 2, "gloo", addr, port, timeout_s, checked=False)
-        self._writing = asyncio.get_running_loop().create_task(self._write())
+        await self._manager.initialize_world(
+            self.name, 1 - self._peer, 2, "gloo", addr, port, timeout_s, verify_collectives=False
+        )
+        self._sender = asyncio.get_running_loop().create_task(self._send_queued())
 
     def send(self, message: Message) -> None:
         """Queue a message. If the link is lost, `receive` raises the error; `send` does not."""
         try:
-            self._outbox.put_nowait(message)
+            self._queue.put_nowait(message)
         except asyncio.QueueFull:  # the peer sends heartbeats but reads no messages
             self._manager.world(self.name).close()
 
@@ -58,21 +60,21 @@ class Link:
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Close the connection after waiting up to `grace_s` seconds until the queued messages are sent. Idempotent."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            sent = asyncio.create_task(self._outbox.join())
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sent = asyncio.create_task(self._queue.join())
             if grace_s:
-                await asyncio.wait((sent, writing), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in (sent, writing):
+                await asyncio.wait((sent, sender), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in (sent, sender):
                 task.cancel()
-            await asyncio.gather(sent, writing, return_exceptions=True)
+            await asyncio.gather(sent, sender, return_exceptions=True)
         if self.name in self._manager.worlds:
             self._manager.remove_world(self.name)
 
-    async def _write(self) -> None:
+    async def _send_queued(self) -> None:
         communicator = self._manager.communicator
         while True:
-            message = await self._outbox.get()
+            message = await self._queue.get()
             body = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
             length = torch.tensor([body.numel()])
             try:
@@ -80,4 +82,4 @@ class Link:
                 await communicator.send(body, self._peer, self.name, tag=_BODY_TAG)
             except WorldError:
                 return
-            self._outbox.task_done()
+            self._queue.task_done()

@@ -1,4 +1,4 @@
-"""Stores the views of a rendezvous on the disk, so that the process can be killed at any time and restarted.
+"""Stores the views of a rendezvous server on the disk, so that the process can be killed at any time and restarted.
 
 Each line is a JSON object that maps world names to views. Later lines override earlier ones, and null removes the world. A decision
 appends one line, independently of the number of worlds. The file is rewritten with the first write after a start, after a failed write,
@@ -32,9 +32,9 @@ class StateFile:
         self._views: dict[str, str] = {}
         self._unsaved: _Change = {}
         self._lines = 0
-        self._damaged = True  # before the first write: the last line may be incomplete
+        self._must_rewrite = True  # before the first write: the last line may be incomplete
         self._writing: asyncio.Future[None] | None = None
-        self._late = False
+        self._timed_out = False
 
     def load(self) -> dict[str, View]:
         """Return the stored views. Raises OSError, and ValueError when the file is not a state file."""
@@ -44,14 +44,14 @@ class StateFile:
             self._views = _parse(self._path.read_bytes())
             return {name: _view(text) for name, text in self._views.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            detail = f"{self._path} does not hold the state of a rendezvous; move it away to forget it"
+            detail = f"{self._path} does not hold the state of a rendezvous server; move it away to start without it"
             raise ValueError(detail) from error
 
-    def remember(self, name: str, view: View) -> None:
+    def store(self, name: str, view: View) -> None:
         """Store this view with the next `flush`."""
         self._change(name, encode(view).decode())
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove this world with the next `flush`."""
         if name in self._views:
             self._change(name, None)
@@ -69,10 +69,10 @@ class StateFile:
         while self._unsaved or self._writing is not None:
             if self._writing is None:
                 self._writing = self._start_writing(self._path)
-            await asyncio.wait((self._writing,), timeout=0 if self._late else self._write_timeout_s)
-            self._late = not self._writing.done()
-            if self._late:
-                raise TimeoutError(f"no answer from the disk within {self._write_timeout_s:g} s")
+            await asyncio.wait((self._writing,), timeout=0 if self._timed_out else self._write_timeout_s)
+            self._timed_out = not self._writing.done()
+            if self._timed_out:
+                raise TimeoutError(f"the disk did not respond within {self._write_timeout_s:g} s")
             writing, self._writing = self._writing, None
             writing.result()
 
@@ -92,15 +92,15 @@ class StateFile:
 
     def _start_writing(self, path: Path) -> asyncio.Future[None]:
         change, self._unsaved = self._unsaved, {}
-        rewrite = self._damaged or self._lines > max(_REWRITE_LINES, 2 * len(self._views))
+        rewrite = self._must_rewrite or self._lines > max(_REWRITE_LINES, 2 * len(self._views))
         self._lines = 1 if rewrite else self._lines + 1
         write = _rewrite if rewrite else _append
         content: _Change = {**self._views} if rewrite else change
         writing = asyncio.ensure_future(asyncio.to_thread(write, path, content))
 
         def finish(done: asyncio.Future[None]) -> None:
-            self._damaged = done.cancelled() or done.exception() is not None
-            if self._damaged:  # part of it may be written: the next attempt rewrites the file
+            self._must_rewrite = done.cancelled() or done.exception() is not None
+            if self._must_rewrite:  # part of it may be written: the next attempt rewrites the file
                 self._unsaved = change | self._unsaved
 
         writing.add_done_callback(finish)
@@ -140,10 +140,10 @@ def _append(path: Path, change: _Change) -> None:
 
 
 def _rewrite(path: Path, views: _Change) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
+    new_path = path.with_name(path.name + ".new")
+    with new_path.open("wb") as file:
         _write(file.fileno(), views)
-    beside.replace(path)
+    new_path.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # so that the rename survives a power failure

@@ -11,109 +11,105 @@ from torch.distributed import ReduceOp
 
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
-from multiworld.elastic.allreduce.bucket import Workspace, bundles
-from multiworld.elastic.allreduce.channel import Epoch, Traffic
-from multiworld.elastic.allreduce.quantization import Quantization, check_quantisable
-from multiworld.elastic.allreduce.quantized import quantised_all_reduce
-from multiworld.elastic.allreduce.reduction import Reduction
-from multiworld.elastic.allreduce.ring import ring_all_reduce
+from multiworld.elastic.allreduce.bucket import Workspace
+from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
+from multiworld.elastic.allreduce.quantization import Quantization
 from multiworld.elastic.errors import ElasticError
-from multiworld.elastic.handle import AllReduceHandle
+from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome, Request, RetryState
 from multiworld.elastic.protocol.commit_protocol import (
-    Await,
-    Course,
-    EpochOver,
-    Exchange,
-    Run,
-    Stand,
+    AllGather,
+    AwaitBoundary,
+    AwaitView,
+    RunOperations,
     Step,
+    Steps,
+    ViewEnded,
     agree,
-    conduct,
     pass_boundary,
+    run_round,
 )
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
-from multiworld.elastic.retry import AllReduceOutcome, Attempts, Job
-from multiworld.errors import BrokenWorldException, Cause, WorldError
+from multiworld.errors import WorldError
 from multiworld.manager import WorldManager
 from multiworld.ops.validation import check_tag
 
-_OWN_TAGS = 1 << 28
+_FIRST_ASYNC_TAG = 1 << 28
 """First tag of `all_reduce_async`. The operations with retry use the tags below it."""
 
 
 class ElasticWorld:
     """One member's end of an elastic world. `ElasticManager.join` returns it.
 
-    `rank`, `size` and `members` are valid for one *epoch*. When a member is lost, the survivors form the next epoch automatically.
-    Newcomers join when all members await `update_membership`. All members must make the same calls in the same order, one at a time.
+    `rank`, `size` and `members` are valid for one *view*. When a member is lost, the survivors form the next view automatically.
+    New members join when all members await `update_membership`. All members must make the same calls in the same order, one at a time.
 
-    After a call raises an ElasticError or is cancelled, this process is no longer a member and the others go on. The exception is a
+    After a call raises an ElasticError or is cancelled, this process is no longer a member and the others continue. The exception is a
     RendezvousError of `update_membership`, see there.
     """
 
-    def __init__(self, manager: WorldManager, world_name: str, keeper: MemberAgent) -> None:
+    def __init__(self, manager: WorldManager, world_name: str, agent: MemberAgent) -> None:
         self.name = world_name
         self._manager = manager
-        self._keeper = keeper
-        self._seat = keeper.seat
-        self._calling = asyncio.Lock()
+        self._agent = agent
+        self._state = agent.state
+        self._call_lock = asyncio.Lock()
         self._workspace = Workspace()
         self._round: Round | None = None
 
     def __repr__(self) -> str:
-        return f"<ElasticWorld {self.name!r} epoch={self.epoch} rank={self.rank}/{self.size} {self._seat.state}>"
+        return f"<ElasticWorld {self.name!r} view={self.view_number} rank={self.rank}/{self.size} {self._state.phase}>"
 
-    # -- membership --------------------------------------------------------------------------------------------------------------
+    # -- membership ----------------------------------------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """Number of the epoch that is ready or forming. It only increases."""
-        return self._seat.epoch
+    def view_number(self) -> int:
+        """Number of the view that is ready or forming. It only increases."""
+        return self._state.view.number
 
     @property
     def size(self) -> int:
-        """Number of members of this epoch."""
-        return len(self._seat.view.members)
+        """Number of members of this view."""
+        return len(self._state.view.members)
 
     @property
     def rank(self) -> int:
-        """This member's rank in this epoch. Members are ordered by age: the oldest member has rank 0."""
-        return self._seat.view.rank_of(self._seat.id)
+        """This member's rank in this view. Members are ordered by age: the oldest member has rank 0."""
+        return self._state.view.rank_of(self._state.id)
 
     @property
     def member_id(self) -> str:
-        """The id of this member. It stays the same in all epochs."""
-        return self._seat.id
+        """The id of this member. It stays the same in all views."""
+        return self._state.id
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The ids of all members of this epoch, ordered by rank."""
-        return self._seat.view.ids()
+        """The ids of all members of this view, ordered by rank."""
+        return self._state.view.ids()
 
     async def update_membership(self, *, timeout_s: float = 60.0) -> int:
-        """Admit newcomers that wait at the rendezvous, if there are any. All members call it between two operations.
+        """Admit new members that wait at the rendezvous server, if there are any. All members call it between two operations.
 
         Returns:
-            The number of the epoch that follows; the current one if no newcomer waits.
+            The number of the view that follows; the current one if no new member waits.
         Raises:
             ElasticError: not all members made this call within `timeout_s` seconds, or this process is no longer a member.
             DesyncError: another member called another operation. All members raise it.
-            RendezvousError: the rendezvous cannot be reached. If the current epoch still works, this process stays a member of it.
+            RendezvousError: the rendezvous server cannot be reached. If the current view still works, this process stays a member of it.
         """
         async with self._call("update_membership", timeout_s):
-            await self._follow(pass_boundary(self._seat))
-            return (await self._keeper.next_epoch(0)).epoch
+            await self._perform_steps(pass_boundary(self._state))
+            return await self.next_view(0)
 
-    async def reformed(self, after: int) -> int:
-        """Wait until an epoch later than `after`, which is broken, is ready; return its number. Raises ElasticError if none forms."""
-        return (await self._keeper.next_epoch(after)).epoch
+    async def next_view(self, after: int) -> int:
+        """Wait until a view later than `after`, which is broken, is ready; return its number. Raises ElasticError if none forms."""
+        return (await self._agent.next_view(after)).number
 
     async def leave(self) -> None:
-        """Leave the world and free all resources. The others form the next epoch. Idempotent."""
-        await self._keeper.close()
+        """Leave the world and free all resources. The others form the next view. Idempotent."""
+        await self._agent.close()
         self._workspace.free()
 
-    # -- operations that survive a failure ---------------------------------------------------------------------------------------
+    # -- operations that survive a failure -----------------------------------------------------------------------------
 
     async def all_reduce_multiple_with_retry(
         self,
@@ -126,7 +122,7 @@ class ElasticWorld:
     ) -> AllReduceOutcome:
         """All-reduce many tensors, in place. If members are lost, the survivors complete the operation.
 
-        After a failure, the call waits for the operations in flight. The survivors form the next epoch, agree on the operations that
+        After a failure, the call waits for the operations in flight. The survivors form the next view, agree on the operations that
         finished on all of them, and run the others again from the original tensors. The results are bitwise equal on all survivors.
 
         Args:
@@ -140,9 +136,11 @@ class ElasticWorld:
             DesyncError: the members passed different tensors or operations. All members raise it.
             TypeError, ValueError: invalid arguments; nothing was sent.
         """
-        job = self._job(tensors, op, max_in_flight, quantization)
+        if max_in_flight < 1:
+            raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
+        request = Request.of(tensors, op, quantization)
         async with self._call("all_reduce", timeout_s):
-            return await self._run(job, len(tensors))
+            return await self._run(request, len(tensors), max_in_flight)
 
     async def all_reduce_with_retry(
         self,
@@ -155,7 +153,7 @@ class ElasticWorld:
         """`all_reduce_multiple_with_retry` for one tensor."""
         return await self.all_reduce_multiple_with_retry([tensor], op, quantization=quantization, timeout_s=timeout_s)
 
-    # -- building blocks -----------------------------------------------------------------------------------------------------------
+    # -- building blocks -----------------------------------------------------------------------------------------------
 
     def all_reduce_async(
         self,
@@ -165,7 +163,7 @@ class ElasticWorld:
         tag: int = 0,
         quantization: Quantization | None = None,
     ) -> AllReduceHandle:
-        """Start an all-reduce in this epoch, in place, and return at once.
+        """Start an all-reduce in this view, in place, and return at once.
 
         The tensor is written when the result is complete on this member. It may not be complete on the others, and some of them may be
         lost: `agree` tells. In a world of one member, the tensor stays as it is.
@@ -174,156 +172,140 @@ class ElasticWorld:
             tensor: as for `all_reduce_multiple_with_retry`.
             tag: identifies the all-reduce: below 2**28, unique among those in flight, and the same on all members.
         Raises:
-            BrokenWorldException: this epoch is over. Await `reformed`.
+            BrokenWorldException: this view has ended. Await `next_view`.
             ElasticError: this process is no longer a member.
             TypeError, ValueError: invalid arguments; nothing was sent.
         """
-        check_tag("all_reduce_async", tag + _OWN_TAGS)
-        job = self._job([tensor], op, 1, quantization)
-        epoch, traffic = self._in(self.epoch), Traffic()
+        check_tag("all_reduce_async", tag + _FIRST_ASYNC_TAG)
+        request = Request.of([tensor], op, quantization)
+        world, counters = self._view_world(self.view_number), ByteCounters()
 
         async def reduce() -> None:
-            for bundle in job.bundles if epoch.size > 1 else ():
-                operand = bundle.operand()
+            for bucket in request.buckets if world.size > 1 else ():
+                operand = bucket.operand()
                 result = torch.empty_like(operand)
-                if quantization is None:
-                    await ring_all_reduce(epoch, operand, result, job.reduction, _OWN_TAGS + tag, traffic)
-                else:
-                    await quantised_all_reduce(
-                        epoch, operand, result, job.reduction, quantization, _OWN_TAGS + tag, traffic
-                    )
-                bundle.deliver(result)
+                await request.reduce_tagged(world, operand, result, _FIRST_ASYNC_TAG + tag, counters)
+                bucket.unpack(result)
 
-        return AllReduceHandle(reduce(), epoch.number, epoch.size, traffic)
+        return AllReduceHandle(reduce(), self.view_number, world.size, counters)
 
     async def agree(self, finished: Sequence[bool]) -> list[bool]:
-        """Return, for each operation, whether it finished on all members. If all did, the round is closed and the originals may be freed.
+        """Return, for each operation, whether it finished on all members. If all did, the round is committed: the originals may be freed.
 
-        Call it in each epoch before and after the operations run. The rules are in multiworld/elastic/protocol/rounds.py.
+        Call it in each view before and after the operations run. The rules are in multiworld/elastic/protocol/rounds.py.
 
         Args:
             finished: for each operation, whether it finished on this member.
         Raises:
-            BrokenWorldException: this epoch is over. Await `reformed` and call it again with the same flags.
+            BrokenWorldException: this view has ended. Await `next_view` and call it again with the same flags.
             ElasticError: this process is no longer a member.
             ValueError: the number of flags differs from that of the open round.
         """
-        async with self._call("agree", timeout_s=None, last=False):
+        async with self._call("agree", timeout_s=None):
             if self._round is None:
-                self._round = Round(self._seat.closed, len(finished), f"agree on {len(finished)}")
+                self._round = Round(self._state.committed, len(finished), f"agree on {len(finished)}")
             round_ = self._round
             if len(finished) != len(round_.finished):
                 raise ValueError(f"agree: {len(finished)} flags, the round has {len(round_.finished)}")
             round_.finished = list(finished)
-            epoch = self.epoch
+            view_number = self.view_number
             try:
-                if await self._follow(agree(self._seat, round_, epoch)):
+                if await self._perform_steps(agree(self._state, round_, view_number)):
                     self._round = None
-            except EpochOver:
-                raise BrokenWorldException(self.name, Cause.ABORTED, -1, f"epoch {epoch} is over") from None
+            except ViewEnded:
+                raise self._agent.view_ended(view_number) from None
             return list(round_.finished)
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _job(
-        self, tensors: Sequence[Tensor], op: AnyReduceOp, max_in_flight: int, quantization: Quantization | None
-    ) -> Job:
-        if max_in_flight < 1:
-            raise ValueError(f"all_reduce: max_in_flight must be at least 1, got {max_in_flight}")
-        reduction, made = Reduction.of(op), bundles("all_reduce", tensors)
-        if quantization is not None:
-            quantization = Quantization(quantization)
-            for bundle in made:
-                check_quantisable("all_reduce", bundle.dtype, reduction.name, quantization)
-        return Job(made, reduction, quantization, max_in_flight)
-
-    async def _run(self, job: Job, count: int) -> AllReduceOutcome:
-        traffic = Traffic()
-        round_ = Round(self._seat.closed, len(job.bundles), job.signature)
-        attempts = Attempts(job, self._workspace, traffic)
-        success = await self._follow(conduct(self._seat, round_), round_, attempts)
-        took_part = [self.size if success else 0] * count
-        for index, bundle in enumerate(job.bundles):
-            size = attempts.sizes[index] if round_.finished[index] else 0
+    async def _run(self, request: Request, count: int, max_in_flight: int) -> AllReduceOutcome:
+        counters = ByteCounters()
+        round_ = Round(self._state.committed, len(request.buckets), request.signature)
+        retry = RetryState(request, self._workspace, counters, max_in_flight)
+        success = await self._perform_steps(run_round(self._state, round_), round_, retry)
+        contributors = [self.size if success else 0] * count
+        for index, bucket in enumerate(request.buckets):
+            size = retry.contributors[index] if round_.finished[index] else 0
             if size:
-                attempts.deliver(index)
-            for place in bundle.indices:
-                took_part[place] = size
-        return AllReduceOutcome(success, traffic.sent, traffic.received, attempts.retries, self.size, tuple(took_part))
+                retry.unpack(index)
+            for tensor_index in bucket.indices:
+                contributors[tensor_index] = size
+        return AllReduceOutcome(
+            success, counters.sent, counters.received, retry.retries, self.size, tuple(contributors)
+        )
 
-    async def _follow(self, course: Course, round_: Round | None = None, attempts: Attempts | None = None) -> bool:
+    async def _perform_steps(self, steps: Steps, round_: Round | None = None, retry: RetryState | None = None) -> bool:
         """Perform the steps of a commit protocol and return its result.
 
         Args:
-            round_, attempts: the round and its operations, if the protocol runs any.
+            round_, retry: the round and its operations, if the protocol runs any.
         Raises:
-            ElasticError: this process is no longer a member, or the rendezvous cannot be reached.
-            EpochOver: the epoch is over, and the protocol does not wait for another one.
+            ElasticError: this process is no longer a member, or the rendezvous server cannot be reached.
+            ViewEnded: the view has ended, and the protocol does not wait for another one.
         """
-        came: Any = None
-        over = False
+        result: Any = None
+        ended = False
         while True:
             try:
-                step = course.throw(EpochOver()) if over else course.send(came)
-            except StopIteration as end:
-                return bool(end.value)
+                step = steps.throw(ViewEnded()) if ended else steps.send(result)
+            except StopIteration as stop:
+                return bool(stop.value)
             except RoundMismatch as mismatch:
-                self._keeper.perform(self._seat.give_up("desync", f"rank {mismatch.rank}: {mismatch.detail}"))
-                self._keeper.raise_if_out()
+                self._agent.leave("desync", f"rank {mismatch.rank}: {mismatch.detail}")
+                self._agent.raise_if_ended()
             try:
-                came, over = await self._perform(step, round_, attempts), False
+                result, ended = await self._perform(step, round_, retry), False
             except ElasticError:
                 raise
             except WorldError:
-                over = True
+                ended = True
 
-    async def _perform(self, step: Step, round_: Round | None, attempts: Attempts | None) -> Any:
-        """Perform one step. Raises WorldError when the epoch is over, ElasticError when this process is no longer a member."""
+    async def _perform(self, step: Step, round_: Round | None, retry: RetryState | None) -> Any:
+        """Perform one step. Raises WorldError when the view has ended, ElasticError when this process is no longer a member."""
         match step:
-            case Await(after):
-                return (await self._keeper.next_epoch(after)).epoch
-            case Exchange(epoch, data):
-                return await self._exchange(self._in(epoch), data)
-            case Stand(epoch):
-                await self._keeper.stand_at_boundary(epoch)
-            case Run(epoch, again) if round_ is not None and attempts is not None:
-                if again:
-                    attempts.renew(round_)
-                await attempts.run(self._in(epoch), round_)
+            case AwaitView(after):
+                return await self.next_view(after)
+            case AllGather(view_number, data):
+                return await self._all_gather(self._view_world(view_number), data)
+            case AwaitBoundary(view_number):
+                await self._agent.wait_at_boundary(view_number)
+            case RunOperations(view_number, is_retry) if round_ is not None and retry is not None:
+                if is_retry:
+                    retry.renew(round_)
+                await retry.run(self._view_world(view_number), round_)
         return None
 
-    async def _exchange(self, epoch: Epoch, data: bytes) -> list[bytes]:
+    async def _all_gather(self, world: ViewWorld, data: bytes) -> list[bytes]:
         """All-gather `data`, of the same length on all members; return the data of every member, ordered by rank."""
-        if epoch.size == 1 or not data:
-            return [data] * epoch.size
+        if world.size == 1 or not data:
+            return [data] * world.size
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        said = torch.empty(epoch.size * len(data), dtype=torch.uint8)
-        await epoch.all_gather(said, own)
-        return [said[at : at + len(data)].numpy().tobytes() for at in range(0, said.numel(), len(data))]
+        gathered = torch.empty(world.size * len(data), dtype=torch.uint8)
+        await world.all_gather(gathered, own)
+        return [gathered[at : at + len(data)].numpy().tobytes() for at in range(0, gathered.numel(), len(data))]
 
-    def _in(self, epoch: int) -> Epoch:
-        """Return the `Epoch`. Raises BrokenWorldException when it is over, ElasticError when this process is no longer a member."""
-        self._keeper.raise_if_out()
-        if not self._seat.is_in(epoch):
-            raise BrokenWorldException(self.name, Cause.ABORTED, -1, f"epoch {epoch} is over, or forming")
+    def _view_world(self, view_number: int) -> ViewWorld:
+        """Return the world of this view. Raises BrokenWorldException when it has ended, ElasticError when this process is not a member."""
+        self._agent.raise_if_ended()
+        if not self._state.is_in(view_number):
+            raise self._agent.view_ended(view_number)
         world = self._manager.world(self.name) if self.size > 1 else None
-        if world is not None and world.epoch != epoch:
-            raise BrokenWorldException(self.name, Cause.ABORTED, -1, f"epoch {epoch} is over")
-        return Epoch(epoch, self.rank, self.size, world)
+        if world is not None and world.generation != view_number:
+            raise self._agent.view_ended(view_number)
+        return ViewWorld(self.rank, self.size, world)
 
     @contextlib.asynccontextmanager
-    async def _call(self, what: str, timeout_s: float | None, *, last: bool = True) -> AsyncIterator[None]:
+    async def _call(self, what: str, timeout_s: float | None) -> AsyncIterator[None]:
         """Serialise the calls. After a timeout, a cancellation or an unexpected error this member leaves, because it is out of step."""
-        async with self._calling:
-            self._keeper.raise_if_out()
+        async with self._call_lock:
+            self._agent.raise_if_ended()
             try:
                 async with asyncio.timeout(timeout_s):
                     yield
             except TimeoutError:
-                detail = f"{what} took over {timeout_s:g} s"
-                self._keeper.perform(self._seat.give_up("reform", detail))
-                self._keeper.raise_if_out()
+                self._agent.leave("view_change", f"{what} took over {timeout_s:g} s")
+                self._agent.raise_if_ended()
             except BaseException as error:
                 if not isinstance(error, WorldError | ValueError):
-                    self._keeper.perform(self._seat.give_up("left", f"{what} ended with {type(error).__name__}"))
+                    self._agent.leave("left", f"{what} ended with {type(error).__name__}")
                 raise

@@ -1,7 +1,7 @@
 """Threads for blocking work of one world: NCCL, waits for c10d, copies between devices and into tensors that are not contiguous.
 
-Threads are created on demand and reused until the world closes. There are as many as jobs that run at the same time, without a limit,
-because a job that stays blocked must not delay the completion of another operation.
+Threads are created on demand and reused until the world closes. Their number is not limited, because a blocked job must not delay another
+operation.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ class BlockingPool:
         self._name = name
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._idle: list[SimpleQueue[Callable[[], object] | None]] = []
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
-    def run(self, wait: Callable[[], None]) -> None:
-        """Run `wait` on an idle or new thread. Raises RuntimeError after `close`, or when no thread can start."""
+    def run(self, job: Callable[[], object]) -> None:
+        """Run `job` on an idle or new thread. Raises RuntimeError after `close`, or when no thread can start."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("the waiting threads are closed")
+                raise RuntimeError("the thread pool of the world is closed")
             if self._idle:
-                self._idle.pop().put(wait)
+                self._idle.pop().put(job)
                 return
-            inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-            inbox.put(wait)
+            inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+            inbox.put(job)
             thread = DaemonThread(self._serve, self._name, (inbox,))
             thread.start()
             self._threads.add(thread)
 
-    def guarded(self, job: Callable[[], None]) -> None:
+    def run_guarded(self, job: Callable[[], object]) -> None:
         """Run `job` on the calling thread. Does not raise: errors are passed to `on_error`."""
         try:
             job()
@@ -68,15 +68,15 @@ class BlockingPool:
             threads = list(self._threads)
         until_s = time.monotonic() + timeout_s
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread():  # a job may close the pool
                 thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    def _serve(self, inbox: SimpleQueue[Callable[[], object] | None]) -> None:
         try:
-            while (wait := inbox.get()) is not None:
-                self.guarded(wait)
-                del wait  # else an idle thread would keep the tensors or the group of the job alive
+            while (job := inbox.get()) is not None:
+                self.run_guarded(job)
+                del job  # else an idle thread would keep the tensors or the group of the job alive
                 with self._lock:
                     if self._closed:
                         return

@@ -12,25 +12,26 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup, ProcessGroupGloo, Store, Work
 
 logger = logging.getLogger(__name__)
 
 FOREVER = timedelta(days=3650)
 """Timeout that c10d is given for operations. Failures are detected by heartbeats, not by this timeout."""
 _CONNECT_S = 5.0
-"""Seconds that Gloo waits for a connection, with up to five attempts that cannot be interrupted. All members are present by then."""
+"""Seconds that Gloo waits for a connection, in up to five attempts that cannot be interrupted. All members have joined by then."""
 TCP = "tcp"
 """Backend: collectives use the library's own connections. c10d then has no backend, port, connection or thread."""
 GLOO = "c10d-gloo"
 """Backend: collectives use Gloo of c10d. Only on request of the caller, see docs/decisions/0023."""
 NCCL = "nccl"
 """Backend: all operations on CUDA tensors use NCCL of c10d."""
-_POISON_TAG = 0x7FFF_FFF1
-"""Tag of the receive that aborts a Gloo group by its timeout. No message is sent with this tag."""
-_POISON_WAIT = timedelta(milliseconds=1)
+_ABORT_TAG = 0x7FFF_FFF1
+"""Tag of the receive whose timeout aborts a Gloo group. No message has this tag."""
+_ABORT_WAIT = timedelta(milliseconds=1)
 
 NCCL_ABORT_S = 10.0
 """Seconds until an abort of NCCL counts as hung."""
@@ -45,8 +46,11 @@ NCCL_POLL_S = 0.0005
 """Seconds between polls for the completion of NCCL operations."""
 
 
-_CARRIERS = {"gloo": TCP, TCP: TCP, GLOO: GLOO, NCCL: NCCL}
-"""Backend of collectives, by the name that the caller passes."""
+_BACKENDS = {"gloo": TCP, TCP: TCP, GLOO: GLOO, NCCL: NCCL}
+"""Backend by the name that the caller passes."""
+
+
+_Options = TypeVar("_Options")
 
 
 class UnsupportedBackendError(ValueError):
@@ -60,20 +64,27 @@ def parse_backend(backend: str) -> dict[str, str]:
     Raises UnsupportedBackendError.
     """
     parts = backend.strip().lower()
-    if parts in _CARRIERS:
+    if parts in _BACKENDS:
         parts = f"cuda:{parts}" if parts == NCCL else f"cpu:{parts}"
     chosen: dict[str, str] = {}
     for part in parts.split(","):
         device, _, name = part.strip().partition(":")
-        if device not in {"cpu", "cuda"} or name not in _CARRIERS or (device, name) == ("cpu", NCCL):
+        if device not in {"cpu", "cuda"} or name not in _BACKENDS or (device, name) == ("cpu", NCCL):
             raise UnsupportedBackendError(
                 f"unknown backend {backend!r}: expected 'gloo', 'nccl', a list such as 'cpu:gloo,cuda:nccl', or '{GLOO}' "
                 "for PyTorch's own Gloo"
             )
-        chosen[device] = _CARRIERS[name]
+        chosen[device] = _BACKENDS[name]
     if NCCL in chosen.values() and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         raise UnsupportedBackendError("backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'gloo' here")
     return chosen
+
+
+def without_timeout(options: _Options, **fields: Any) -> _Options:
+    """Set fields of c10d's options of a collective, and its timeout to `FOREVER`. Returns `options`."""
+    for name, value in {"timeout": FOREVER, **fields}.items():
+        setattr(options, name, value)
+    return options
 
 
 def check_nccl_device(device: torch.device) -> torch.device:
@@ -169,13 +180,18 @@ def _register_nccl(
         check()
         with torch.cuda.device(device):  # complete lazy connection setup here, not on an event loop
             connecting = group.allreduce([torch.zeros(1, device=device)], AllreduceOptions())
-        while not connecting.is_completed():
-            check()
-            time.sleep(NCCL_POLL_S)
-        connecting.wait()  # raises the error of the operation
+        wait_for_nccl(connecting, check)
     except BaseException:
         _abort_nccl_in_time(group)  # else its kernel keeps waiting on the GPU for a failed member
         raise
+
+
+def wait_for_nccl(work: Work, check: Callable[[], None]) -> None:
+    """Poll until `work` completes; `check` is called before each sleep and may raise. Raises RuntimeError when the operation failed."""
+    while not work.is_completed():
+        check()
+        time.sleep(NCCL_POLL_S)
+    work.wait()  # raises the error of the operation; orders the current stream after it
 
 
 def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dict[str, str]) -> None:
@@ -186,10 +202,10 @@ def abort_process_group(group: ProcessGroup, rank: int, size: int, backends: dic
     have all closed is not woken, and the destructor of the group waits for it. NCCL supports abort, which can hang.
     """
     if GLOO in backends.values():
-        for turn in range(1, size):
+        for distance in range(1, size):
             # For every peer: if a peer has already closed its connection, this fails at once and does not close the others.
             with contextlib.suppress(RuntimeError):  # the timeout is intended
-                group.recv([torch.empty(1, dtype=torch.uint8)], (rank + turn) % size, _POISON_TAG).wait(_POISON_WAIT)
+                group.recv([torch.empty(1, dtype=torch.uint8)], (rank + distance) % size, _ABORT_TAG).wait(_ABORT_WAIT)
     if NCCL in backends.values():
         _abort_nccl_in_time(group)
 
@@ -200,7 +216,7 @@ def _abort_nccl_in_time(group: ProcessGroup) -> None:
     aborting.start()
     aborting.join(NCCL_ABORT_S)
     if aborting.is_alive():
-        logger.error("NCCL did not abort within %.0f s; its thread is left behind", NCCL_ABORT_S)
+        logger.error("NCCL did not abort within %.0f s; its thread keeps running", NCCL_ABORT_S)
 
 
 def _abort_nccl(group: ProcessGroup) -> None:

@@ -15,19 +15,14 @@ class SerialQueue:
             keep the order. Maintained by `OperationExecutor` under the world's lock.
     """
 
-    def __init__(self, waiters: BlockingPool) -> None:
-        self._waiters = waiters
+    def __init__(self, pool: BlockingPool) -> None:
+        self._pool = pool
         self._lock = threading.Lock()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], object]] = deque()
         self._running = False
         self.unposted = 0
 
-    @property
-    def busy(self) -> bool:
-        """Whether a job is waiting or running."""
-        return self._running
-
-    def run(self, job: Callable[[], None]) -> None:
+    def run(self, job: Callable[[], object]) -> None:
         """Run `job` after all jobs that were added before, even if one of them fails.
 
         Raises RuntimeError when the pool is closed or no thread can start.
@@ -37,7 +32,7 @@ class SerialQueue:
             if self._running:
                 return
             try:
-                self._waiters.run(self._drain)
+                self._pool.run(self._drain)
             except BaseException:
                 self._jobs.clear()
                 raise
@@ -50,5 +45,5 @@ class SerialQueue:
                     self._running = False
                     return
                 job = self._jobs.popleft()
-            self._waiters.guarded(job)
+            self._pool.run_guarded(job)
             del job  # do not keep its tensors alive until the next job

@@ -16,21 +16,21 @@ class DaemonThread(threading.Thread):
 
     def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
-        self._started = _Begun()
+        self._started = _StartedEvent()
         self._claim = threading.Lock()  # acquired by the running thread, or by `start` when it gives up
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError when it does not start within 5 s; `target` is not called then."""
+        """Start the thread. Raises RuntimeError when it does not start within 5 s; then `target` is never called."""
         super().start()
         if not self._started.is_set() and self._claim.acquire(blocking=False):
-            raise RuntimeError(f"a new thread did not begin within {_START_S:g} s; is there enough memory?")
+            raise RuntimeError(f"a new thread did not start within {_START_S:g} s; check the free memory")
 
     def run(self) -> None:
         if self._claim.acquire(blocking=False):
             super().run()
 
 
-class _Begun(threading.Event):
+class _StartedEvent(threading.Event):
     """The event that `threading.Thread.start` waits for, with a timeout."""
 
     def wait(self, timeout: float | None = None) -> bool:

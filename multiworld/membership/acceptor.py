@@ -1,8 +1,8 @@
 """Accepts connections on a listening port that many worlds share.
 
-A client authenticates and then joins a world as a rank, hands its socket to a forming world as a data connection, or sends a query.
-Everything but `bind` runs on the control loop's thread. The number, the input bytes and the lifetime of unauthenticated connections are
-limited.
+A client authenticates; then it joins a world as a rank, or opens a data connection to a member of a forming world, or sends a query.
+Everything except `bind` runs on the control loop's thread. The number, the input bytes and the lifetime of unauthenticated connections
+are limited.
 """
 
 import logging
@@ -15,17 +15,16 @@ from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
 from multiworld.control.handshake import Hello, ServerHandshake
 from multiworld.control.loop import Timer, WatchDog
-from multiworld.control.sockets import not_inherited
-from multiworld.errors import Cause
+from multiworld.control.sockets import close_in_child
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
 from multiworld.texts import shown
 
 logger = logging.getLogger(__name__)
 
-_MAX_GUESTS = 4096
-_MAX_STRANGERS = 512
-"""Limit of unauthenticated connections. One more closes the oldest; a normal handshake takes milliseconds."""
-_ACCEPTS_A_ROUND = 64
+_MAX_AUTHENTICATED = 4096
+_MAX_UNAUTHENTICATED = 512
+"""Limit of unauthenticated connections. With one more the oldest is closed; a normal handshake takes milliseconds."""
+_ACCEPTS_PER_ITERATION = 64
 """Connections accepted in one iteration of the control loop."""
 _HANDSHAKE_S = 10.0
 """An unauthenticated connection is closed after this time."""
@@ -33,20 +32,19 @@ _MAX_HEARTBEATS = 1000
 """Heartbeats accepted from an unauthenticated connection: more than a slow handshake needs, too few to overload the control loop."""
 _ANSWER_S = 60.0
 """A query without an answer is refused after this time."""
-
 _ACCEPT_PAUSE_S = 0.5
 """Pause after `accept` failed, for example because the process has no free file descriptor."""
 
 NO_ANSWER = "no answer to this question here"
 QuestionHandler = Callable[[str, str, Callable[[bytes | str], None]], None]
 """(question, address of the client, answer): calls `answer`, at once or later and from any thread, with the answer as bytes, or with the
-reason of a refusal as str."""
+reason of a rejection as str."""
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a non-blocking socket that listens on `host`. Port 0 takes a free one. Raises OSError, with the address in its message."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = not_inherited(socket.socket(family, socket.SOCK_STREAM))
+    sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -58,96 +56,90 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class LineHost(Protocol):
+class DataConnectionTarget(Protocol):
     """A member of a forming world that accepts data connections from the other members (multiworld/membership/mesh.py).
 
-    `refusal` returns the reason to refuse a connection, or None. `admit` takes over the socket of an accepted one.
+    `rejection` returns the reason to refuse a connection, or None. `admit` takes over the socket of an accepted one.
     """
 
     world: str
-    epoch: int
+    generation: int
 
-    def refusal(self, hello: Hello) -> str | None: ...
+    def rejection(self, hello: Hello) -> str | None: ...
 
     def admit(self, rank: int, sock: socket.socket) -> None: ...
 
 
 class PendingConnection:
-    """An accepted connection, until it is admitted to a world, answered, or refused.
+    """An accepted connection, until it is admitted to a world, answered, or refused."""
 
-    Attributes:
-        hello: the client's request; None while the client is not authenticated.
-    """
-
-    def __init__(
-        self, reception: "Acceptor", watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes]
-    ) -> None:
-        self.hello: Hello | None = None
+    def __init__(self, acceptor: "Acceptor", watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes]) -> None:
+        self.connection = ControlConnection(watchdog, sock, self)
+        self._authenticated = False
         self._heartbeats = 0  # received while unauthenticated
-        self.lifeline = ControlConnection(watchdog, sock, self)
         self._handshake = ServerHandshake(*secrets)
-        self._reception = reception
+        self._acceptor = acceptor
         self._watchdog = watchdog
-        self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._overdue)
-        self.lifeline.send(self._handshake.challenge().encode())
+        self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._on_handshake_timeout)
+        self.connection.send(self._handshake.challenge().encode())
 
-    def on_frame(self, lifeline: ControlConnection, frame: Frame) -> None:
+    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         if frame.kind is Kind.HEARTBEAT:
-            self._heartbeats += self.hello is None
+            self._heartbeats += not self._authenticated
             if self._heartbeats > _MAX_HEARTBEATS:
-                raise FrameError("heartbeats and no proof")
+                raise FrameError("too many heartbeats before authentication")
             return
-        if self.hello is not None:
-            raise FrameError(f"unexpected {frame.kind.name} from a guest that waits")
+        if self._authenticated:
+            raise FrameError(f"unexpected {frame.kind.name} from a client that waits to be admitted")
         try:
             hello = self._handshake.accept(frame)
         except (PermissionError, FrameError) as error:
-            logger.warning("refused a connection from %s: %s", lifeline.peer_host, error)
+            logger.warning("refused a connection from %s: %s", connection.peer_host, error)
             self.refuse(str(error), retry=isinstance(error, FrameError))
             return
-        self.hello = hello
+        self._authenticated = True
         self._deadline.cancel()
-        self._reception.recognise(self)
+        self._acceptor.mark_authenticated(self, hello)
         if hello.question is not None:
             self._deadline = self._watchdog.call_later(_ANSWER_S, self.reply, NO_ANSWER)
-            self._reception.question(self, hello.question)
-            return
-        if hello.peer is not None:
-            self._reception.connect(self)
-            return
-        lifeline.trust()
-        self.welcome()
-        self._reception.seat(self)
+            self._acceptor.handle_query(self, hello.question)
+        elif hello.peer is not None:
+            self._acceptor.connect_target(self, hello)
+        else:
+            connection.mark_authenticated()
+            self.welcome()
+            self._acceptor.admit_member(self, hello)
 
-    def on_lost(self, lifeline: ControlConnection, reason: str) -> None:
-        self._reception.forget(self)
+    def on_lost(self, connection: ControlConnection, reason: str) -> None:
+        self._acceptor.discard(self)
         self._deadline.cancel()
-        if self.hello is None:
-            logger.debug("a connection from %s ended before its proof: %s", lifeline.peer_host, reason)
+        if not self._authenticated:
+            logger.debug("a connection from %s was lost before authentication: %s", connection.peer_host, reason)
 
     def welcome(self) -> None:
-        self.lifeline.send(self._handshake.welcome().encode())
+        self.connection.send(self._handshake.welcome().encode())
 
     def refuse(self, reason: str, *, retry: bool) -> None:
-        self.lifeline.send(Frame(Kind.REFUSE, (shown(reason).encode(), b"1" if retry else b"0")).encode())
-        self.show_out()
+        self.connection.send(Frame(Kind.REFUSE, (shown(reason).encode(), b"1" if retry else b"0")).encode())
+        self.close()
 
     def reply(self, answer: bytes | str) -> None:
         """Send the answer (bytes), or refuse with a reason (str), and close the connection."""
         if isinstance(answer, str):
             self.refuse(answer, retry=True)
             return
-        self.lifeline.send(self._handshake.reply(answer).encode())
-        self.show_out()
+        self.connection.send(self._handshake.reply(answer).encode())
+        self.close()
 
-    def show_out(self) -> None:
+    def close(self) -> None:
         self._deadline.cancel()
-        self._reception.forget(self)
-        self.lifeline.close()
+        self._acceptor.discard(self)
+        self.connection.close()
 
-    def _overdue(self) -> None:
-        logger.warning("refused a connection from %s: no proof within %.0f s", self.lifeline.peer_host, _HANDSHAKE_S)
-        self.show_out()
+    def _on_handshake_timeout(self) -> None:
+        host = self.connection.peer_host
+        logger.warning("refused a connection from %s: not authenticated within %.0f s", host, _HANDSHAKE_S)
+        self.close()
 
 
 class Acceptor:
@@ -159,112 +151,110 @@ class Acceptor:
     """
 
     def __init__(
-        self, watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes], pulse: HeartbeatConfig
+        self, watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes], heartbeat: HeartbeatConfig
     ) -> None:
         self.port: int = sock.getsockname()[1]
         self.secrets = secrets
         self.on_question: QuestionHandler | None = None
         self._watchdog = watchdog
         self._sock = sock
-        self._pulse = pulse
-        self._rosters: dict[str, HostSession] = {}
-        self._line_hosts: dict[tuple[str, int], LineHost] = {}
-        self._guests: dict[PendingConnection, None] = {}  # authenticated and waiting, oldest first
-        self._strangers: dict[PendingConnection, None] = {}  # unauthenticated, oldest first
-        self._beat_timer: Timer | None = None
+        self._heartbeat = heartbeat
+        self._sessions: dict[str, HostSession] = {}
+        self._targets: dict[tuple[str, int], DataConnectionTarget] = {}
+        self._authenticated: dict[PendingConnection, Hello] = {}  # oldest first
+        self._unauthenticated: dict[PendingConnection, None] = {}  # oldest first
+        self._heartbeat_timer: Timer | None = None
 
     def open(self) -> None:
         self._listen()
-        self._beat_timer = self._watchdog.call_later(self._pulse.interval_s, self._beat)
+        self._heartbeat_timer = self._watchdog.call_later(self._heartbeat.interval_s, self._send_heartbeats)
 
     def close(self) -> None:
         """Stop listening and close the pending connections. Connections that a world has admitted stay open."""
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
         self._watchdog.unregister(self._sock)
         self._sock.close()
-        for guest in [*self._guests, *self._strangers]:
-            guest.show_out()
+        for pending in [*self._authenticated, *self._unauthenticated]:
+            pending.close()
 
-    def host(self, roster: HostSession) -> None:
-        """Admit members to this world from now on, including those already waiting for it."""
-        self._rosters[roster.seat.world] = roster
-        roster.start_when_full()
-        for guest in reversed(
-            list(self._guests)
-        ):  # newest first: of two connections for one rank the older may be dead
-            if guest.hello is not None and guest.hello.question is None and guest.hello.world == roster.seat.world:
-                self.seat(guest)
+    def add_session(self, session: HostSession) -> None:
+        """Admit members to the world of `session` from now on, including those that already wait for it."""
+        self._sessions[session.member.world] = session
+        session.start_if_complete()
+        # Newest first: of two connections for one rank, the older one may be dead.
+        for pending, hello in reversed(list(self._authenticated.items())):
+            if hello.question is None and hello.world == session.member.world:
+                self.admit_member(pending, hello)
 
-    def unhost(self, roster: HostSession) -> None:
-        """Stop admitting members to this world. Later connections wait for the next generation of its name."""
-        if self._rosters.get(roster.seat.world) is roster:
-            del self._rosters[roster.seat.world]
+    def remove_session(self, session: HostSession) -> None:
+        """Admit no more members. Later connections wait for the next generation of the name."""
+        if self._sessions.get(session.member.world) is session:
+            del self._sessions[session.member.world]
 
-    def seat(self, guest: PendingConnection) -> None:
+    def admit_member(self, pending: PendingConnection, hello: Hello) -> None:
         """Admit an authenticated connection to its world, refuse it, or let it wait until the world opens."""
-        hello = guest.hello
-        assert hello is not None
-        roster = self._rosters.get(hello.world)
-        if roster is None or hello.epoch > roster.seat.epoch or (roster.started and not hello.epoch):
-            return  # waits for a generation that is not open yet
-        if hello.epoch and (hello.epoch < roster.seat.epoch or roster.started):
-            guest.refuse(f"epoch {hello.epoch} has formed already, the current one is {roster.seat.epoch}", retry=False)
-        elif hello.size != roster.seat.size or not 0 < hello.rank < roster.seat.size:
-            guest.refuse(
-                f"rank {hello.rank} of {hello.size} asked for a seat in a world of {roster.seat.size}", retry=False
-            )
-        elif hello.rank in roster.lifelines:
-            guest.refuse(f"rank {hello.rank} is taken", retry=True)
+        session = self._sessions.get(hello.world)
+        if session is None:
+            return
+        current, size = session.member.generation, session.member.size
+        if hello.generation > current or (session.started and not hello.generation):
+            return  # it waits for a later generation
+        if hello.generation and (hello.generation < current or session.started):
+            reason = f"generation {hello.generation} has formed already; the current one is {current}"
+            pending.refuse(reason, retry=False)
+        elif hello.size != size or not 0 < hello.rank < size:
+            pending.refuse(f"rank {hello.rank} of {hello.size} cannot join a world of size {size}", retry=False)
+        elif hello.rank in session.connections:
+            pending.refuse(f"rank {hello.rank} is taken", retry=True)
         else:
-            self.forget(guest)
-            roster.admit(hello.rank, guest.lifeline)
+            self.discard(pending)
+            session.admit(hello.rank, pending.connection)
 
-    def expect(self, host: LineHost) -> None:
-        """Accept data connections for `host` from now on."""
-        self._line_hosts[host.world, host.epoch] = host
+    def add_target(self, target: DataConnectionTarget) -> None:
+        """Accept data connections for `target` from now on."""
+        self._targets[target.world, target.generation] = target
 
-    def expect_no_more(self, host: LineHost) -> None:
-        if self._line_hosts.get((host.world, host.epoch)) is host:
-            del self._line_hosts[host.world, host.epoch]
+    def remove_target(self, target: DataConnectionTarget) -> None:
+        if self._targets.get((target.world, target.generation)) is target:
+            del self._targets[target.world, target.generation]
 
-    def connect(self, guest: PendingConnection) -> None:
-        """Hand the socket to the member that it is for, or refuse it."""
-        hello = guest.hello
-        assert hello is not None
-        host = self._line_hosts.get((hello.world, hello.epoch))
-        reason = f"epoch {hello.epoch} of {hello.world!r} does not form here" if host is None else host.refusal(hello)
-        if host is None or reason is not None:
-            guest.refuse(reason or "", retry=False)
-            return
-        guest.welcome()
-        sock = guest.lifeline.hand_over()
-        self.forget(guest)
-        host.admit(hello.rank, sock)
+    def connect_target(self, pending: PendingConnection, hello: Hello) -> None:
+        """Hand the socket of a data connection to its target, or refuse the connection."""
+        target = self._targets.get((hello.world, hello.generation))
+        if target is None:
+            pending.refuse(f"generation {hello.generation} of {hello.world!r} does not form here", retry=False)
+        elif (reason := target.rejection(hello)) is not None:
+            pending.refuse(reason, retry=False)
+        else:
+            pending.welcome()
+            sock = pending.connection.release_socket()
+            self.discard(pending)
+            target.admit(hello.rank, sock)
 
-    def question(self, guest: PendingConnection, text: str) -> None:
+    def handle_query(self, pending: PendingConnection, question: str) -> None:
         if self.on_question is None:
-            guest.reply(NO_ANSWER)
+            pending.reply(NO_ANSWER)
             return
-        self.on_question(text, guest.lifeline.peer_host, lambda answer: self._watchdog.call_soon(guest.reply, answer))
+        host = pending.connection.peer_host
+        self.on_question(question, host, lambda answer: self._watchdog.call_soon(pending.reply, answer))
 
-    def recognise(self, guest: PendingConnection) -> None:
-        """Mark a connection as authenticated."""
-        del self._strangers[guest]
-        self._guests[guest] = None
+    def mark_authenticated(self, pending: PendingConnection, hello: Hello) -> None:
+        del self._unauthenticated[pending]
+        self._authenticated[pending] = hello
 
-    def forget(self, guest: PendingConnection) -> None:
-        self._guests.pop(guest, None)
-        self._strangers.pop(guest, None)
+    def discard(self, pending: PendingConnection) -> None:
+        self._authenticated.pop(pending, None)
+        self._unauthenticated.pop(pending, None)
 
     def _listen(self) -> None:
         if self._sock.fileno() >= 0:
             self._watchdog.register(self._sock, selectors.EVENT_READ, self._on_readable)
 
     def _on_readable(self, _mask: int) -> None:
-        for _ in range(_ACCEPTS_A_ROUND):
+        for _ in range(_ACCEPTS_PER_ITERATION):
             try:
-                sock = not_inherited(self._sock.accept()[0])
+                sock = close_in_child(self._sock.accept()[0])
             except BlockingIOError:
                 return
             except OSError as error:  # for example EMFILE: the connection stays in the backlog
@@ -272,24 +262,24 @@ class Acceptor:
                 self._watchdog.unregister(self._sock)
                 self._watchdog.call_later(_ACCEPT_PAUSE_S, self._listen)
                 return
-            if len(self._guests) >= _MAX_GUESTS:
+            if len(self._authenticated) >= _MAX_AUTHENTICATED:
                 sock.close()
                 continue
             try:
-                self._strangers[PendingConnection(self, self._watchdog, sock, self.secrets)] = None
+                self._unauthenticated[PendingConnection(self, self._watchdog, sock, self.secrets)] = None
             except OSError:  # the client has closed it already
                 sock.close()
-            if len(self._strangers) > _MAX_STRANGERS:
-                next(iter(self._strangers)).show_out()
+            if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+                next(iter(self._unauthenticated)).close()
 
-    def _beat(self) -> None:
-        """Send heartbeats to waiting connections, and close those without heartbeats for the timeout."""
-        self._beat_timer = self._watchdog.call_later(self._pulse.interval_s, self._beat)
-        for guest in list(self._guests):
-            if guest.hello is None or guest.hello.question is not None:
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats to waiting connections, and close those that have sent none for the heartbeat timeout."""
+        self._heartbeat_timer = self._watchdog.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        for pending, hello in list(self._authenticated.items()):
+            if hello.question is not None:
                 continue
-            if self._watchdog.now_s - guest.lifeline.last_heard_s > self._pulse.timeout_s:
-                logger.debug("a guest from %s fell silent: %s", guest.lifeline.peer_host, Cause.HANG)
-                guest.show_out()
+            if self._watchdog.now_s - pending.connection.last_received_s > self._heartbeat.timeout_s:
+                logger.debug("closed the waiting connection from %s: no heartbeats", pending.connection.peer_host)
+                pending.close()
             else:
-                guest.lifeline.send(HEARTBEAT_BYTES)
+                pending.connection.send(HEARTBEAT_BYTES)

@@ -1,9 +1,11 @@
 """Forms a world: its members join at rank 0, connect to each other, and build the process group for the collectives."""
 
 import asyncio
+import atexit
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -23,31 +25,45 @@ from multiworld.membership.mesh import MeshConnector
 from multiworld.membership.monitor import HostSession, MembershipMonitor, MonitoredWorld
 from multiworld.membership.store import ControlStore
 
-_BUILDER_S = 1.0
-"""How long to wait for the group's constructor after an abort. It takes milliseconds, unless a connection to a frozen member is pending."""
+_BUILD_JOIN_S = 1.0
+"""How long to wait for the group's constructor after an abort. It takes milliseconds, unless it connects to a frozen member."""
+_EXIT_S = 30.0
+"""At process exit, how long to wait for groups under construction. Gloo gives up within 25 s."""
 _RESOLVE_RETRY_S = 0.5
 _PREFIX_KEY = "multiworld/prefix"
 
 AnyMonitor = TypeVar("AnyMonitor", bound=MembershipMonitor)
 
-builders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""The threads that build, or have built, process groups of this process. At exit, multiworld/manager.py waits for them."""
+_build_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""The threads of this process that build a process group, or have built one."""
+os.register_at_fork(after_in_child=_build_threads.clear)  # a forked child does not have these threads
+
+
+@atexit.register
+def _join_build_threads() -> None:
+    """Wait for process groups under construction, because the interpreter would abort. Runs after the cleanup of the managers.
+
+    Gloo's constructor cannot be interrupted while it connects to a frozen peer.
+    """
+    deadline_s = time.monotonic() + _EXIT_S
+    for thread in list(_build_threads):
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 class BootstrapWorld(MonitoredWorld, Protocol):
     """The part of a world that `Bootstrap` uses."""
 
-    epoch: int
+    generation: int
 
     def ending(self) -> WorldError | None:
-        """Return a new error that says why the world ended; None while it has not ended."""
+        """Return a new instance of the error that the world ended with; None while it has not ended."""
 
-    def break_(self, cause: Cause, rank: int, detail: str = "") -> None: ...
+    def fail(self, cause: Cause, rank: int, detail: str = "") -> None: ...
 
-    def be_watched(self, make_watch: Callable[[], AnyMonitor]) -> AnyMonitor | None:
+    def start_monitor(self, make_monitor: Callable[[], AnyMonitor]) -> AnyMonitor | None:
         """Create the world's monitor and return it. If the world has ended, create nothing and return None."""
 
-    def adopt(self, group: ProcessGroup, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
+    def on_group_ready(self, group: ProcessGroup, take_socks: Callable[[], dict[int, socket.socket]]) -> None:
         """Make the world ready, with this group and the data connections by rank.
 
         Raises OSError. Raises the world's error if it has ended; `take_socks` is not called then.
@@ -55,10 +71,10 @@ class BootstrapWorld(MonitoredWorld, Protocol):
 
 
 class Bootstrap:
-    """One member's part in forming a world. Methods run on the event loop that awaits `run`, unless they say otherwise.
+    """Forms a world at one member. Methods run on the event loop that awaits `run`, unless they say otherwise.
 
     Attributes:
-        meeting: connects to the other members. None before the address of rank 0 is known, and in a world that needs no data connections
+        mesh: connects to the other members. None before the address of rank 0 is known, and in a world that needs no data connections
             (one member, or NCCL only).
     """
 
@@ -67,21 +83,21 @@ class Bootstrap:
         world: BootstrapWorld,
         config: WorldConfig,
         watchdog: WatchDog,
-        reception: Acceptor | None,
+        acceptor: Acceptor | None,
         store: ControlStore,
     ) -> None:
-        self.meeting: MeshConnector | None = None
+        self.mesh: MeshConnector | None = None
         self._world = world
         self._config = config
         self._watchdog = watchdog
-        self._reception = reception
+        self._acceptor = acceptor
         self._store = store
-        self._watch: MembershipMonitor | None = None
-        self._refusal = "nobody answered"
-        self._all_here = False
+        self._monitor: MembershipMonitor | None = None
+        self._obstacle = "no answer"
+        self._all_joined = False
         self._host_addr = config.addr
         self._step: asyncio.Future[Any] | None = None
-        self._builder: threading.Thread | None = None
+        self._build_thread: threading.Thread | None = None
 
     async def run(self) -> None:
         """See `World.open`."""
@@ -90,14 +106,14 @@ class Bootstrap:
             # No local name for the timeout. It refers to its task; a cancelled task holds its error, whose traceback holds this frame; and
             # Python 3.11's garbage collector does not find this cycle.
             async with asyncio.timeout(config.timeout_s):
-                host = await self._take_seat()
+                host = await self._join_members()
                 await self._build(host)
         except asyncio.CancelledError:
-            world.break_(Cause.ABORTED, config.rank, "cancelled while joining")
+            world.fail(Cause.ABORTED, config.rank, "cancelled while joining")
             raise
         except TimeoutError:
-            obstacle = self._obstacle()
-            world.break_(Cause.TIMEOUT, -1, "did not form in time")
+            obstacle = self._describe_obstacle()
+            world.fail(Cause.TIMEOUT, -1, "did not form in time")
             raise JoinError(
                 config.name,
                 f"did not form within {config.timeout_s:g} s as rank {config.rank} of {config.size} at "
@@ -106,22 +122,22 @@ class Bootstrap:
         except WorldError:
             raise
         except ConnectionLostError as error:
-            world.break_(Cause.TRANSPORT, -1, str(error))
+            world.fail(Cause.TRANSPORT, -1, str(error))
             raise JoinError(config.name, f"the process group could not be built: {error}") from error
         except Exception as error:
-            world.break_(Cause.LOCAL, config.rank, described(error))
+            world.fail(Cause.LOCAL, config.rank, described(error))
             raise JoinError(config.name, f"the process group could not be built: {error}") from error
 
-    def _obstacle(self) -> str:
-        if self._all_here:
-            return "all members came, but their connections did not form"
-        if isinstance(self._watch, HostSession):
-            return f"ranks {', '.join(map(str, self._watch.missing()))} did not come"
-        return self._refusal
+    def _describe_obstacle(self) -> str:
+        if self._all_joined:
+            return "all members joined, but their connections did not form"
+        if isinstance(self._monitor, HostSession):
+            return f"ranks {', '.join(map(str, self._monitor.missing()))} did not join"
+        return self._obstacle
 
     # -- the awaited step; the end of the world wakes it -----------------------------------------------------------------------
 
-    def _await(self) -> asyncio.Future[Any]:
+    def _begin_step(self) -> asyncio.Future[Any]:
         self._step = step = asyncio.get_running_loop().create_future()
         step.add_done_callback(lambda done: done.cancelled() or done.exception())  # no warning if it is never awaited
         if error := self._world.ending():
@@ -151,17 +167,17 @@ class Bootstrap:
     # -- joining -----------------------------------------------------------------------------------------------------------------
 
     @property
-    def _seat(self) -> Hello:
-        return Hello(self._config.name, self._config.rank, self._config.size, self._world.epoch)
+    def _member(self) -> Hello:
+        return Hello(self._config.name, self._config.rank, self._config.size, self._world.generation)
 
-    async def _take_seat(self) -> str:
+    async def _join_members(self) -> str:
         """Join at rank 0 and wait until all ranks have joined. Returns our own address as the others reach it."""
-        seated = self._await()
+        joined = self._begin_step()
         if self._config.rank == 0:
-            self._watchdog.call_soon(self._host)
+            self._watchdog.call_soon(self._start_host_session)
         else:
-            self._watchdog.call_soon(self._join, await self._resolve())
-        return await seated or self._config.addr
+            self._watchdog.call_soon(self._start_member_session, await self._resolve())
+        return await joined or self._config.addr
 
     async def _resolve(self) -> list[Address]:
         """Return the addresses of rank 0. Retries while the name cannot be resolved, for example because its container has not started."""
@@ -171,94 +187,94 @@ class Bootstrap:
                 found = await loop.getaddrinfo(config.addr, config.port, type=socket.SOCK_STREAM)
                 return [Address(family, (str(sockaddr[0]), config.port)) for family, *_, sockaddr in found]
             except OSError as error:
-                self._refusal = f"{config.addr} cannot be resolved: {error.strerror}"
+                self._obstacle = f"{config.addr} cannot be resolved: {error.strerror}"
                 await asyncio.sleep(_RESOLVE_RETRY_S)
 
-    def _host(self) -> None:
+    def _start_host_session(self) -> None:
         """Admit the other ranks. Runs on the control loop's thread, at rank 0."""
-        assert self._reception is not None
-        self._watch = roster = self._world.be_watched(
-            lambda: HostSession(self._watchdog, self._world, self._seat, self._config.pulse)
+        assert self._acceptor is not None
+        self._monitor = session = self._world.start_monitor(
+            lambda: HostSession(self._watchdog, self._world, self._member, self._config.heartbeat)
         )
-        if roster is None:
+        if session is None:
             return
-        self._prepare_meeting()
-        if self.meeting is not None:
-            self.meeting.attend(self._reception)
-        self._reception.host(roster)
-        self._end_if_late()
+        self._create_mesh()
+        if self.mesh is not None:
+            self.mesh.accept_on(self._acceptor)
+        self._acceptor.add_session(session)
+        self._close_mesh_if_ended()
 
-    def _join(self, addresses: list[Address]) -> None:
+    def _start_member_session(self, addresses: list[Address]) -> None:
         """Connect to rank 0. Runs on the control loop's thread, at the other ranks."""
         config = self._config
-        self._watch = self._world.be_watched(
+        self._monitor = self._world.start_monitor(
             lambda: MemberSession(
-                self._watchdog, self._world, self._seat, config.pulse, config.secret, addresses, config.bind_host
+                self._watchdog, self._world, self._member, config.heartbeat, config.secret, addresses, config.bind_host
             )
         )
 
-    def on_all_here(self, host_addr: str | None, local_host: str) -> None:
+    def on_all_joined(self, host_addr: str | None, local_host: str) -> None:
         """All ranks have joined. Called on the control loop's thread.
 
         Args:
             host_addr: the address at which this member reached rank 0; None at rank 0.
             local_host: our own address as the others reach it.
         """
-        self._all_here = True
+        self._all_joined = True
         if host_addr is not None:
             self._host_addr = host_addr
-            self._prepare_meeting()
-            self._end_if_late()
+            self._create_mesh()
+            self._close_mesh_if_ended()
         self.wake(local_host)
 
-    def on_refused(self, reason: str, *, final: bool) -> None:
+    def on_join_failed(self, reason: str, *, final: bool) -> None:
         """Joining failed. Unless `final`, the monitor retries. Called on the control loop's thread."""
         config = self._config
-        self._refusal = reason
+        self._obstacle = reason
         if final:
             self.wake(error=JoinError(config.name, f"rank 0 at {config.addr}:{config.port} refused us: {reason}"))
 
-    def _prepare_meeting(self) -> None:
+    def _create_mesh(self) -> None:
         """Create the mesh connector if the world needs data connections. Runs on the control loop's thread, before a member may connect."""
         config = self._config
         if config.size > 1 and set(config.backends.values()) != {NCCL}:
-            self.meeting = MeshConnector(self._watchdog, self._seat, config.secret, config.pulse, config.bind_host)
+            self.mesh = MeshConnector(self._watchdog, self._member, config.secret, config.heartbeat, config.bind_host)
 
-    def _end_if_late(self) -> None:
-        """End the mesh connector if the world ended before it was created."""
+    def _close_mesh_if_ended(self) -> None:
+        """Close the mesh connector if the world ended before it was created."""
         if self._world.ending() is not None:
-            self.end()
+            self.close_mesh()
 
     # -- building the group ------------------------------------------------------------------------------------------------------
 
     async def _build(self, host: str) -> None:
         """Connect to the members and construct the group on a daemon thread, because both block until all ranks take part."""
-        built = self._await()
+        built = self._begin_step()
 
         def build() -> None:
             error: BaseException | None = None
             try:
                 group = self._make_group(host)
-                self._world.adopt(group, self.meeting.take if self.meeting is not None else dict)
+                self._world.on_group_ready(group, self.mesh.take if self.mesh is not None else dict)
             except Exception as failure:  # noqa: BLE001 - raised to the caller of `run`
                 error = self._world.ending() or failure.with_traceback(None)
             if not self.wake(error=error):
-                self._world.break_(Cause.ABORTED, self._config.rank, "the event loop ended while joining")
+                self._world.fail(Cause.ABORTED, self._config.rank, "the event loop ended while joining")
 
-        builder = DaemonThread(build, f"multiworld-{self._config.name}-join")
-        builder.start()
-        self._builder = builder  # set after the start: a thread that did not start cannot be joined
-        builders.add(builder)
+        thread = DaemonThread(build, f"multiworld-{self._config.name}-join")
+        thread.start()
+        self._build_thread = thread  # set after the start: a thread that did not start cannot be joined
+        _build_threads.add(thread)
         await built
 
     @lost_connections()
     def _make_group(self, host: str) -> ProcessGroup:
         """Connect to the members and construct the group. Blocks until all ranks take part. Raises ConnectionLostError, JoinError."""
         config = self._config
-        self._agree_on_mode()
+        self._check_settings_match()
         store = self._rendezvous_store()
-        if self.meeting is not None:
-            self.meeting.gather(self._store, host, (self._host_addr, config.port), config.timeout_s)
+        if self.mesh is not None:
+            self.mesh.connect_all(self._store, host, (self._host_addr, config.port), config.timeout_s)
         return make_process_group(
             store, config.rank, config.size, config.backends, host, config.timeout_s, config.device, self._check
         )
@@ -281,30 +297,28 @@ class Bootstrap:
         prefix = self._store.get(_PREFIX_KEY).decode(errors="replace")
         return PrefixStore(f"multiworld/{config.name}/{prefix}", config.store)
 
-    def _agree_on_mode(self) -> None:
+    def _check_settings_match(self) -> None:
         """Check that this member's settings equal those of rank 0; otherwise the members would wait for each other. Raises JoinError."""
         config, store = self._config, self._store
         backends = ",".join(f"{device}:{name}" for device, name in sorted(config.backends.items()))
-        mode = f"{'checked' if config.checked else 'unchecked'} with backend {backends}"
-        if config.store is not None:
-            mode += " and a store of its own"
+        ours = f"backend={backends}, verify_collectives={config.verify_collectives}, store={config.store is not None}"
         if config.rank == 0:
-            store.set("mode", mode)
-        elif (theirs := store.get("mode").decode(errors="replace")) != mode:
-            raise JoinError(config.name, f"rank 0 is {theirs}, we are {mode}")
+            store.set("settings", ours)
+        elif (theirs := store.get("settings").decode(errors="replace")) != ours:
+            raise JoinError(config.name, f"the settings differ: rank 0 has {theirs}; we have {ours}")
 
     # -- ending (on the world's teardown thread) ---------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def close_mesh(self) -> None:
         """Stop connecting to members and wake the thread that waits for them."""
-        if self.meeting is not None:
-            self.meeting.end()
+        if self.mesh is not None:
+            self.mesh.close()
 
-    def join_builder(self) -> None:
-        """Wait at most `_BUILDER_S` for the thread that builds the group."""
-        if self._builder is not None and self._builder is not threading.current_thread():
-            self._builder.join(_BUILDER_S)
+    def join_build_thread(self) -> None:
+        """Wait at most `_BUILD_JOIN_S` for the thread that builds the group."""
+        if self._build_thread is not None and self._build_thread is not threading.current_thread():
+            self._build_thread.join(_BUILD_JOIN_S)
 
-    def forget(self) -> None:
+    def drop_references(self) -> None:
         """Drop references that may hold errors, because a traceback can keep earlier worlds alive."""
-        self._step = self._watch = None
+        self._step = self._monitor = None

@@ -1,4 +1,4 @@
-"""Numbers the generations of a world name. The generation is called epoch in this code; it only increases for a name."""
+"""Numbers the generations of each world name. The number only increases for a name."""
 
 from collections import OrderedDict
 
@@ -6,21 +6,21 @@ _NAMES = 10_000
 """Limit of remembered names. Programs may use a new name for every job."""
 
 
-class Epochs:
-    """The latest epoch of each name that this process hosted as rank 0.
+class Generations:
+    """The latest generation of each name that this process hosted as rank 0.
 
-    Above the limit of names the oldest is forgotten. An unknown name starts after the highest epoch of all forgotten names.
+    Above the limit of names the oldest is forgotten. An unknown name starts after the highest generation of all forgotten names.
     """
 
     def __init__(self) -> None:
         self._latest: OrderedDict[str, int] = OrderedDict()
         self._forgotten = 0
 
-    def take(self, name: str, epoch: int = 0) -> int:
-        """Return the epoch of a new world: `epoch` if it is not 0, else the latest of that name plus one."""
+    def take(self, name: str, generation: int = 0) -> int:
+        """Return the generation of a new world: `generation` if it is not 0, else the latest of that name plus one."""
         latest = self._latest.pop(name, self._forgotten)
-        epoch = epoch or latest + 1
-        self._latest[name] = max(epoch, latest)
+        generation = generation or latest + 1
+        self._latest[name] = max(generation, latest)
         if len(self._latest) > _NAMES:
             self._forgotten = max(self._forgotten, self._latest.popitem(last=False)[1])
-        return epoch
+        return generation

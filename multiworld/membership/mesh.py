@@ -1,8 +1,8 @@
 """Connects the members of a forming world to each other: each connects to all lower ranks and accepts all higher ranks.
 
 Rank 0 accepts on the port of its control connections. Every other member except the last opens a port for this, publishes it in the
-world's store, and closes it when all are connected. The handshake is that of a control connection and covers the world, the epoch and
-both ranks.
+world's store, and closes it when all are connected. The handshake is the same as on a control connection and covers the world, the
+generation and both ranks.
 """
 
 import contextlib
@@ -10,11 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.control.loop import WatchDog
-from multiworld.control.sockets import not_inherited
+from multiworld.control.sockets import close_in_child
 from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
 from multiworld.membership.monitor import HeartbeatConfig
@@ -27,51 +28,53 @@ _PAUSE_S = 0.1
 
 
 class MeshConnector:
-    """Connects one member to all others. `gather` blocks its thread; `end` wakes it.
+    """Connects one member to all others. `connect_all` blocks its thread; `close` wakes it.
 
-    The acceptor calls `refusal` and `admit` on the control loop's thread.
+    The acceptor calls `rejection` and `admit` on the control loop's thread.
 
     Args:
-        seat: our own world, rank, size and epoch.
+        member: our own world, rank, size and generation.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
     """
 
     def __init__(
-        self, watchdog: WatchDog, seat: Hello, secret: bytes, pulse: HeartbeatConfig, bind_host: str = ""
+        self, watchdog: WatchDog, member: Hello, secret: bytes, heartbeat: HeartbeatConfig, bind_host: str = ""
     ) -> None:
-        self.world = seat.world
-        self.epoch = seat.epoch
+        self.world = member.world
+        self.generation = member.generation
         self._watchdog = watchdog
-        self._seat = seat
+        self._member = member
         self._secret = secret
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._bind_host = bind_host
         self._changed = threading.Condition()
         self._socks: dict[int, socket.socket] = {}
-        self._call: socket.socket | None = None
-        self._over = False
-        self._leave: Callable[[], None] = lambda: None
+        self._connecting: socket.socket | None = None
+        self._closed = False
+        self._unregister: Callable[[], None] = lambda: None
 
     # -- accepting (on the control loop's thread) --------------------------------------------------------------------------
 
-    def attend(self, reception: Acceptor) -> None:
-        """Accept data connections on the port of `reception` from now on."""
-        reception.expect(self)
-        self._leave = lambda: reception.expect_no_more(self)
+    def accept_on(self, acceptor: Acceptor) -> None:
+        """Accept data connections on the port of `acceptor` from now on."""
+        acceptor.add_target(self)
+        self._unregister = lambda: acceptor.remove_target(self)
 
-    def refusal(self, hello: Hello) -> str | None:
+    def rejection(self, hello: Hello) -> str | None:
         """Return the reason to refuse this connection; None to accept it."""
-        if hello.size != self._seat.size or not self._seat.rank < hello.rank < hello.size:
-            return f"rank {hello.rank} of {hello.size} calls rank {self._seat.rank} of {self._seat.size}"
-        if hello.peer != self._seat.rank:
-            return f"this is rank {self._seat.rank}, not {hello.peer}"
-        return "too late" if self._over else None
+        if hello.size != self._member.size or not self._member.rank < hello.rank < hello.size:
+            return (
+                f"rank {hello.rank} of {hello.size} must not connect to rank {self._member.rank} of {self._member.size}"
+            )
+        if hello.peer != self._member.rank:
+            return f"this is rank {self._member.rank}, not {hello.peer}"
+        return "this member accepts no more connections" if self._closed else None
 
     def admit(self, rank: int, sock: socket.socket) -> None:
-        """Keep the connection to `rank`. A second connection replaces the first, which the peer has given up."""
+        """Keep the connection to `rank`. A second connection replaces the first, which the peer has abandoned."""
         with self._changed:
             former = self._socks.get(rank)
-            if self._over:
+            if self._closed:
                 former = sock
             else:
                 self._socks[rank] = sock
@@ -81,70 +84,66 @@ class MeshConnector:
 
     # -- connecting ----------------------------------------------------------------------------------------------------------
 
-    def gather(self, store: ControlStore, local_host: str, host: tuple[str, int], timeout_s: float) -> None:
+    def connect_all(self, store: ControlStore, local_host: str, host: tuple[str, int], timeout_s: float) -> None:
         """Connect to all lower ranks and wait for the connections of all higher ranks. Blocks.
 
         Args:
             local_host: our address as the others reach it.
             host: where rank 0 listens.
         Raises:
-            JoinError: a member refused us, could not be reached or did not connect within `timeout_s`; or `end` was called.
+            JoinError: a member refused us, could not be reached or did not connect within `timeout_s`; or `close` was called.
             DistStoreError: a member did not publish its port.
         """
         until_s = time.monotonic() + timeout_s
-        if 0 < self._seat.rank < self._seat.size - 1:
+        if 0 < self._member.rank < self._member.size - 1:
             port = self._open_port(local_host)
-            store.set(_key(self._seat.rank), f"{port} {local_host}")
-        for rank in range(self._seat.rank):
+            store.set(_key(self._member.rank), f"{port} {local_host}")
+        for rank in range(self._member.rank):
             address = host if rank == 0 else _address(store.get(_key(rank)))
-            self.admit(rank, self._reach(rank, address, until_s))
+            self.admit(rank, self._connect_with_retries(rank, address, until_s))
         with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._socks) == self._seat.size - 1, timeout_s)
-            self._raise_if_over()
-            missing = {*range(self._seat.size)} - {self._seat.rank, *self._socks}
-        self._watchdog.call_soon(self._dismiss)
+            self._changed.wait_for(lambda: self._closed or len(self._socks) == self._member.size - 1, timeout_s)
+            self._raise_if_closed()
+            missing = {*range(self._member.size)} - {self._member.rank, *self._socks}
+        self._watchdog.call_soon(self._stop_accepting)
         if missing:
             raise JoinError(self.world, f"ranks {', '.join(map(str, sorted(missing)))} did not connect to us")
 
     def take(self) -> dict[int, socket.socket]:
         """Return the connections by rank; the caller owns them. Later connections are refused."""
         with self._changed:
-            socks, self._socks, self._over = self._socks, {}, True
+            socks, self._socks, self._closed = self._socks, {}, True
         return socks
 
-    def end(self) -> None:
-        """Wake `gather` and close the connections that were not taken. Idempotent, callable from any thread."""
+    def close(self) -> None:
+        """Wake `connect_all` and close the connections that were not taken. Idempotent, callable from any thread."""
         for sock in self.take().values():
             sock.close()
         with self._changed:
             self._changed.notify_all()
-            if self._call is not None:
+            if self._connecting is not None:
                 with contextlib.suppress(OSError):
-                    self._call.shutdown(socket.SHUT_RDWR)
-        self._watchdog.call_soon(self._dismiss)
+                    self._connecting.shutdown(socket.SHUT_RDWR)
+        self._watchdog.call_soon(self._stop_accepting)
 
     def _open_port(self, host: str) -> int:
-        reception = Acceptor(self._watchdog, bind(host, 0), [self._secret], self._pulse)
+        acceptor = Acceptor(self._watchdog, bind(host, 0), [self._secret], self._heartbeat)
 
-        def close() -> None:
-            reception.expect_no_more(self)
-            reception.close()
+        def start() -> None:
+            acceptor.open()
+            acceptor.add_target(self)
+            self._unregister = acceptor.close
+            if self._closed:
+                self._stop_accepting()
 
-        def open_() -> None:
-            reception.open()
-            reception.expect(self)
-            self._leave = close
-            if self._over:
-                self._dismiss()
+        self._watchdog.call_soon(start)
+        return acceptor.port
 
-        self._watchdog.call_soon(open_)
-        return reception.port
+    def _stop_accepting(self) -> None:
+        unregister, self._unregister = self._unregister, lambda: None
+        unregister()
 
-    def _dismiss(self) -> None:
-        leave, self._leave = self._leave, lambda: None
-        leave()
-
-    def _reach(self, rank: int, address: tuple[str, int], until_s: float) -> socket.socket:
+    def _connect_with_retries(self, rank: int, address: tuple[str, int], until_s: float) -> socket.socket:
         while True:
             try:
                 return self._connect(rank, address)
@@ -152,19 +151,18 @@ class MeshConnector:
                 raise JoinError(self.world, f"rank {rank} at {address[0]}:{address[1]}: {error}") from None
             except (OSError, FrameError) as error:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._over, _PAUSE_S)
-                    self._raise_if_over()
+                    self._changed.wait_for(lambda: self._closed, _PAUSE_S)
+                    self._raise_if_closed()
                 if time.monotonic() > until_s:
                     detail = f"rank {rank} cannot be reached at {address[0]}:{address[1]}: {error}"
                     raise JoinError(self.world, detail) from error
 
     def _connect(self, rank: int, address: tuple[str, int]) -> socket.socket:
-        seat = self._seat
-        handshake = ClientHandshake(self._secret, Hello(seat.world, seat.rank, seat.size, seat.epoch, peer=rank))
+        handshake = ClientHandshake(self._secret, replace(self._member, peer=rank))
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        sock = not_inherited(socket.socket(family, socket.SOCK_STREAM))
+        sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
         try:
-            with self._calling(sock):
+            with self._interruptible(sock):
                 sock.settimeout(_ATTEMPT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if self._bind_host:
@@ -181,23 +179,23 @@ class MeshConnector:
         return sock
 
     @contextlib.contextmanager
-    def _calling(self, sock: socket.socket) -> Iterator[None]:
+    def _interruptible(self, sock: socket.socket) -> Iterator[None]:
         with self._changed:
-            self._raise_if_over()
-            self._call = sock
+            self._raise_if_closed()
+            self._connecting = sock
         try:
             yield
         finally:
             with self._changed:
-                self._call = None
+                self._connecting = None
 
-    def _raise_if_over(self) -> None:
-        if self._over:
-            raise JoinError(self.world, "ended while its members connected")
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise JoinError(self.world, "the world ended while its members connected")
 
 
 def _key(rank: int) -> str:
-    return f"multiworld/line/{rank}"
+    return f"multiworld/address/{rank}"
 
 
 def _address(value: bytes) -> tuple[str, int]:

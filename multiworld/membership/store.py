@@ -1,7 +1,7 @@
 """The key-value store of a process group's rendezvous, replicated over the control connections.
 
-Every `set` is relayed to all members, so a read waits on a local dictionary. A world that breaks while it forms wakes all waiting reads. It
-replaces `torch.distributed.TCPStore`, which has no authentication, listens on all interfaces, and cannot be interrupted.
+Every `set` is relayed to all members, so a read only waits on a local dictionary. `abort` interrupts all waiting reads. It replaces
+`torch.distributed.TCPStore`, which has no authentication, listens on all interfaces, and cannot be interrupted.
 """
 
 import threading
@@ -15,16 +15,16 @@ _DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class ControlStore(Store):
-    """A `torch.distributed.Store` of one world and one epoch.
+    """A `torch.distributed.Store` of one world and one generation.
 
     Args:
         publish: sends a key and its value to all other members; must not block.
-        patience_s: lower limit of the timeout of every wait. `abort` ends a wait earlier.
+        min_timeout_s: lower limit of the timeout of every wait. `abort` ends a wait earlier.
     """
 
-    def __init__(self, publish: Callable[[str, bytes], None], patience_s: float = 0.0) -> None:
+    def __init__(self, publish: Callable[[str, bytes], None], min_timeout_s: float = 0.0) -> None:
         super().__init__()
-        self._patience_s = patience_s
+        self._min_timeout_s = min_timeout_s
         self._publish: Callable[[str, bytes], None] | None = publish
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -59,15 +59,15 @@ class ControlStore(Store):
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
-        """Wait until all keys are set. Raises DistStoreError after `timeout` or `patience_s`, whichever is longer, and after `abort`."""
-        timeout_s = max(timeout.total_seconds(), self._patience_s)
+        """Wait until all keys are set. Raises DistStoreError after `timeout` or `min_timeout_s`, whichever is longer, and after `abort`."""
+        timeout_s = max(timeout.total_seconds(), self._min_timeout_s)
         with self._changed:
-            there = self._changed.wait_for(
+            complete = self._changed.wait_for(
                 lambda: self._aborted is not None or all(key in self._values for key in keys), timeout_s
             )
             if self._aborted is not None:
                 raise DistStoreError(f"rendezvous aborted: {self._aborted}") from self._aborted
-            if not there:
+            if not complete:
                 missing = [key for key in keys if key not in self._values]
                 raise DistStoreError(f"rendezvous: no value for {missing} after {timeout_s:.1f} s")
 

@@ -1,7 +1,10 @@
 """Converts the caller's tensors to what connections and c10d accept (dense, contiguous, on the right device) and copies results back.
 
-A tensor is copied only if necessary. Operations that move data without computing on it send bytes, so they support every dtype.
+Tensors are copied only if necessary. Operations that move data without computing on it send bytes, so they support every dtype.
 """
+
+import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -21,9 +24,22 @@ _COMPUTED = {
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """uint8 [nbytes]: the memory of a contiguous tensor."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(
-        torch.uint8
-    )  # a tensor of one element is contiguous with any stride
+    # `as_strided`, because a tensor of one element is contiguous with any stride
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host. The view and its slices keep the tensor alive."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    array = _byte_array(tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined] # the memoryview keeps only the array alive
+    return memoryview(array).cast("B")
+
+
+@functools.lru_cache(256)
+def _byte_array(size_bytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * size_bytes
 
 
 def arithmetic(tensor: Tensor) -> Tensor:
@@ -57,7 +73,7 @@ def check_computable(name: str, tensor: Tensor, op: str) -> None:
     else:
         possible = dtype in _COMPUTED
     if not possible:
-        raise TypeError(f"{name}: cannot reduce {dtype} with {op}; convert the tensor, to float32 or int64 say")
+        raise TypeError(f"{name}: {op} does not support {dtype}; convert the tensor, for example to float32 or int64")
 
 
 class SendBuffer:
@@ -69,7 +85,7 @@ class SendBuffer:
         self.tensor = tensor.detach()
         self._on_host = on_host
 
-    def open(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The data as a contiguous tensor, on the host if `on_host`; a copy only if necessary. May block on a copy from a device."""
         tensor = self.tensor
         if self._on_host:
@@ -80,45 +96,41 @@ class SendBuffer:
 
 
 class RecvBuffer:
-    """A tensor that results are written into, directly or through a contiguous staging tensor that `deliver` copies back.
+    """A tensor that results are written into, directly or through a contiguous staging tensor that `copy_back` copies back.
 
     Raises ValueError for a tensor that cannot be written: elements that share memory, or a conjugated or negated view.
     """
 
-    __slots__ = ("_direct", "_on_host", "_staged", "tensor")
+    __slots__ = ("_on_host", "_staged", "direct", "tensor")
 
     def __init__(self, name: str, tensor: Tensor, on_host: bool) -> None:
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{name}: cannot write into a conjugated or negated view; resolve it first")
         self.tensor = tensor.detach()
         self._on_host = on_host
-        self._direct = tensor.is_contiguous() and not on_host
+        self.direct = tensor.is_contiguous() and not on_host
+        """Whether results are written into the caller's tensor, so that `copy_back` is not necessary."""
         self._staged: Tensor | None = None
-        if not self._direct and not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
 
-    @property
-    def direct(self) -> bool:
-        """Whether results are written into the caller's tensor, so that `deliver` is not necessary."""
-        return self._direct
-
-    def open(self, *, load: bool = False) -> Tensor:
+    def materialize(self, *, load: bool = False) -> Tensor:
         """The contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""
-        if self._direct:
+        if self.direct:
             return self.tensor
         device = torch.device("cpu") if self._on_host else self.tensor.device
         if load:
-            self._staged = self.tensor.to(device).contiguous()  # always a copy, because `_direct` is false
+            self._staged = self.tensor.to(device).contiguous()  # always a copy, because `direct` is false
         else:
             self._staged = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=device)
         return self._staged
 
     @property
     def result(self) -> Tensor:
-        """The tensor that holds the results before `deliver`."""
+        """The tensor that holds the results before `copy_back`."""
         return self.tensor if self._staged is None else self._staged
 
-    def deliver(self) -> None:
+    def copy_back(self) -> None:
         """Copy the results from the staging tensor to the caller's tensor. Idempotent."""
         if self._staged is not None:
             with torch.inference_mode():  # so that inference tensors can be written

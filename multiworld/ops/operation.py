@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -13,7 +12,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 logger = logging.getLogger(__name__)
 
 Status = Literal["pending", "done", "failed"]
-Script = Callable[[Any], Coroutine[Any, Any, None]]
+Algorithm = Callable[[Any], Coroutine[Any, Any, None]]
 """The algorithm of a collective; its argument is a `multiworld.collectives.channel.CollectiveChannel`.
 
 Raises RuntimeError when a connection is lost, WorldError when the world has ended.
@@ -26,16 +25,17 @@ class Plan:
 
     Attributes:
         name: name of the operation, for error messages.
-        signature: text that must be equal at all participating members. For a collective, checked mode compares it before data moves; for
-            a send or receive, each message carries it.
-        post: hands the operation to c10d, if c10d carries it; None if c10d never does.
-        deliver: copies the results to the caller's tensors; None if the results are written into them directly.
+        signature: text that must be equal at all participating members. Each message of a send or receive carries it. For a collective,
+            the members compare it before data moves if `verify_collectives` is set.
+        post: hands the operation to c10d, for backends of c10d; None if no backend of c10d runs it.
+        copy_back: copies the results to the caller's tensors; None if the results are written into them directly.
         tensors: the caller's tensors; the plan keeps them alive.
         staged: whether the data must be copied between a device and the host, which may block and must not run on an event loop.
         peer: the other rank of a send or receive; -1 for a collective.
         tag, size_bytes: tag and size of a send or receive.
         buffer: for a send or receive, returns the contiguous tensor to send from or to receive into, on the host if `staged`.
-        script: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
+        header, accept: for a message with a header; see multiworld/ops/messages.py.
+        algorithm: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
     """
 
@@ -43,18 +43,20 @@ class Plan:
     signature: str
     post: Callable[[ProcessGroup], Work] | None = None
     tensors: tuple[Tensor, ...] = ()
-    deliver: Callable[[], None] | None = None
+    copy_back: Callable[[], None] | None = None
     staged: bool = False
     peer: int = -1
     tag: int = 0
     size_bytes: int = 0
     buffer: Callable[[], Tensor] | None = None
-    script: "Callable[[], Script] | None" = None
+    header: bytes | None = None
+    accept: Callable[[bytes, int], Tensor] | None = None
+    algorithm: Callable[[], Algorithm] | None = None
     splits_bytes: tuple[list[int], list[int]] | None = None
 
 
-class Carrier(Protocol):
-    """The executor of the world that runs an operation."""
+class OperationOwner(Protocol):
+    """Is told when the caller of an operation is cancelled."""
 
     def on_cancelled(self, operation: "Operation") -> Exception | None:
         """The caller was cancelled while the operation was pending. Returns the error that the world ended with."""
@@ -73,20 +75,19 @@ class Operation:
     plan: Plan
     timeout_s: float | None
     future: asyncio.Future[None]
-    carrier: Carrier
+    owner: OperationOwner
     works: list[Work] = field(default_factory=list)
-    exchange: Any = None
+    channel: Any = None
     """The `CollectiveChannel` of a running collective; else None."""
     task: asyncio.Task[None] | None = None
-    """The task that runs the script of a collective."""
-    agreed: bool = False
-    """In checked mode: whether the fingerprint of this collective matched at all members."""
+    """The task that runs the algorithm of a collective."""
+    verified: bool = False
+    """With `verify_collectives`: whether the fingerprint of this collective matched at all members."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
     """Whether `OperationExecutor.start` has returned the operation to its caller."""
     stream: Any = None
     """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
-    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -116,7 +117,7 @@ class Operation:
         except asyncio.CancelledError:
             if self.future.done() and not self.future.cancelled():
                 raise
-            ending = self.carrier.on_cancelled(self)
+            ending = self.owner.on_cancelled(self)
             if ending is not None and not _is_being_cancelled():  # another awaiting task was cancelled
                 raise ending from None
             raise
@@ -129,15 +130,15 @@ class Operation:
         loop = self.future.get_loop()
         try:
             if asyncio._get_running_loop() is not loop:
-                loop.call_soon_threadsafe(self._settle, error)
+                loop.call_soon_threadsafe(self._complete, error)
             elif self.posted:
-                self._settle(error)
+                self._complete(error)
             else:  # complete on the next iteration, so that a loop of sends cannot block the event loop
-                loop.call_soon(self._settle, error)
+                loop.call_soon(self._complete, error)
         except RuntimeError:
             logger.debug("%s: the event loop that awaited it is closed", self.name)
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _complete(self, error: BaseException | None) -> None:
         if self.timer is not None:
             self.timer.cancel()
         if self.task is not None and error is not None:
@@ -152,16 +153,16 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class SubOperation:
     """One pending message of a collective.
 
     Attributes:
-        whole: the collective.
-        on_carried: called when the message is sent or received, under the world's lock, on any thread.
+        parent: the collective.
+        on_transferred: called when the message is sent or received, under the world's lock, on any thread.
     """
 
-    whole: Operation
-    on_carried: Callable[[], object]
+    parent: Operation
+    on_transferred: Callable[[], object]
 
 
 def _is_being_cancelled() -> bool:

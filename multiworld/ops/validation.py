@@ -1,7 +1,7 @@
 """Checks the arguments of operations before anything is sent.
 
-The functions raise ValueError or TypeError for invalid arguments; the world stays usable. Checked mode detects arguments that do not
-match those of other members (see multiworld/collectives/fingerprint.py).
+The functions raise ValueError or TypeError for invalid arguments; the world stays usable. `verify_collectives` detects arguments that do
+not match those of other members (see multiworld/collectives/fingerprint.py).
 """
 
 from collections.abc import Sequence
@@ -34,17 +34,15 @@ class Ranks:
     backends: dict[str, str]
     device: torch.device | None = None
 
-    def peer(self, name: str, peer: int) -> int:
-        """Returns `peer`. Raises ValueError unless it is the rank of another member."""
+    def check_peer(self, name: str, peer: int) -> None:
+        """Raises ValueError unless `peer` is the rank of another member."""
         if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(f"{name}: rank {peer} is no peer of rank {self.rank} in {self._self}")
-        return peer
+            raise ValueError(f"{name}: rank {peer} is not a peer of rank {self.rank} in {self._world}")
 
-    def root(self, name: str, root: int) -> int:
-        """Returns `root`. Raises ValueError unless it is the rank of a member."""
+    def check_root(self, name: str, root: int) -> None:
+        """Raises ValueError unless `root` is the rank of a member."""
         if not 0 <= root < self.size:
-            raise ValueError(f"{name}: rank {root} does not exist in {self._self}")
-        return root
+            raise ValueError(f"{name}: rank {root} does not exist in {self._world}")
 
     def on_host(self, name: str, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors must be copied through host memory.
@@ -57,25 +55,27 @@ class Ranks:
         if any(tensor.device != device for tensor in tensors[1:]):
             devices = sorted({str(tensor.device) for tensor in tensors})
             raise ValueError(f"{name}: all tensors must be on one device, got {devices}")
-        carrier = self.carrier(device.type)
-        if not carrier:
-            raise ValueError(f"{name}: {self._self} has no backend for tensors on {device}, only {self.backends}")
-        if carrier == NCCL and device != self.device:
-            raise ValueError(f"{name}: the tensors are on {device}, {self._self} uses {self.device}; move them there")
-        return device.type != "cpu" and carrier != NCCL
+        backend = self.backend(device.type)
+        if not backend:
+            raise ValueError(f"{name}: {self._world} has no backend for tensors on {device}, only {self.backends}")
+        if backend == NCCL and device != self.device:
+            raise ValueError(
+                f"{name}: the tensors are on {device}, but {self._world} uses {self.device}; move them there"
+            )
+        return device.type != "cpu" and backend != NCCL
 
-    def carrier(self, device_type: str) -> str:
+    def backend(self, device_type: str) -> str:
         """The backend of collectives on tensors of this device type: `TCP`, `GLOO` or `NCCL`; "" if there is none."""
         on_host = (each for each in self.backends.values() if each != NCCL)
         return self.backends.get(device_type) or next(on_host, "")
 
-    def over_lines(self, tensor: Tensor) -> bool:
-        """Whether collectives of this tensor use the library's own connections, not c10d."""
-        return self.carrier(tensor.device.type) == TCP
+    def uses_tcp(self, tensor: Tensor) -> bool:
+        """Whether collectives of this tensor use the library's own connections."""
+        return self.backend(tensor.device.type) == TCP
 
     @property
-    def _self(self) -> str:
-        return f"world {self.world_name!r} of {self.size}"
+    def _world(self) -> str:
+        return f"world {self.world_name!r} of size {self.size}"
 
 
 def check_tag(name: str, tag: int) -> None:
@@ -93,10 +93,10 @@ def parts_of_root(
     """
     if ranks.rank != root:
         if parts:
-            raise ValueError(f"{name}: {argument} is for rank {root} alone; give None on rank {ranks.rank}")
+            raise ValueError(f"{name}: {argument} is for rank {root} only; pass None at rank {ranks.rank}")
         return ()
     if not parts:
-        raise ValueError(f"{name}: rank {root} is the root and must give {argument}, one tensor a rank")
+        raise ValueError(f"{name}: rank {root} is the root and must pass {argument}, one tensor per rank")
     return parts
 
 
@@ -106,13 +106,15 @@ def check_list(name: str, ranks: Ranks, tensors: Sequence[Tensor], tensor: Tenso
     With `written`, also checks that they do not start at the same memory.
     """
     if len(tensors) != ranks.size:
-        raise ValueError(f"{name}: expected a list of {ranks.size} tensors, one a rank, got {len(tensors)}")
+        raise ValueError(f"{name}: expected a list of {ranks.size} tensors, one per rank, got {len(tensors)}")
     for index, each in enumerate(tensors):
         if each.dtype is not tensor.dtype:
-            raise TypeError(f"{name}: tensor {index} of the list is {each.dtype}, the other tensor {tensor.dtype}")
+            raise TypeError(
+                f"{name}: tensor {index} of the list is {each.dtype}, but the other tensor is {tensor.dtype}"
+            )
         if each.numel() != tensor.numel():
             raise ValueError(
-                f"{name}: tensor {index} of the list has shape {tuple(each.shape)}, the other tensor {tuple(tensor.shape)}"
+                f"{name}: tensor {index} of the list has shape {tuple(each.shape)}, but the other tensor has {tuple(tensor.shape)}"
             )
     if written:
         check_distinct(name, tensors)
@@ -122,19 +124,19 @@ def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
     """Raises ValueError when two tensors that are not empty start at the same address."""
     filled = [each.data_ptr() for each in outputs if each.numel()]
     if len(set(filled)) != len(filled):
-        raise ValueError(f"{name}: the same memory was given for the results of several ranks")
+        raise ValueError(f"{name}: the results of several ranks use the same memory")
 
 
 def check_whole(name: str, ranks: Ranks, whole: Tensor, part: Tensor) -> None:
     """Raises ValueError or TypeError unless `whole` has the dtype of `part` and `ranks.size` times as many elements."""
     if whole.dtype is not part.dtype:
-        raise TypeError(f"{name}: one tensor is {whole.dtype}, the other {part.dtype}")
+        raise TypeError(f"{name}: both tensors must have one dtype, got {whole.dtype} and {part.dtype}")
     if whole.numel() != ranks.size * part.numel():
         raise ValueError(
-            f"{name}: a tensor of {ranks.size} times {tuple(part.shape)} is needed, got {tuple(whole.shape)}"
+            f"{name}: expected a tensor of {ranks.size} times {tuple(part.shape)}, got {tuple(whole.shape)}"
         )
 
 
-def described(tensor: Tensor) -> str:
+def tensor_signature(tensor: Tensor) -> str:
     """Dtype and number of elements as text, such as `float32[12]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]"

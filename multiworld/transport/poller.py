@@ -23,7 +23,7 @@ class Poller:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
-        self._plugs: dict[int, PollHandler] = {}
+        self._handlers: dict[int, PollHandler] = {}
         self._loop = weakref.ref(loop)
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
@@ -37,36 +37,35 @@ class Poller:
         loop = self._loop()
         return loop is not None and loop.is_running()
 
-    def plug(self, fd: int, plug: PollHandler, mask: int) -> None:
-        """Register a socket. `plug.on_event` is called for the epoll events in `mask`. Raises OSError when the kernel refuses."""
-        self._plugs[fd] = plug
+    def register(self, fd: int, handler: PollHandler, mask: int) -> None:
+        """Call `handler.on_event` for the epoll events in `mask` of this socket. Raises OSError when the kernel refuses."""
+        self._handlers[fd] = handler
         self._epoll.register(fd, mask)
 
     def modify(self, fd: int, mask: int) -> None:
         """Change the epoll events that a registered socket is polled for."""
         self._epoll.modify(fd, mask)
 
-    def unplug(self, fd: int) -> None:
-        """Unregister a socket. Call it before the descriptor is closed."""
-        del self._plugs[fd]
+    def unregister(self, fd: int) -> None:
+        """Stop polling a socket. Call it before the descriptor is closed."""
+        del self._handlers[fd]
         self._epoll.unregister(fd)
 
     def _on_ready(self) -> None:
         """Call each ready handler once, then return to the event loop so that its other callbacks run."""
         for fd, mask in self._epoll.poll(0):
-            if plug := self._plugs.get(fd):  # an earlier handler of this round may have unregistered it
-                plug.on_event(mask)
+            if handler := self._handlers.get(fd):  # an earlier handler of this round may have unregistered it
+                handler.on_event(mask)
 
 
-_boards: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Poller] = weakref.WeakKeyDictionary()
-os.register_at_fork(
-    after_in_child=_boards.clear
-)  # a forked child shares the epoll instances of its parent and must not change them
+_pollers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Poller] = weakref.WeakKeyDictionary()
+# A forked child shares the epoll instances of its parent and must not change them.
+os.register_at_fork(after_in_child=_pollers.clear)
 
 
 def poller_of(loop: asyncio.AbstractEventLoop) -> Poller:
     """The poller of this event loop; it lives as long as the loop. Call it on the loop's thread."""
-    board = _boards.get(loop)
-    if board is None:
-        board = _boards[loop] = Poller(loop)
-    return board
+    poller = _pollers.get(loop)
+    if poller is None:
+        poller = _pollers[loop] = Poller(loop)
+    return poller

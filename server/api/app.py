@@ -15,12 +15,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
-from multiworld_serving.server.api.operations import OperationsRoutes, metrics_response
+from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics, Scrape, metrics_response
 from multiworld_serving.server.api.predict import PredictRoute
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import (
@@ -32,7 +33,6 @@ from multiworld_serving.server.auth.authorizer import (
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
 from multiworld_serving.server.http.body import BodyReader
-from multiworld_serving.server.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
@@ -53,6 +53,7 @@ def create_app(
     authorizer: Authorizer | None = None,
     traces: RequestTraces | None = None,
     statistics: Statistics | None = None,
+    scrape: Scrape | None = None,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -60,7 +61,8 @@ def create_app(
         authorizer: checks permissions; None = no authentication.
         traces: creates a span per traced request; None = no tracing.
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
-        statistics: of all requests, including those of other processes.
+        statistics: of this process's requests.
+        scrape: the metrics to serve; None = `metrics` alone.
     Raises:
         ValueError: the model has invalid sizes or no classes.
     """
@@ -84,33 +86,10 @@ def create_app(
     app.include_router(inference.predict.router())
     app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router())
     app.include_router(V2InferRoutes(pipeline, inference.infer.signature, inference.infer).router())
-    app.include_router(OperationsRoutes(pipeline, model, metrics, feed).router())
+    app.include_router(OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed).router())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
     _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)
-    return app
-
-
-def create_inference_app(
-    predictor: Predictor,
-    model: ServedModel,
-    limits: RequestLimits,
-    recorder: RequestRecorder,
-    authorizer: Authorizer | None = None,
-    traces: RequestTraces | None = None,
-) -> FastAPI:
-    """Create the application of a frontend: inference only. See `create_app`."""
-    inference = _Inference.of(predictor, model, limits)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with inference.decoders:
-            yield
-
-    app = FastAPI(lifespan=lifespan, redirect_slashes=False, openapi_url=None)
-    app.include_router(inference.predict.router())
-    app.include_router(V2InferRoutes(predictor, inference.infer.signature, inference.infer).router())
-    _guard(app, predictor, recorder, authorizer, traces)
     return app
 
 
@@ -174,15 +153,20 @@ def _signature(model: ServedModel, limits: RequestLimits) -> Signature:
 
 
 def create_admin_app(
-    metrics: Metrics,
+    metrics: Scrape,
     admin: AdminRoutes,
     authorizer: Authorizer | None = None,
     repository: RepositoryRoutes | None = None,
+    own: Scrape | None = None,
 ) -> ASGIApp:
-    """Create the application of the admin port: metrics and admin endpoints."""
+    """Create the application of the admin port: metrics and admin endpoints.
 
-    def scrape(request: Request) -> Response:
-        return metrics_response(metrics, request)
+    Args:
+        own: the metrics of this process alone, for `GET /metrics?own=true`.
+    """
+
+    async def scrape(request: Request) -> Response:
+        return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
     app = Starlette(routes=[Route("/metrics", scrape), *verbs])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -13,12 +14,32 @@ from starlette.requests import Request
 
 from multiworld_serving.server.api.event_stream import EventStream
 from multiworld_serving.server.api.status_files import file_response, page_response
-from multiworld_serving.server.http.errors import ErrorBody, error_documentation, refusal_response
+from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.predictor import Pipeline, PipelineSnapshot, ServedModel
 from multiworld_serving.server.readiness import readiness_error
+
+
+class Scrape(Protocol):
+    """Source of the metrics to serve."""
+
+    async def exposition(self) -> tuple[str, str]:
+        """Body and content type."""
+        ...
+
+
+class OwnMetrics:
+    """The metrics of this process alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def exposition(self) -> tuple[str, str]:
+        """See `Scrape`. Runs on a thread: many series take milliseconds."""
+        text, content_type = await asyncio.to_thread(self._metrics.exposition)
+        return text.decode(), content_type
 
 
 class Alive(BaseModel):
@@ -48,7 +69,7 @@ class OperationsRoutes:
 
     predictor: Pipeline
     model: ServedModel
-    metrics: Metrics
+    metrics: Scrape
     feed: EventFeed
 
     def router(self) -> APIRouter:
@@ -105,24 +126,24 @@ class OperationsRoutes:
         snapshot = self.predictor.snapshot()
         missing = list(snapshot.missing_stages)
         record = RequestRecord.of(request.scope)
-        return refusal_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
+        return rejection_response(readiness_error(snapshot), record, ready=False, missing_stages=missing)
 
     async def status(self) -> PipelineSnapshot:
         """The current state of the pipeline: stages and replicas."""
         return self.predictor.snapshot()
 
-    def scrape(self, request: Request) -> Response:
-        """All metrics in the Prometheus or OpenMetrics text format."""
-        return metrics_response(self.metrics, request)  # not async, to run on a thread: many workers take milliseconds
+    async def scrape(self) -> Response:
+        """The metrics of all processes in the Prometheus text format."""
+        return await metrics_response(self.metrics)
 
 
 async def _file(name: str) -> Response:
     return file_response(name)
 
 
-def metrics_response(metrics: Metrics, request: Request) -> Response:
+async def metrics_response(metrics: Scrape) -> Response:
     """The response to a scrape."""
-    text, content_type = metrics.exposition(request.headers.get("accept", ""))
+    text, content_type = await metrics.exposition()
     return Response(text, headers={"Content-Type": content_type})
 
 

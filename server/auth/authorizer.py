@@ -22,8 +22,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.server.errors import ForbiddenError, RequestRefused, UnauthenticatedError
-from multiworld_serving.server.http.errors import refusal_response
+from multiworld_serving.server.errors import ForbiddenError, RequestRejected, UnauthenticatedError
+from multiworld_serving.server.http.errors import rejection_response
 from multiworld_serving.server.observability.request_record import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -192,16 +192,18 @@ class AuthorizationMiddleware:
         permission = self._permission_for(scope["path"])
         try:
             name = self._authorizer.check(permission, scope)
-        except (UnauthenticatedError, ForbiddenError) as refusal:
-            await _refuse(refusal, permission, scope, receive, send)
+        except (UnauthenticatedError, ForbiddenError) as rejection:
+            await _reject(rejection, permission, scope, receive, send)
             return
         if permission is Permission.ADMIN:
             logger.info("admin request %s %s by=%s", scope["method"], scope["path"][:256], name.replace(" ", "_"))
         await self._app(scope, receive, send)
 
 
-async def _refuse(refusal: RequestRefused, permission: Permission, scope: Scope, receive: Receive, send: Send) -> None:
-    response = refusal_response(refusal, RequestRecord.of(scope))
+async def _reject(
+    rejection: RequestRejected, permission: Permission, scope: Scope, receive: Receive, send: Send
+) -> None:
+    response = rejection_response(rejection, RequestRecord.of(scope))
     if response.status_code == 401:
         response.headers.append("WWW-Authenticate", 'Bearer realm="multiworld"')
         if permission is Permission.ANY_KEY:  # pages for browsers, which then ask for a password

@@ -10,18 +10,16 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import SettingsError, UserError
 from multiworld_serving.common.config.keys import KeySet, keys_of_text, read_keys
 from multiworld_serving.common.config.sources import variable
+from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.auth.join_tokens import JoinTokens
-from multiworld_serving.server.http.server import HttpServer
 from multiworld_serving.server.http.tls import server_context
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +43,10 @@ class Credentials:
                 servers[port].reload_tls(context)
 
 
-def read_credentials(settings: ServeSettings) -> Credentials:
+def read_credentials(settings: HttpSettings) -> Credentials:
     """Read all files. Raises UserError, which names the invalid file."""
-    inference = _read_ring("api_keys", settings.api_keys, settings.api_keys_file)
-    admin = _read_ring("admin_keys", settings.admin_keys, settings.admin_keys_file)
+    inference = _configured_keys("api_keys", settings.api_keys, settings.api_keys_file)
+    admin = _configured_keys("admin_keys", settings.admin_keys, settings.admin_keys_file)
     if shared := {key.digest for key in inference} & {key.digest for key in admin}:
         names = ", ".join(sorted(key.name for key in inference if key.digest in shared))
         raise SettingsError(f"the same key is used for inference ({names}) and admin; create a separate key for each")
@@ -61,13 +59,13 @@ def read_credentials(settings: ServeSettings) -> Credentials:
     )
 
 
-def _read_ring(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
+def _configured_keys(name: str, text: SecretStr | None, file: Path | None) -> KeySet:
     if file is not None:
         return read_keys(file)
     return KeySet() if text is None else keys_of_text(text.get_secret_value(), variable(name))
 
 
-def warn_if_unprotected(settings: ServeSettings, credentials: Credentials) -> None:
+def warn_if_unprotected(settings: HttpSettings, credentials: Credentials) -> None:
     """Log a warning if other machines can reach the service without authentication or encryption."""
     if _is_loopback(settings.host):
         return
@@ -84,37 +82,22 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class CredentialTarget(Protocol):
-    """Other holders of credentials: the frontends. Two-phase: prepare, then apply."""
-
-    async def prepare_credentials(self) -> None:
-        """Read and validate keys and certificates everywhere. Raises UserError, which says who failed and why."""
-
-    async def apply_credentials(self) -> Mapping[str, str]:
-        """Apply what was prepared. Call it immediately after `prepare_credentials`. Returns failures by name."""
-
-
 class CredentialReloader:
-    """Reloads keys, tokens and certificates. Either all parts of the service use the new ones or none; the log says which.
+    """Reloads keys, tokens and certificates. Either all are used or none; the log says which.
 
     Args:
         servers: the HTTP servers of this process, by the setting of their port.
-        frontends: frontends that must reload too, if any.
     """
 
     def __init__(
         self,
-        settings: ServeSettings,
+        settings: HttpSettings,
         authorizer: Authorizer,
-        tokens: JoinTokens,
         servers: Mapping[str, HttpServer],
-        frontends: CredentialTarget | None = None,
     ) -> None:
         self._settings = settings
         self._authorizer = authorizer
-        self._tokens = tokens
         self._servers = servers
-        self._frontends = frontends
         self._task: asyncio.Task[None] | None = None
         self._requested = False
 
@@ -139,23 +122,17 @@ class CredentialReloader:
         """Read and validate everything, then apply everything."""
         try:
             credentials = read_credentials(self._settings)
-            secrets = self._tokens.read()
-            if self._frontends is not None:
-                await self._frontends.prepare_credentials()
+            tokens = self._settings.admin_tokens
         except Exception as error:
             unexpected = not isinstance(error, UserError | OSError)
             logger.error("keys, tokens and certificates are unchanged: %s", error, exc_info=unexpected)  # noqa: TRY400
             return
-        tokens = self._tokens.use(secrets)
-        self._authorizer.tokens = self._tokens.admin_tokens()
-        frontends = {} if self._frontends is None else await self._frontends.apply_credentials()
+        self._authorizer.tokens = tokens
         credentials.apply(self._authorizer, self._servers)
         keys = credentials.keys
         logger.info(
             "reloaded keys, tokens and certificates keys=%d admin_keys=%d tokens=%d",
             len(list(keys.inference)),
             len(list(keys.admin)),
-            tokens,
+            len(tokens),
         )
-        for name, failure in frontends.items():
-            logger.error("%s did not apply the new keys and certificates: %s", name, failure)

@@ -1,81 +1,67 @@
-"""The connection between the leader and one frontend: ordered frames in both directions over a Unix socket.
+"""Frames between a frontend and a leader, over their world.
 
-A frame is a header of fixed length, a JSON object, and a payload that is read directly into its own buffer.
+A frame is a header of fixed length, a JSON object, and a payload. Frames that are queued while another message is on its way travel
+together in one message, so the cost of a message is shared by the requests of a busy service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any
 
-logger = logging.getLogger(__name__)
+import torch
+
+from multiworld import BrokenWorldException, Cause, World, WorldClosedError
+from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
 
 _HEAD = struct.Struct("!BQII")
 """Kind, number, bytes of JSON, bytes of payload."""
-_READ_BUFFER_BYTES = 1 << 16
 _ALIGNED_BYTES = 8
-"""Payloads start at a multiple of this, so that tensors in them are aligned."""
+"""Headers and payloads start at a multiple of this, so that tensors in them are aligned."""
+_HEAD_BYTES = 24
 MAX_BYTES = 1 << 27
 """Maximum size of one frame. The largest image, 4096 x 4096 pixels, has 48 MiB."""
-
-
+_MESSAGE_BYTES = 1 << 22
+"""A message is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22
-"""Bytes queued for sending above which `FrameConnection.wait_writable` waits."""
-
+"""Bytes queued for sending above which `FrameLink.wait_writable` waits."""
 _MAX_BACKLOG_BYTES = 2 * MAX_BYTES
-"""Bytes queued for sending above which the connection is closed: some senders do not wait."""
+"""Bytes queued for sending above which the link fails: some senders do not wait."""
 
 
 class FrameKind(IntEnum):
     """What a frame contains. A reply has the same number as its request."""
 
-    HELLO = 1
-    """Frontend to leader, first frame: the frontend's name."""
-    WELCOME = 2
-    """Leader to frontend: settings and model."""
-    STATE = 3
-    """Leader to frontend: the current version, and why requests are rejected, if they are."""
-    CHECK = 4
-    """Frontend to leader: would a request be rejected? Reply: ADMITTED or REFUSED."""
-    ADMITTED = 5
-    PREDICT = 6
-    """Frontend to leader: an image. Reply: PREDICTION or REFUSED."""
-    PREDICTION = 7
-    REFUSED = 8
-    CANCEL = 9
+    WELCOME = 1
+    """Leader to frontend, first frame: the model."""
+    STATE = 2
+    """Leader to frontend: version, readiness, why requests are rejected, and the snapshot for the status. With a number: reply DONE."""
+    CHECK = 3
+    """Frontend to leader: would a request be rejected? Reply: ADMITTED or REJECTED."""
+    ADMITTED = 4
+    PREDICT = 5
+    """Frontend to leader: an image. Reply: PREDICTION or REJECTED."""
+    PREDICTION = 6
+    REJECTED = 7
+    CANCEL = 8
     """Frontend to leader: the prediction is not needed any more."""
-    REQUEST_STARTED = 10
-    """Frontend to leader: a client's request started."""
-    REQUEST_ENDED = 11
-    CONNECTION_COUNT = 12
-    """Frontend to leader: its number of open connections."""
-    CONNECTION_CLOSED = 13
-    """Frontend to leader: it closed a connection because of its client."""
-    QUIESCE = 14
-    """Leader to frontend: reply DONE when no request is in flight."""
-    PREPARE_CREDENTIALS = 15
-    """Leader to frontend: load and validate these keys and certificates without using them. Reply: DONE."""
-    DONE = 16
-    """Frontend to leader: completed the leader's request, or the error."""
-    PING = 17
-    PONG = 18
-    REQUEST = 19
-    """Frontend to leader: a forwarded HTTP request. Replies: RESPONSE parts, each confirmed with ACK, then END."""
-    RESPONSE = 20
-    ACK = 21
-    END = 22
-    DISCONNECTED = 23
-    """Frontend to leader: the client of a REQUEST disconnected."""
-    SERVING = 24
-    """Frontend to leader: it serves clients from now on."""
-    APPLY_CREDENTIALS = 25
-    """Leader to frontend: use the prepared keys and certificates. Reply: DONE."""
+    QUIESCE = 9
+    """Leader to frontend: reply DONE when this frontend has no request in flight."""
+    DONE = 10
+    """Completes a request for which there is no other reply, with its result or error."""
+    OPERATION = 11
+    """Frontend to leader: an administrative operation. Replies: STEP for each step, then DONE."""
+    STEP = 12
+    SCRAPE = 13
+    """In both directions: reply METRICS with the receiver's metrics as text."""
+    METRICS = 14
+    LOAD = 15
+    """Frontend to leader, once a second: its connections and requests in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +69,7 @@ class Frame:
     """One received frame.
 
     Attributes:
-        payload: writable; not shared.
+        payload: writable; not shared with other frames.
     """
 
     kind: FrameKind
@@ -92,28 +78,52 @@ class Frame:
     payload: memoryview
 
 
-class FrameConnection(asyncio.BufferedProtocol):
-    """One end of the connection. An invalid frame closes it.
+def encode(kind: FrameKind, number: int, fields: Mapping[str, Any] | None, payload: bytes | memoryview) -> bytearray:
+    """One frame, padded so that the next one is aligned."""
+    text = json.dumps(fields).encode() if fields else b""
+    text += b" " * (-len(text) % _ALIGNED_BYTES)
+    data = bytearray(_HEAD_BYTES)
+    _HEAD.pack_into(data, 0, kind, number, len(text), len(payload))
+    data += text
+    data += payload
+    data += bytes(-len(data) % _ALIGNED_BYTES)
+    return data
+
+
+def decode(data: memoryview) -> Iterator[Frame]:
+    """The frames of one message. Raises ValueError, TypeError or RecursionError if it is invalid."""
+    at = 0
+    while at < len(data):
+        if len(data) - at < _HEAD_BYTES:
+            raise ValueError("a frame ends in its header")
+        kind, number, text_bytes, payload_bytes = _HEAD.unpack_from(data, at)
+        body, end = at + _HEAD_BYTES + text_bytes, at + _HEAD_BYTES + text_bytes + payload_bytes
+        if end > len(data):
+            raise ValueError(f"a frame of {text_bytes} + {payload_bytes} bytes is longer than its message")
+        fields = json.loads(bytes(data[at + _HEAD_BYTES : body])) if text_bytes else {}
+        if not isinstance(fields, dict):
+            raise TypeError("the fields of a frame are not an object")
+        yield Frame(FrameKind(kind), number, fields, data[body:end])
+        at = end + -end % _ALIGNED_BYTES
+
+
+class FrameLink:
+    """One end of the link between a frontend and a leader.
 
     Args:
-        on_frame: called with each frame. Raises ValueError, KeyError or TypeError if the frame is invalid, and nothing else.
-        on_lost: called once after the connection has closed.
+        on_frame: called with each frame. A ValueError, KeyError or TypeError of it, for an invalid frame, ends the link.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, world: World, peer: int, on_frame: Callable[[Frame], None]) -> None:
+        self.world = world
+        self._channel = Channel(world, peer, _check)
         self._on_frame = on_frame
-        self._on_lost = on_lost
-        self._transport: asyncio.Transport | None = None
-        self._outbox: list[bytes | memoryview] = []
-        self._outbox_bytes = 0
-        self._paused = False
+        self._queue: list[bytearray] = []
+        self._queued_bytes = 0
+        self._sender: asyncio.Task[None] | None = None
         self._writable = asyncio.Event()
         self._writable.set()
-        self._read_buffer = bytearray(_READ_BUFFER_BYTES)
-        self._held = 0  # bytes of an incomplete header in the read buffer
-        self._current: tuple[FrameKind, int, int] = (FrameKind.HELLO, 0, 0)
-        self._body: bytearray | None = None  # of the frame being received, unless the read buffer contained all of it
-        self._filled = 0
+        self._ended = False
 
     def send(
         self,
@@ -122,114 +132,76 @@ class FrameConnection(asyncio.BufferedProtocol):
         fields: Mapping[str, Any] | None = None,
         payload: bytes | memoryview = b"",
     ) -> None:
-        """Queue a frame; does nothing if the connection is closed. The payload must not change afterwards.
-
-        Frames queued in one iteration of the event loop, such as a batch of predictions, are sent with one system call.
-        Await `wait_writable` before sending large payloads.
-        """
-        if self._transport is None or self._transport.is_closing():
+        """Queue a frame; does nothing if the link has ended. Await `wait_writable` before sending large payloads."""
+        if self._ended:
             return
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        text = json.dumps(fields).encode() if fields else b""
-        text += b" " * (-len(text) % _ALIGNED_BYTES)
-        self._outbox.append(_HEAD.pack(kind, number, len(text), len(payload)) + text)
-        if payload:
-            self._outbox.append(payload)
-        self._outbox_bytes += _HEAD.size + len(text) + len(payload)
-        self._update_writable()
+        data = encode(kind, number, fields, payload)
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        if self._queued_bytes > _MAX_UNSENT_BYTES:
+            self._writable.clear()
+            if self._queued_bytes > _MAX_BACKLOG_BYTES:
+                self.fail(f"the other end did not read {self._queued_bytes} bytes")
+        if self._sender is None:
+            self._sender = asyncio.get_running_loop().create_task(self._send_queue())
 
     async def wait_writable(self) -> None:
-        """Wait until the queue is short enough, or the connection is closed."""
-        while not self._writable.is_set():  # other waiters may have filled the queue again
+        """Wait until the queue is short enough, or the link has ended."""
+        while not self._writable.is_set() and not self._ended:  # other waiters may have filled the queue again
             await self._writable.wait()
 
-    def close(self) -> None:
-        """Close the connection immediately; queued frames may be lost."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _flush(self) -> None:
-        outbox, self._outbox, self._outbox_bytes = self._outbox, [], 0
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.writelines(outbox)
-            if self._paused and self._transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-                logger.error("closing the connection: the other end did not read %d bytes", _MAX_BACKLOG_BYTES)
-                self.close()
-        self._update_writable()
-
-    def _update_writable(self) -> None:
-        if self._transport is None or not (self._paused or self._outbox_bytes > _MAX_UNSENT_BYTES):
-            self._writable.set()
-        else:
-            self._writable.clear()
-
-    # -- called by the event loop ----------------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
-        self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
-
-    def pause_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
-        self._paused = True
-        self._update_writable()
-
-    def resume_writing(self) -> None:
-        """See `asyncio.BaseProtocol`."""
-        self._paused = False
-        self._update_writable()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
-        self._transport = None
-        self._update_writable()
-        self._on_lost()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`."""
-        if self._body is not None:
-            return memoryview(self._body)[self._filled :]
-        return memoryview(self._read_buffer)[self._held :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        """See `asyncio.BufferedProtocol`."""
+    async def run(self) -> BrokenWorldException | WorldClosedError:
+        """Receive frames until the link ends; returns why it ended."""
         try:
-            if self._body is None:
-                self._parse(self._held + nbytes)
-                return
-            self._filled += nbytes
-            if self._filled == len(self._body):
-                body, self._body = self._body, None
-                self._deliver(body)
+            while True:
+                message = await self._channel.receive()
+                assert message.payload is not None
+                for frame in decode(message.payload.numpy().data.cast("B")):
+                    self._on_frame(frame)
+        except (BrokenWorldException, WorldClosedError) as ending:
+            return ending
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("closing the connection: invalid frame (%s: %.200s)", type(error).__name__, error)
-            self.close()
+            detail = f"invalid frame ({type(error).__name__}: {error!s:.200})"
+            self.fail(detail)
+            return BrokenWorldException(self.world.name, Cause.ERROR, 1 - self.world.rank, detail)
+        finally:
+            self.end()
 
-    def _parse(self, end: int) -> None:
-        """Parse the frames in the read buffer, which is filled up to `end`."""
-        at = 0
-        while end - at >= _HEAD.size:
-            kind, number, text_bytes, payload_bytes = _HEAD.unpack_from(self._read_buffer, at)
-            at += _HEAD.size
-            size = text_bytes + payload_bytes
-            if size > MAX_BYTES:
-                raise ValueError(f"a frame of {size} bytes exceeds the limit of {MAX_BYTES}")
-            self._current = (FrameKind(kind), number, text_bytes)
-            body = bytearray(size)
-            here = min(size, end - at)
-            body[:here] = memoryview(self._read_buffer)[at : at + here]
-            at += here
-            if here < size:
-                self._body, self._filled = body, here
-            else:
-                self._deliver(body)
-        self._held = end - at
-        self._read_buffer[: self._held] = self._read_buffer[at:end]
+    def fail(self, detail: str) -> None:
+        """Break the world."""
+        self.world.fail(Cause.ERROR, 1 - self.world.rank, detail)
+        self.end()
 
-    def _deliver(self, body: bytearray) -> None:
-        kind, number, text_bytes = self._current
-        whole = memoryview(body)
-        fields = json.loads(bytes(whole[:text_bytes])) if text_bytes else {}
-        self._on_frame(Frame(kind, number, fields, whole[text_bytes:]))
+    def end(self) -> None:
+        """Send nothing more."""
+        self._ended = True
+        self._queue.clear()
+        self._writable.set()
+
+    async def _send_queue(self) -> None:
+        try:
+            while self._queue:
+                payload = torch.frombuffer(self._next_message(), dtype=torch.uint8)
+                await self._channel.send(Message(MessageKind.FRAMES, payload=payload))
+        except (BrokenWorldException, WorldClosedError):
+            self.end()  # `run` reports it
+        finally:
+            self._sender = None
+
+    def _next_message(self) -> bytearray:
+        """Take queued frames until the message is large enough."""
+        data, count = self._queue[0], 1
+        while count < len(self._queue) and len(data) < _MESSAGE_BYTES:
+            data += self._queue[count]
+            count += 1
+        del self._queue[:count]
+        self._queued_bytes -= len(data)
+        if self._queued_bytes <= _MAX_UNSENT_BYTES:
+            self._writable.set()
+        return data
+
+
+def _check(header: Header) -> None:
+    if header.kind is not MessageKind.FRAMES:
+        raise WireError(f"unexpected {header.kind.name} between frontend and leader")
+    header.require_batch(torch.uint8, (), 1, MAX_BYTES + (1 << 20))

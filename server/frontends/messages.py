@@ -1,17 +1,26 @@
-"""Converts predictions, images, errors and outcomes to the fields and payloads of frames, and back."""
+"""Converts predictions, images, errors and states to the fields and payloads of frames, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multiworld_serving.server.errors import RequestRefused
-from multiworld_serving.server.observability.inference_statistics import ImageTimes, InferenceTimes
-from multiworld_serving.server.observability.request_recorder import RequestOutcome
-from multiworld_serving.server.predictor import ModelVersion, Prediction
+from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.predictor import (
+    FailureSnapshot,
+    FrontendSnapshot,
+    LeaderSnapshot,
+    ModelVersion,
+    PipelineSnapshot,
+    Prediction,
+    ReplicaSnapshot,
+    ServedModel,
+    StageSnapshot,
+)
 
 _INTERNAL = "internal"
 
@@ -45,37 +54,82 @@ def parse_image(payload: memoryview, side: int) -> Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).view(3, side, side)
 
 
-def refusal_fields(refusal: RequestRefused | None) -> dict[str, Any]:
+def rejection_fields(rejection: RequestRejected | None) -> dict[str, Any]:
     """An error; None = an unexpected exception."""
-    if refusal is None:
+    if rejection is None:
         return {"reason": _INTERNAL, "detail": "the leader failed on this request; see its log"}
-    return {"reason": refusal.reason, "detail": refusal.detail, "retry_after_s": refusal.retry_after_s}
+    return {"reason": rejection.reason, "detail": rejection.detail, "retry_after_s": rejection.retry_after_s}
 
 
-def parse_refusal(fields: Mapping[str, Any]) -> Exception:
-    """The inverse of `refusal_fields`."""
+def parse_rejection(fields: Mapping[str, Any]) -> Exception:
+    """The inverse of `rejection_fields`."""
     if fields["reason"] == _INTERNAL:
         return RuntimeError(fields["detail"])
-    return RequestRefused.for_reason(fields["reason"], fields["detail"], retry_after_s=fields["retry_after_s"])
+    return RequestRejected.for_reason(fields["reason"], fields["detail"], retry_after_s=fields["retry_after_s"])
 
 
-def state_fields(version: ModelVersion, refusal: RequestRefused | None) -> dict[str, Any]:
-    """The current version, and why requests are rejected, if they are."""
-    return {
-        "version": version.name,
-        "number": version.number,
-        "refusal": None if refusal is None else refusal_fields(refusal),
-    }
+@dataclass(frozen=True)
+class LeaderState:
+    """What a leader tells its frontends whenever it changes, and once a second.
+
+    Attributes:
+        weights: with which the version was loaded; None = the configured weights.
+        revision: of the operation that loaded the version; 0 = the configured version.
+        rejection: why it rejects all requests (draining, or unloaded); None if it does not.
+        snapshot: its pipeline and its frontends.
+    """
+
+    leader: str
+    host: str
+    pid: int
+    version: ModelVersion
+    weights: str | None
+    revision: int
+    ready: bool
+    rejection: Mapping[str, Any] | None
+    snapshot: PipelineSnapshot
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a STATE frame."""
+        return asdict(self) | {"version": list(self.version)}
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> LeaderState:
+        """The inverse of `fields`. Raises KeyError, TypeError or ValueError if they are invalid."""
+        return cls(
+            **{
+                **fields,
+                "version": ModelVersion(*fields["version"]),
+                "snapshot": _parse_snapshot(fields["snapshot"]),
+            }
+        )
 
 
-def outcome_fields(outcome: RequestOutcome) -> dict[str, Any]:
-    """The outcome of a request."""
-    return vars(outcome) | {"times": outcome.times and outcome.times._asdict()}
+def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
+    return PipelineSnapshot(
+        **{
+            **fields,
+            "stages": tuple(
+                StageSnapshot(stage["index"], tuple(stage["blocks"]), tuple(map(_parse_replica, stage["replicas"])))
+                for stage in fields["stages"]
+            ),
+            "spares": tuple(map(_parse_replica, fields["spares"])),
+            "leaders": tuple(LeaderSnapshot(**leader) for leader in fields["leaders"]),
+            "frontends": tuple(FrontendSnapshot(**frontend) for frontend in fields["frontends"]),
+        }
+    )
 
 
-def parse_outcome(fields: Mapping[str, Any]) -> RequestOutcome:
-    """The inverse of `outcome_fields`."""
-    times = fields["times"]
-    if times is not None:
-        times = InferenceTimes(**{**times, "images": tuple(ImageTimes(*image) for image in times["images"])})
-    return RequestOutcome(**{**fields, "times": times})
+def _parse_replica(fields: Mapping[str, Any]) -> ReplicaSnapshot:
+    failure = fields["last_failure"]
+    return ReplicaSnapshot(**{**fields, "last_failure": failure and FailureSnapshot(**failure)})
+
+
+def model_fields(model: ServedModel) -> dict[str, Any]:
+    """The fields of a WELCOME frame."""
+    return asdict(model)
+
+
+def parse_model(fields: Mapping[str, Any]) -> ServedModel:
+    """The inverse of `model_fields`."""
+    return ServedModel(**{**fields, "labels": tuple(fields["labels"])})

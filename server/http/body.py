@@ -79,9 +79,8 @@ class BodyReader:
             OverloadedError: `max_held_bytes` are held.
             WithdrawnError: the client disconnected.
         """
-        announced = request.headers.get("content-length", "").lstrip(
-            "0"
-        )  # HTTP allows thousands of leading zeros, int() does not
+        # HTTP allows thousands of leading zeros, int() does not.
+        announced = request.headers.get("content-length", "").lstrip("0")
         if announced.isdecimal():
             self._check(int(announced), more_bytes=int(announced))
         body = BytesIO()

@@ -36,9 +36,7 @@ async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterat
                 nonlocal gone
                 if not over and not scope.expired():  # a scheduled callback cannot be removed
                     gone = True
-                    scope.reschedule(
-                        0.0
-                    )  # cancels this task in a way that cannot be confused with another cancellation
+                    scope.reschedule(0.0)  # cancels this task, distinguishable from any other cancellation
 
             watch = asyncio.create_task(_disconnect(receive))
             watch.add_done_callback(leave)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from multiworld_serving.server.errors import InvalidParameterError, RequestRefused
+from multiworld_serving.server.errors import InvalidParameterError, RequestRejected
 from multiworld_serving.server.observability.request_record import RequestRecord
 
 CLIENT_CLOSED_REQUEST = 499
@@ -91,17 +91,19 @@ def error_documentation(statuses: Sequence[int]) -> dict[int | str, dict[str, An
     return documentation
 
 
-def refusal_response(refusal: RequestRefused, record: RequestRecord, **fields: object) -> JSONResponse:
+def rejection_response(rejection: RequestRejected, record: RequestRecord, **fields: object) -> JSONResponse:
     """The response to a rejected request; its body also contains `fields`."""
     headers = {}
-    retry_after_s = refusal.retry_after_s
+    retry_after_s = rejection.retry_after_s
     if retry_after_s is None:
-        retry_after_s = _DEFAULT_RETRY_AFTER_S.get(refusal.reason)
+        retry_after_s = _DEFAULT_RETRY_AFTER_S.get(rejection.reason)
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
-    if refusal.reason in _CLOSING:
+    if rejection.reason in _CLOSING:
         headers["Connection"] = "close"
-    return error_response(STATUS_OF_REASON[refusal.reason], refusal.detail, refusal.reason, record, headers, **fields)
+    return error_response(
+        STATUS_OF_REASON[rejection.reason], rejection.detail, rejection.reason, record, headers, **fields
+    )
 
 
 def internal_error_response(record: RequestRecord) -> JSONResponse:
@@ -126,14 +128,14 @@ def error_response(
 
 def install_error_handlers(app: Starlette) -> None:
     """Give all errors of this application, including the framework's, the common format."""
-    app.add_exception_handler(RequestRefused, _on_refusal)
+    app.add_exception_handler(RequestRejected, _on_rejection)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestRefused)
-    return refusal_response(error, RequestRecord.of(request.scope))
+async def _on_rejection(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestRejected)
+    return rejection_response(error, RequestRecord.of(request.scope))
 
 
 async def _on_invalid_parameters(request: Request, error: Exception) -> JSONResponse:
@@ -142,7 +144,7 @@ async def _on_invalid_parameters(request: Request, error: Exception) -> JSONResp
         f"{' '.join(str(part) for part in problem['loc'])}: {problem['msg']}, got {str(problem['input'])[:64]!r}"
         for problem in error.errors()
     )
-    return refusal_response(InvalidParameterError(found), RequestRecord.of(request.scope))
+    return rejection_response(InvalidParameterError(found), RequestRecord.of(request.scope))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

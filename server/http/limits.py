@@ -6,8 +6,8 @@ import math
 import os
 from dataclasses import dataclass, field
 
-from multiworld_serving.server.http.connection_table import ConnectionLimits
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.common.http.connection_table import ConnectionLimits
+from multiworld_serving.server.settings import HttpSettings
 
 _DECODE_THREADS = 4
 
@@ -33,9 +33,9 @@ class RequestLimits:
     """Number of classes in a response if the request does not say."""
 
 
-def request_limits(settings: ServeSettings) -> RequestLimits:
+def request_limits(settings: HttpSettings) -> RequestLimits:
     """The limits of one frontend. Limits of all requests together are divided by the number of frontends."""
-    shares = settings.frontends
+    shares = settings.http_shares
     return RequestLimits(
         timeout_s=settings.timeout_s,
         max_body_bytes=settings.max_body_bytes,
@@ -49,10 +49,10 @@ def request_limits(settings: ServeSettings) -> RequestLimits:
     )
 
 
-def connection_limits(settings: ServeSettings, *, shares: int = 1) -> ConnectionLimits:
-    """The limits of one of `shares` processes that serve the same port."""
+def connection_limits(settings: HttpSettings) -> ConnectionLimits:
+    """The limits of one frontend. The number of connections is divided by the number of frontends."""
     return ConnectionLimits(
-        max_connections=math.ceil(settings.max_connections / shares),
+        max_connections=math.ceil(settings.max_connections / settings.http_shares),
         idle_timeout_s=settings.idle_timeout_s,
         header_timeout_s=settings.header_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,

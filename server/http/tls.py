@@ -6,10 +6,10 @@ import ssl
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import HttpSettings
 
 
-def server_context(settings: ServeSettings, client_ca: Path | None) -> ssl.SSLContext | None:
+def server_context(settings: HttpSettings, client_ca: Path | None) -> ssl.SSLContext | None:
     """Create a TLS context from the files; None if no certificate is configured.
 
     Args:

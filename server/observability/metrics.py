@@ -82,12 +82,17 @@ class Metrics(ProgramMetrics):
         self._connections_closed = self._counter(
             "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
         )
-        self._frontends = self._gauge(
-            "frontends", "Frontend processes that serve HTTP, not counting the leader."
-        ).labels()
-        self._frontend_restarts = self._counter(
-            "frontend_restarts", "Frontends restarted by the supervisor.", ("slot",)
+        self._frontends = self._gauge("frontends", "Frontends that are connected to this leader.").labels()
+        self._leaders = self._gauge("leaders", "Leaders that this frontend can use.")
+        self._leaders_configured = self._gauge("leaders_configured", "Leaders that this frontend was told of.")
+        self._resubmitted = self._counter(
+            "requests_resubmitted",
+            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped; otherwise the "
+            "reason of its rejection.",
+            ("reason",),
         )
+        for reason in ("failed", "left"):
+            self._resubmitted.labels(reason)
         self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests in flight.").labels()
         self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
         self._queue_limit = self._gauge("queue_limit", "Queue depth at which requests are rejected.").labels()
@@ -128,7 +133,7 @@ class Metrics(ProgramMetrics):
         self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
         self._redundancy = self._gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
-        ).labels()
+        )
         self._spares = self._gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
         self._quarantined = self._gauge(
             "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
@@ -159,7 +164,6 @@ class Metrics(ProgramMetrics):
         for cause in CAUSES:
             self._detection.labels(cause)
             self._recovery.labels(cause)
-        self._restarts = self._counter("worker_restarts", "Workers restarted by the supervisor.", ("slot",))
 
     # Requests
 
@@ -209,14 +213,14 @@ class Metrics(ProgramMetrics):
         """Set the number of frontends that serve."""
         self._frontends.set(count)
 
-    def frontend_slots(self, count: int) -> None:
-        """Create the series of restarts for this number of frontends."""
-        for slot in range(count):
-            self._frontend_restarts.labels(str(slot))
+    def leaders(self, usable: int, configured: int) -> None:
+        """Set the number of leaders that a frontend can use, and of those that it was told of."""
+        self._leaders.labels().set(usable)
+        self._leaders_configured.labels().set(configured)
 
-    def frontend_restarted(self, slot: str) -> None:
-        """The supervisor restarted a frontend."""
-        self._frontend_restarts.labels(slot).inc()
+    def resubmitted(self, reason: str) -> None:
+        """A frontend sends a request to another leader."""
+        self._resubmitted.labels(reason).inc()
 
     def request_started(self) -> None:
         """An inference request has started."""
@@ -312,7 +316,7 @@ class Metrics(ProgramMetrics):
                 self._stage_replicas.labels(stage.index, state).set(tally[state])
             self._reroutes.labels(stage.index)
             self._retries.labels(stage.index)
-        self._redundancy.set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+        self._redundancy.labels().set(min((stage.ready_replicas for stage in stages), default=0) - 1)
 
     def spares(self, spares: int, quarantined: int) -> None:
         """Set the number of spares and of quarantined workers."""
@@ -333,10 +337,6 @@ class Metrics(ProgramMetrics):
     def hedged(self, outcome: HedgeOutcome) -> None:
         """A hedged batch has ended."""
         self._hedges.labels(outcome).inc()
-
-    def worker_restarted(self, slot: str) -> None:
-        """The supervisor restarted the worker of this slot, such as "stage0-1"."""
-        self._restarts.labels(slot).inc()
 
     # For the status page
 

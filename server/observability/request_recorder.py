@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
 from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
 
@@ -43,7 +44,7 @@ class RequestRecorder(Protocol):
 
 
 class LocalRequestRecorder:
-    """Records requests in this process.
+    """Records requests in this process. Its methods do not raise: a failure to record must not fail the request.
 
     Args:
         model: its name.
@@ -51,8 +52,8 @@ class LocalRequestRecorder:
 
     def __init__(self, model: str, metrics: Metrics, statistics: Statistics) -> None:
         self._model = model
-        self._metrics = metrics
-        self._statistics = statistics
+        self._metrics = guarded(metrics)
+        self._statistics = guarded(statistics)
 
     def request_started(self, protocol: InferenceProtocol) -> int:
         """See `RequestRecorder`. The number is always 0, since it is not needed here."""

@@ -58,10 +58,8 @@ class BatchTraces:
         now_ns = time.time_ns()
         since_ns = now_ns - round(action.waited_s * 1e9)
         if action.batch not in self._stages:
-            name, attributes = (
-                f"stage {action.stage}",
-                {"multiworld.stage": action.stage, "multiworld.batch": action.batch},
-            )
+            name = f"stage {action.stage}"
+            attributes = {"multiworld.stage": action.stage, "multiworld.batch": action.batch}
             self._stages[action.batch] = [self._begin(name, span, since_ns, attributes) for span in requests]
         transfers = self._transfers[action.batch, link.id]
         for stage in self._stages[action.batch]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multiworld import Cause
 from multiworld_serving.common.wire import Message
-from multiworld_serving.server.errors import DeadlineError, DrainingError, RequestRefused, StageError
+from multiworld_serving.server.errors import DeadlineError, DrainingError, RequestRejected, StageError
 from multiworld_serving.server.observability.metrics import HEDGE_OUTCOMES, Metrics
 from multiworld_serving.server.pipeline.batch_tensors import BatchTensors
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
@@ -27,7 +27,7 @@ from multiworld_serving.server.scheduling.actions import (
     FailReplica,
     FreeBatch,
     KeepOutput,
-    Refuse,
+    Reject,
     ReleaseReplica,
     SendBatch,
 )
@@ -42,7 +42,7 @@ from multiworld_serving.server.scheduling.events import (
     Tick,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,6 @@ class _SentBatch:
     """A batch in flight on one link."""
 
     sent_s: float
-    rows: int
     stage: int
     replica: ReplicaId
 
@@ -98,7 +97,7 @@ class DriverContext:
 class SchedulerDriver:
     """Owns the scheduler, the pending requests and the tensors."""
 
-    def __init__(self, settings: ServeSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
+    def __init__(self, settings: LeaderSettings, num_stages: int, metrics: Metrics, context: DriverContext) -> None:
         self._metrics = metrics
         self._context = context
         self._traces = context.traces
@@ -245,7 +244,7 @@ class SchedulerDriver:
                 case Answer():
                     for request, _ in action.rows:
                         self._fail(request, error)
-                case Refuse():
+                case Reject():
                     self._fail(action.request, error)
 
     def _not_sent(self, action: SendBatch, error: Exception) -> None:
@@ -284,8 +283,8 @@ class SchedulerDriver:
                 self._stage_ended(action.batch)
             case Answer():
                 self._answer(action)
-            case Refuse():
-                self._refuse(action)
+            case Reject():
+                self._reject(action)
             case FreeBatch():
                 self._tensors.free(action.batch)
                 self._stage_ended(action.batch)
@@ -302,9 +301,7 @@ class SchedulerDriver:
     def _send(self, action: SendBatch) -> None:
         payload = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
-        self._in_flight[action.batch, id_of_link] = _SentBatch(
-            time.monotonic(), len(payload), action.stage, action.replica
-        )
+        self._in_flight[action.batch, id_of_link] = _SentBatch(time.monotonic(), action.stage, action.replica)
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
         if (link := self._context.find_link(id_of_link)) and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
@@ -353,12 +350,12 @@ class SchedulerDriver:
             )
             self._close(request)
 
-    def _refuse(self, action: Refuse) -> None:
+    def _reject(self, action: Reject) -> None:
         pending = self._pending.get(action.request)
         if pending is not None and not pending.future.done():
-            logger.debug("request_id=%s refused reason=%s %s", pending.request_id, action.reason, action.detail)
+            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             pending.future.set_exception(
-                RequestRefused.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
+                RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
             )
         self._close(action.request)
 
@@ -379,7 +376,7 @@ class SchedulerDriver:
         return self._arrived
 
 
-def _config(settings: ServeSettings, num_stages: int) -> SchedulerConfig:
+def _config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
     return SchedulerConfig(
         num_stages=num_stages,
         max_batch_size=settings.max_batch_size,

@@ -22,6 +22,7 @@ from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, WorkerLink
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -33,19 +34,6 @@ _CLOSE_S = 5.0
 
 class VersionFailedError(Exception):
     """The workers cannot serve this version. Nothing has changed."""
-
-
-class VersionSource(Protocol):
-    """Loads versions by the name that an administrator gives."""
-
-    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
-        """Load and check the weights, and partition the model. Blocks.
-
-        Raises:
-            models.ModelError: the weights do not exist, are not allowed, or are invalid.
-            MemoryError: there is not enough memory for another version.
-        """
-        ...
 
 
 class VersionSwitch(Protocol):
@@ -70,7 +58,7 @@ class VersionRollout:
         switch: VersionSwitch,
         placement: Placement,
         versions: VersionTable,
-        source: VersionSource | None,
+        loader: VersionLoader | None,
         timeout_s: float,
         exclusive: ExclusiveOperation,
     ) -> None:
@@ -78,7 +66,7 @@ class VersionRollout:
         self._switch = switch
         self._placement = placement
         self._versions = versions
-        self._source = source
+        self._loader = loader
         self._timeout_s = timeout_s
         self._exclusive = exclusive
         self._retired = asyncio.Event()
@@ -89,11 +77,11 @@ class VersionRollout:
         """Switch to the version with these weights, and wait until the previous version is not used any more.
 
         Cancelling before the switch cancels the rollout: it ends when the current load (of the file, or of one worker) has finished, and
-        nothing has changed. Until then other operations are refused. Cancelling after the switch does not undo it.
+        nothing has changed. Until then other operations are rejected. Cancelling after the switch does not undo it.
 
         Raises:
             OperationInProgressError: another operation is in progress.
-            models.ModelError: see `VersionSource.plan`.
+            models.ModelError: see `VersionLoader.load`.
             VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
         """
         cancelled = asyncio.Event()
@@ -137,10 +125,10 @@ class VersionRollout:
             return plan.version
 
     async def _plan(self, weights: str | None) -> VersionPlan:
-        if self._source is None:
-            raise VersionFailedError("this service cannot load other versions: it was started without a version source")
+        if self._loader is None:
+            raise VersionFailedError("this service cannot load other versions: it was started without a version loader")
         threads = DaemonThreadPool(1, "version")
-        loading = asyncio.wrap_future(threads.submit(partial(self._source.plan, weights, self._versions)))
+        loading = asyncio.wrap_future(threads.submit(partial(self._loader.load, weights, self._versions)))
         # Retrieve the exception, because after a cancel no one awaits the future.
         loading.add_done_callback(lambda done: done.cancelled() or done.exception())
         threads.close()
@@ -203,7 +191,7 @@ class VersionRollout:
             raise VersionFailedError(f"version {plan.version.name} failed: {error}") from error
         except TimeoutError as error:
             detail = f"it has not loaded {plan.version.name} within {self._timeout_s:g} s"
-            link.fail(Cause.HANG, detail)
+            link.fail(Cause.TIMEOUT, detail)
             raise VersionFailedError(f"version {plan.version.name} failed: worker {link.worker}: {detail}") from error
         logger.info(
             "world=%s epoch=%d worker=%s loaded version %s after_s=%.3f",

@@ -14,6 +14,11 @@ class ExclusiveOperation:
     def __init__(self) -> None:
         self._holder: str | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is in progress."""
+        return self._holder is not None
+
     @contextmanager
     def acquire(self, operation: str) -> Iterator[None]:
         """Hold the lock during the block. Raises OperationInProgressError if it is held."""

@@ -12,9 +12,10 @@ from multiworld_serving.server.replicas.worker_link import SlotId, WorkerLink
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A position for one replica of one stage, or for one spare.
+    """A named place for one replica of one stage, or for one spare.
 
-    A slot outlives its workers, so that a metric label per slot has bounded cardinality.
+    The replica is the worker's copy of the stage, and ends with its link. The slot stays for the next worker, so that a metric label
+    per slot has bounded cardinality.
 
     Attributes:
         stage: None for a spare.

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -13,7 +15,7 @@ from multiworld_serving.server.predictor import FailureSnapshot, ReplicaSnapshot
 from multiworld_serving.server.replicas.breaker import Breaker
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import BatchListener, WorkerLink
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class WorkerRegistry:
     def __init__(
         self,
         plan: VersionPlan,
-        settings: ServeSettings,
+        settings: LeaderSettings,
         metrics: Metrics,
         manager: WorldManager,
         events: WorkerEvents,
@@ -79,9 +81,10 @@ class WorkerRegistry:
 
     def listen(self) -> None:
         """Listen for workers. Raises OSError if the port is not available."""
-        host = self._settings.join_host
-        self.port = self._manager.listen(host, self._settings.join_port)
-        self._manager.answer(host, self.port, self._offer)
+        settings, sock = self._settings, None
+        if settings.join_fd is not None:
+            sock = socket.socket(fileno=os.dup(settings.join_fd))
+        self.port = self._manager.listen(settings.join_host, settings.join_port, sock)
 
     def stop(self) -> None:
         """Admit no more workers."""
@@ -108,7 +111,7 @@ class WorkerRegistry:
 
     # -- joining -------------------------------------------------------------------------------------------------------------
 
-    async def _offer(self, question: str, host: str) -> bytes:
+    async def offer(self, question: str, host: str) -> bytes:
         """Handle a join request: offer a world and wait for the worker in it, or tell the worker when to ask again."""
         try:
             request = JoinRequest.from_json(question)

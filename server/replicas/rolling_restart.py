@@ -25,7 +25,7 @@ class RestartStep:
     """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
 
     worker: str
-    place: str
+    slot: str
     state: Literal["restarting", "restarted"]
     number: int
     total: int
@@ -54,7 +54,7 @@ class RollingRestart:
         with self._exclusive.acquire("a rolling restart"):
             links = ready_links((*self._placement.all, *self._placement.spares))
             for number, link in enumerate(links, 1):
-                place = link.slot.name
+                slot = link.slot.name
                 await self._until(
                     partial(self._can_go, link),
                     self._timeout_s,
@@ -62,10 +62,10 @@ class RollingRestart:
                 )
                 if link.state != "ready":
                     continue  # it failed meanwhile, so its successor is already a new process
-                yield RestartStep(link.worker, place, "restarting", number, len(links))
-                yield await self._restart(link, place, number, len(links))
+                yield RestartStep(link.worker, slot, "restarting", number, len(links))
+                yield await self._restart(link, slot, number, len(links))
 
-    async def _restart(self, link: WorkerLink, place: str, number: int, total: int) -> RestartStep:
+    async def _restart(self, link: WorkerLink, slot: str, number: int, total: int) -> RestartStep:
         began_s = time.monotonic()
         link.request_restart()
         await self._until(lambda: link.state == "broken", _LEAVE_S, f"{link.worker} has not left")
@@ -75,15 +75,8 @@ class RollingRestart:
             self._timeout_s,
             f"{link.worker} did not join again; whatever starts the worker must restart it when it exits. Waited",
         )
-        return RestartStep(
-            place=place,
-            worker=link.worker,
-            state="restarted",
-            number=number,
-            total=total,
-            left_s=round(left_s, 3),
-            back_s=round(time.monotonic() - began_s, 3),
-        )
+        back_s = time.monotonic() - began_s
+        return RestartStep(link.worker, slot, "restarted", number, total, round(left_s, 3), round(back_s, 3))
 
     def _can_go(self, link: WorkerLink) -> bool:
         """Whether all replicas are ready, or this worker has ended already."""

@@ -5,16 +5,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld_serving.common.wire import (
     WORLD_BACKEND,
     Channel,
-    Header,
     JoinRequest,
     Message,
     MessageKind,
@@ -23,6 +21,7 @@ from multiworld_serving.common.wire import (
     trace_message,
 )
 from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.replicas.reply_validator import ReplyValidator
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)
@@ -60,16 +59,9 @@ class BatchListener(Protocol):
     def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
 
 
-class _Output(NamedTuple):
-    """Dtype and row shape of a stage's output."""
-
-    dtype: torch.dtype
-    sample_shape: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class SlotId:
-    """Position of a worker: a replica of a stage, or a spare (stage None)."""
+    """A slot: the named place of a worker, for a replica of a stage or for a spare (stage None)."""
 
     stage: int | None
     index: int
@@ -85,14 +77,14 @@ class WorkerLink:
 
     Args:
         plans: the stages that the worker loads on joining: the stage of its slot, or all stages for a spare.
-        slot: the position that it serves. Updated when a spare is promoted.
+        slot: the slot that the worker occupies. Updated when a spare is promoted.
         request: the worker's description of itself when it joined.
 
     Attributes:
         id: world name and generation, "s0.r1#3". Never reused.
         state: as `ReplicaState`; the listener is told every change. A spare is "ready" too.
         cause, detail: why it ended, once `state` is "broken".
-        leader_unresponsive: whether the worker reported missed heartbeats of the leader.
+        leader_unresponsive: whether the leader failed, not the worker, for example because the worker reported missed heartbeats.
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
@@ -135,10 +127,7 @@ class WorkerLink:
         self._replies: asyncio.Queue[Message | None] | None = None
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
-        self._outputs: dict[tuple[int, int], _Output] = {}
-        """By version and stage, of the stages that the worker was told to load."""
-        self._in_flight: dict[int, tuple[int, _Output | None]] = {}
-        """Rows and output of the batches in flight, by batch. None: the worker has not loaded that stage and cannot return an output."""
+        self._validator = ReplyValidator()
 
     @property
     def worker(self) -> str:
@@ -167,7 +156,7 @@ class WorkerLink:
             self._enter("ready")
             await self._serve()
         except BrokenWorldException as ending:
-            self.leader_unresponsive = ending.rank == LEADER_RANK
+            self.leader_unresponsive = ending.rank == LEADER_RANK and ending.cause != Cause.ERROR
             self._end(ending.cause, ending.detail)
         except WorldClosedError:
             self._end(Cause.LEFT, "closed by the leader")
@@ -192,7 +181,7 @@ class WorkerLink:
 
         Does not wait and does not raise when the link is broken; the end of the link is reported to the listener.
         """
-        self._in_flight[batch] = (len(payload), self._outputs.get((version, self.stage)))
+        self._validator.batch_sent(batch, len(payload), version, self.stage)
         if traced:
             self._post(trace_message(batch, traced))
         self._post(Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version))
@@ -223,7 +212,7 @@ class WorkerLink:
         if self.state in ("ready", "draining"):
             self._post(Message(MessageKind.UNLOAD, version=version))
         self.loaded_versions.discard(version)
-        self._outputs = {key: output for key, output in self._outputs.items() if key[0] != version}
+        self._validator.version_unloaded(version)
 
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
@@ -232,7 +221,7 @@ class WorkerLink:
     def fail(self, cause: Cause, detail: str) -> None:
         """Break this link at once from the leader's side."""
         if self._world is not None:
-            self._world.break_(cause, _WORKER_RANK, detail)
+            self._world.fail(cause, _WORKER_RANK, detail)
         self._end(cause, detail)
         if self._joining is not None:
             self._joining.cancel()
@@ -253,11 +242,11 @@ class WorkerLink:
     async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
         self._joining = asyncio.create_task(
             manager.initialize_world(
-                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, epoch=self.epoch, timeout=_JOIN_WORLD_S
+                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, generation=self.epoch, timeout=_JOIN_WORLD_S
             )
         )
         self._world = await self._joining
-        self._channel = Channel(self._world, _WORKER_RANK, self._check)
+        self._channel = Channel(self._world, _WORKER_RANK, self._validator.check)
 
     async def _load_stages(self, plans: tuple[StagePlan, ...]) -> None:
         for plan in plans:
@@ -268,17 +257,16 @@ class WorkerLink:
         """Send one stage to the worker and compare its output for the self-test input with the reference."""
         channel = self._channel
         assert channel is not None
-        self._step("loading")
-        order = plan.order(self._max_batch_size, self._window)
-        await channel.send(Message.from_text(MessageKind.ASSIGN, order.to_json(), version=plan.number))
+        self._enter_startup("loading")
+        assignment = plan.assignment(self._max_batch_size, self._window)
+        await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=plan.number))
         for piece in plan.weights_chunks():
             await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
-        self._step("warming")
+        self._enter_startup("warming")
         await self._expect(MessageKind.READY, plan)
-        self._step("checking")
-        output = _Output(plan.self_test_output.dtype, tuple(plan.self_test_output.shape[1:]))
-        self._outputs[plan.number, plan.spec.index] = output
-        self._in_flight[0] = (len(plan.self_test_input), output)
+        self._enter_startup("checking")
+        self._validator.stage_loaded(plan)
+        self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
         await channel.send(
             Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
         )
@@ -288,12 +276,17 @@ class WorkerLink:
 
     async def _expect(self, kind: MessageKind, plan: StagePlan) -> Message:
         message = await self._reply()
-        if message.kind is MessageKind.FAILED:
-            raise SelfTestError(f"{self.worker} cannot serve stage {plan.spec.index}: {message.reason()}")
         if message.kind is MessageKind.LEAVING:
             raise SelfTestError("the worker left before it was ready")
-        if message.kind is not kind:
+        if message.kind not in (kind, MessageKind.FAILED):
             raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        number, stage = plan.number, plan.spec.index
+        if (message.version, message.stage) != (number, stage):
+            raise WireError(
+                f"{message.kind.name} of stage {message.stage}, version {message.version}; expected stage {stage}, version {number}"
+            )
+        if message.kind is MessageKind.FAILED:
+            raise SelfTestError(f"{self.worker} cannot serve stage {stage}: {message.reason()}")
         return message
 
     async def _reply(self) -> Message:
@@ -305,7 +298,7 @@ class WorkerLink:
             raise LinkEndedError(f"{self.worker} was lost while it loaded a version ({self.cause or 'it is leaving'})")
         return message
 
-    def _step(self, state: ReplicaState) -> None:
+    def _enter_startup(self, state: ReplicaState) -> None:
         """Enter a state of the startup sequence; does nothing if the link has been ready before."""
         if self.ready_at_s is None:
             self._enter(state)
@@ -340,26 +333,8 @@ class WorkerLink:
     async def _receive(self) -> Message:
         assert self._channel is not None
         message = await self._channel.receive()
-        if message.kind in (MessageKind.RESULT, MessageKind.FAILED):
-            self._in_flight.pop(message.batch, None)
+        self._validator.received(message)
         return message
-
-    def _check(self, header: Header) -> None:
-        """Validate a header before its payload is received; see `Channel`. Raises WireError for anything unexpected."""
-        match header.kind:
-            case MessageKind.RESULT:
-                rows, output = self._in_flight.get(header.batch, (0, None))
-                if output is None:
-                    raise WireError(f"RESULT of batch {header.batch}, which is not in flight here")
-                header.require_batch(*output, rows, rows)
-            case MessageKind.FAILED if header.batch and header.batch not in self._in_flight:
-                raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
-            case MessageKind.READY | MessageKind.FAILED:
-                header.require_text()
-            case MessageKind.LEAVING:
-                header.require_no_payload()
-            case _:
-                raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")
 
     def _take_reply(self, message: Message) -> None:
         """Pass a reply to `_reply`. Raises WireError if the previous reply is not read yet."""
@@ -410,7 +385,7 @@ class WorkerLink:
     async def _free(self, manager: WorldManager) -> None:
         world = self._world
         if world is not None:
-            world.break_(Cause.ABORTED, 0, self.detail)
+            world.fail(Cause.ABORTED, 0, self.detail)
             if manager.worlds.get(self.world_name) is world:
                 await manager.close_world(self.world_name)
         for task in self._sends:

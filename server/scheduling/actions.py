@@ -13,8 +13,8 @@ SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
 Reason: TypeAlias = Literal["overloaded", "deadline", "no_replica", "not_ready", "draining", "poison", "stage_error"]
 
 
-class Refusal(NamedTuple):
-    """Why a request is refused: `reason` is machine-readable, `detail` is for people."""
+class Rejection(NamedTuple):
+    """Why a request is rejected: `reason` is machine-readable, `detail` is for people."""
 
     reason: Reason
     detail: str
@@ -37,7 +37,7 @@ class SendBatch:
     version: str
     kind: SendKind
     attempt: int
-    """1 + the number of times this batch, or the batch it was split from, was sent again before. Hedges do not count."""
+    """1, plus 1 for each time that this batch or its requests were rerouted, retried, isolated or requeued. Hedges do not count."""
     isolated: bool
     """The batch is one suspect request, alone on its replica."""
     waited_s: float
@@ -69,11 +69,11 @@ class Answer:
     path: tuple[ReplicaId, ...]
     """The replica that computed each stage."""
     attempts: int
-    """1 + the number of times the batch was sent again. Hedges do not count."""
+    """`SendBatch.attempt` of the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Reject:
     """End this request without an answer; `reason` is machine-readable, `detail` is for people."""
 
     request: RequestId
@@ -86,7 +86,7 @@ class Refuse:
 class FailReplica:
     """Break the world of this replica. The scheduler has removed the replica already; the `ReplicaLost` that follows has no effect.
 
-    `cause` is "hang" for a silent replica and "error" for one whose failed batches succeeded elsewhere.
+    `cause` is "hang" for a replica that did not answer within `hang_timeout_s`, "error" for one whose failed batches succeeded elsewhere.
     """
 
     replica: ReplicaId
@@ -107,4 +107,4 @@ class FreeBatch:
     batch: BatchId
 
 
-Action: TypeAlias = SendBatch | KeepOutput | Answer | Refuse | FailReplica | ReleaseReplica | FreeBatch
+Action: TypeAlias = SendBatch | KeepOutput | Answer | Reject | FailReplica | ReleaseReplica | FreeBatch

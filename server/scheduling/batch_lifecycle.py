@@ -1,102 +1,74 @@
-"""State transitions of batches: enqueue, restart, isolate, answer, refuse."""
+"""What happens to batches: they wait, are answered, rejected, isolated or requeued, and are recovered from lost replicas."""
 
 from __future__ import annotations
 
-from multiworld_serving.server.scheduling.actions import Answer, FreeBatch, Reason, Refuse, SendKind
-from multiworld_serving.server.scheduling.backlog import Backlog
-from multiworld_serving.server.scheduling.counters import Counters
-from multiworld_serving.server.scheduling.dispatcher import Dispatcher
-from multiworld_serving.server.scheduling.events import RequestId
-from multiworld_serving.server.scheduling.hedging import Hedging
-from multiworld_serving.server.scheduling.replica_table import ReplicaTable
-from multiworld_serving.server.scheduling.state import Batch, Replica, Request
-from multiworld_serving.server.scheduling.step_context import StepContext
-from multiworld_serving.server.scheduling.throughput_estimator import ThroughputEstimator
+from multiworld_serving.server.scheduling.actions import Answer, FreeBatch, Reason, Reject, ReleaseReplica, SendKind
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request
+from multiworld_serving.server.scheduling.state import SchedulerState
 
 
 class BatchLifecycle:
     """Applies the scheduler's decisions about batches and requests, and keeps backlog, queues and counters consistent."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        step: StepContext,
-        backlog: Backlog,
-        table: ReplicaTable,
-        hedging: Hedging,
-        throughput: ThroughputEstimator,
-        counters: Counters,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._step = step
-        self._backlog = backlog
-        self._table = table
-        self._hedging = hedging
-        self._throughput = throughput
-        self._counters = counters
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
 
     def enqueue(self, batch: Batch, kind: SendKind, *, at_head: bool) -> None:
-        """Put the batch into the queue of its stage. Restart or refuse it if that stage has no replica and will get none."""
+        """Put the batch into the queue of its stage. Requeue or reject its requests if that stage has no replica and will get none."""
         batch.kind = kind
         pool = batch.pool
-        if not pool.accepting and self._table.current is not None:
-            self.restart(batch)
+        if not pool.accepting and self._state.table.current is not None:
+            self.requeue(batch)
         elif pool.expired:
-            self.refuse_all(batch, "no_replica", f"stage {batch.stage} has been without a replica for too long")
+            self.reject_all(batch, "no_replica", self._state.table.no_replica_detail(batch.stage))
         else:
             pool.enqueue(batch, at_head=at_head)
-            self._dispatcher.mark_dirty(pool)
+            self._state.changed_pools[pool] = None
 
-    def restart(self, batch: Batch) -> None:
-        """Requeue the requests at the head of the backlog: their version has lost this stage and another one is complete."""
+    def requeue(self, batch: Batch) -> None:
+        """Return the requests to the head of the backlog: their version has lost this stage and another one is complete."""
         requests = [request for _, request in batch.open_requests()]
         for request in reversed(requests):
-            request.resends = batch.resends + 1
-            self._backlog.requeue(request)
-        self._counters.restarted += len(requests)
+            request.attempt = batch.attempt + 1
+            self._state.backlog.requeue(request)
+        self._state.counters.requeued += len(requests)
         self._free(batch)
 
     def isolate(self, batch: Batch) -> None:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
         for _, request in batch.open_requests():
-            request.resends = batch.resends + 1
-            request.runnable_since_s = self._step.now_s
-            self._backlog.isolate(request)
-            self._counters.isolated += 1
+            request.attempt = batch.attempt + 1
+            request.runnable_since_s = self._state.now_s
+            self._state.backlog.isolate(request)
+            self._state.counters.isolated += 1
         self._free(batch)
 
     def answer(self, batch: Batch, replica: Replica) -> None:
         """Answer the open requests with the output of the last stage."""
         open_requests = list(batch.open_requests())
         rows = tuple((request.id, row) for row, request in open_requests)
-        self._step.actions.append(
-            Answer(batch.id, replica.id, rows, batch.pipeline.version, tuple(batch.path), 1 + batch.resends)
+        self._state.actions.append(
+            Answer(batch.id, replica.id, rows, batch.pipeline.version, tuple(batch.path), batch.attempt)
         )
         for _, request in open_requests:
-            self._backlog.close(request)
+            self._state.backlog.close(request)
             request.batch = None  # break the reference cycle, so that no garbage collection is needed
-        self._counters.answered += len(rows)
-        self._throughput.answered(len(rows), full=len(self._backlog.waiting) >= len(batch.rows))
+        self._state.throughput.answered(len(rows), full=len(self._state.backlog.waiting) >= len(batch.rows))
         self._free(batch)
 
-    def refuse_all(self, batch: Batch, reason: Reason, detail: str) -> None:
-        """Refuse every open request of the batch."""
+    def reject_all(self, batch: Batch, reason: Reason, detail: str) -> None:
+        """Reject every open request of the batch."""
         for _, request in list(batch.open_requests()):
-            self.refuse(request, reason, detail)
+            self.reject(request, reason, detail)
 
-    def refuse(self, request: Request, reason: Reason, detail: str) -> None:
-        """Refuse an open request."""
-        self.emit_refusal(request.id, reason, detail)
+    def reject(self, request: Request, reason: Reason, detail: str) -> None:
+        """Reject an open request."""
+        self._state.actions.append(Reject(request.id, reason, None, detail))
         self.close(request)
-
-    def emit_refusal(self, request: RequestId, reason: Reason, detail: str, retry_after_s: float | None = None) -> None:
-        """Emit the action and count it. Does not change the backlog."""
-        self._counters.refused[reason] += 1
-        self._step.actions.append(Refuse(request, reason, retry_after_s, detail))
 
     def close(self, request: Request) -> None:
         """Close a request. Closing the last open request of a batch ends the batch."""
-        self._backlog.close(request)
+        self._state.backlog.close(request)
         batch, request.batch = request.batch, None
         if batch is not None:
             batch.open_rows -= 1
@@ -110,17 +82,101 @@ class BatchLifecycle:
             hedges: the outcome to count for attempts that are hedges.
         """
         for attempt in batch.in_flight.values():
-            self._hedging.unwatch(attempt)
+            self._state.hedging.unwatch(attempt)
             if attempt.kind == "hedge":
-                self._counters.hedges[hedges] += 1
+                self._state.counters.hedges[hedges] += 1
         batch.in_flight.clear()
 
     def _cancel(self, batch: Batch) -> None:
         batch.pool.dequeue(batch)
-        self._dispatcher.mark_dirty(batch.pool)
+        self._state.changed_pools[batch.pool] = None
         self.abandon_attempts(batch, hedges="wasted")
         self._free(batch)
 
     def _free(self, batch: Batch) -> None:
         batch.pipeline.num_batches -= 1
-        self._step.actions.append(FreeBatch(batch.id))
+        self._state.actions.append(FreeBatch(batch.id))
+
+
+class FailureHandler:
+    """Removes replicas, recovers their batches, and counts broken worlds per request."""
+
+    def __init__(self, state: SchedulerState, lifecycle: BatchLifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+
+    def fail_replica(self, replica: Replica, cause: str) -> None:
+        """Remove a replica and recover its batches.
+
+        A batch returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or rejected.
+        """
+        blame = cause != "left" and not replica.draining
+        self._state.table.remove(replica, self._state.now_s)
+        self.replicas_changed()
+        lost = reversed(replica.in_flight.values())
+        suspects = [attempt.batch for attempt in lost if attempt.detach() and self._attempt_lost(attempt, blame=blame)]
+        for batch in reversed(suspects):
+            self._lifecycle.isolate(batch)
+
+    def release_if_drained(self, replica: Replica) -> None:
+        """Release a draining replica that has no batches in flight."""
+        if replica.draining and not replica.in_flight:
+            self._state.table.remove(replica, self._state.now_s)
+            self.replicas_changed()
+            self._state.actions.append(ReleaseReplica(replica.id))
+
+    def attempt_failed(self, attempt: Attempt, *, suspect: bool = False) -> None:
+        """Count a failed hedge, and let the batch's other attempt, if there is one, be hedged in turn.
+
+        Suspects are not hedged: each further hedge could break another world.
+        """
+        if attempt.kind == "hedge":
+            self._state.counters.hedges["wasted"] += 1
+        if not suspect:
+            for other in attempt.batch.in_flight.values():
+                self._state.hedging.watch(other, self._state.now_s)
+
+    def replicas_changed(self) -> None:
+        """Update queues and versions. Call after replicas were added or removed."""
+        for pipeline in self._state.table.pipelines.values():
+            for pool in pipeline.pools:
+                self._state.changed_pools[pool] = None
+                self._requeue_stranded(pool)
+        self._state.table.drop_unused_versions()
+
+    def _attempt_lost(self, attempt: Attempt, *, blame: bool) -> bool:
+        """Handle an attempt whose replica was lost. Returns True if its requests must be isolated."""
+        batch = attempt.batch
+        self._state.hedging.unwatch(attempt)
+        requests = [request for _, request in batch.open_requests()]
+        for request in requests if blame else ():
+            request.worlds_broken += 1
+        worlds_broken = max((request.worlds_broken for request in requests), default=0)
+        suspect = worlds_broken >= self._state.config.max_attempts - 1
+        self.attempt_failed(attempt, suspect=suspect)
+        if batch.in_flight:  # a hedge, or the attempt that was hedged
+            return False
+        if not batch.isolated and suspect:
+            return True
+        if batch.isolated and blame and worlds_broken >= self._state.config.max_attempts:
+            detail = f"it broke {worlds_broken} worlds, the last one alone"
+            self._lifecycle.reject_all(batch, "poison", detail)
+        else:
+            batch.runnable_since_s = self._state.now_s
+            batch.failed_on = None
+            self._lifecycle.enqueue(batch, "reroute", at_head=True)
+        return False
+
+    def _requeue_stranded(self, pool: Pool) -> None:
+        """Move batches that wait in vain: another version is complete, or a retry has no other replica."""
+        stranded: list[Batch] = []
+        if not pool.accepting and self._state.table.current is not None:
+            stranded = pool.batches()
+        elif len(pool.accepting) == 1:
+            stranded = [batch for batch in pool.retries.values() if not pool.has_other(batch.failed_on)]
+        for batch in reversed(stranded):
+            pool.dequeue(batch)
+            if pool.accepting:
+                self._lifecycle.isolate(batch)
+            else:
+                self._lifecycle.requeue(batch)

@@ -23,13 +23,13 @@ class SchedulerConfig:
     window: int = 2
     """Maximum batches in flight per replica."""
     queue_limit: int = 256
-    """Refuse arrivals while this many requests wait for their first batch."""
+    """Reject arrivals while this many requests wait for their first batch."""
     recovery_grace_s: float = 15.0
     """How long work waits for a stage that has no replica."""
     max_attempts: int = 3
-    """Refuse a request as poison when it was in flight on this many lost replicas, the last time alone."""
+    """Reject a request as poison when it was in flight on this many lost replicas, the last time alone."""
     hang_timeout_s: float = 10.0
-    """Fail a replica that has batches in flight and is silent for this long."""
+    """Fail a replica that has batches in flight and returns none for this long."""
     hedge_factor: float | None = 2.0
     """A batch is late after this many times the 95th percentile of the stage's service time; None disables hedging."""
     hedge_floor_s: float = 0.05

@@ -25,7 +25,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client no longer waits for this request. The scheduler neither answers nor refuses it."""
+    """The client no longer waits for this request. The scheduler neither answers nor rejects it."""
 
     request: RequestId
 
@@ -87,7 +87,7 @@ class Drain:
     """The server is stopping: finish the open requests and do not wait for batches to fill."""
 
     admits: bool = False
-    """Whether arrivals are still accepted (requests that the server had begun to read); otherwise they are refused."""
+    """Whether arrivals are still accepted (requests that the server had begun to read); otherwise they are rejected."""
 
 
 Event: TypeAlias = (

@@ -1,248 +1,220 @@
-"""The scheduler's data: requests, the batches they are sent in, the replicas that compute them, and the queues of each stage.
-
-These types refer to each other: a batch knows its pipeline and its attempts, a replica its pool and its attempts.
-"""
+"""What the parts of the scheduler share: open requests, replicas, estimates, counters, and the event being handled."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
 
-from multiworld_serving.server.scheduling.actions import SendKind
-from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
+from multiworld_serving.server.scheduling.actions import Action
+from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.hedging import Hedging
+from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.scheduling.estimates.throughput import ThroughputEstimator
+from multiworld_serving.server.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """An accepted request that is neither answered, refused nor cancelled."""
+class SchedulerState:
+    """The state of one scheduler. Its parts (dispatcher, batch lifecycle, …) have no state of their own.
 
-    id: RequestId
-    deadline_s: float
-    arrived_s: float
-    runnable_since_s: float
-    """When it could have been sent: its arrival, or its isolation."""
-    batch: Batch | None = None
-    """None while it waits in the backlog."""
-    worlds_broken: int = 0
-    """Replicas that failed while this request was in flight there; draining replicas and cause `left` do not count."""
-    resends: int = 0
-    isolated: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """A batch in flight on one replica. Hedging adds a second attempt; the first to return wins.
-
-    An attempt that its batch no longer lists was abandoned: another attempt won, or all requests are closed. It occupies the
-    replica's window until the replica returns it.
+    Attributes:
+        now_s: time of the event being handled.
+        actions: the actions decided for this event so far.
+        changed_pools: pools to visit in the next dispatch, because they have changed.
+        draining: new requests are rejected.
+        flush_partial: partial batches are sent at once, because the server is stopping.
     """
 
-    batch: Batch
-    replica: Replica
-    kind: SendKind
-    sent_s: float
-
-    def detach(self) -> bool:
-        """Remove it from its batch. Returns False if it was abandoned before."""
-        wanted = self.batch.in_flight.get(self.replica.id) is self
-        if wanted:
-            del self.batch.in_flight[self.replica.id]
-        return wanted
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """Requests that pass the stages together, all through one version of the model."""
-
-    id: BatchId
-    rows: tuple[Request, ...]
-    """Fixed, even when some of the requests are closed meanwhile."""
-    pipeline: VersionPipeline
-    isolated: bool
-    resends: int
-    runnable_since_s: float
-    """When it could have been sent; see `SendBatch.waited_s`."""
-    open_rows: int
-    kind: SendKind = "first"
-    stage: int = 0
-    in_flight: dict[ReplicaId, Attempt] = field(default_factory=dict)
-    failed_on: Replica | None = None
-    """Where the current stage raised; the retry goes to another replica."""
-    retried: bool = False
-    path: list[ReplicaId] = field(default_factory=list)
-
-    @property
-    def pool(self) -> Pool:
-        """The replicas of its current stage."""
-        return self.pipeline.pools[self.stage]
-
-    def open_requests(self) -> Iterator[tuple[int, Request]]:
-        """(row, request) of the requests that are still open."""
-        return ((row, request) for row, request in enumerate(self.rows) if request.batch is self)
-
-    def advance(self, now_s: float) -> None:
-        """Move to the next stage and reset the retry state."""
-        self.stage += 1
-        self.runnable_since_s = now_s
-        self.failed_on = None
-        self.retried = False
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.now_s = float("-inf")
+        self.actions: list[Action] = []
+        self.counters = Counters()
+        self.backlog = Backlog()
+        self.table = ReplicaTable(config)
+        self.service_times = ServiceTimes()
+        self.throughput = ThroughputEstimator()
+        self.hedging = Hedging(config, self.service_times)
+        self.changed_pools: dict[Pool, None] = {}
+        """A set in insertion order."""
+        self.draining = False
+        self.flush_partial = False
 
 
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One stage of one version on one worker link."""
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. `hedges` is exported as a metric; the others show in tests what the scheduler did."""
 
-    id: ReplicaId
-    pool: Pool
-    in_flight: dict[BatchId, Attempt] = field(default_factory=dict)
-    """In the order sent."""
-    rows: int = 0
-    """Rows in flight."""
-    draining: bool = False
-    unmatched_failures: int = 0
-    """Consecutive batches that raised here and succeeded on another replica."""
-    answered_s: float = float("-inf")
-    """When it returned a batch last."""
-    last_used: int = 0
+    rows_sent: int = 0
+    """Rows sent to all stages, without hedges."""
+    hedge_rows_sent: int = 0
+    reroutes: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because their replica was lost, by stage."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """Batches sent again because the stage raised, by stage."""
+    hedges: Counter[str] = field(default_factory=Counter)
+    """By outcome: "won" (the hedge returned first), "lost" (the first attempt returned first), "wasted" (the hedge's replica
+    was lost, its stage raised, or all requests of the batch were closed)."""
+    isolated: int = 0
+    """Requests taken out of their batch to be sent alone."""
+    requeued: int = 0
+    """Requests that start again at the first stage because their version lost a stage and another version is complete."""
 
 
-class Pool:
-    """The replicas of one stage that run one version, and three queues of batches for them.
+class Backlog:
+    """All open requests. Each one is in `waiting`, in `isolated` or in a batch.
 
-    `queue` is served in order. `retries` go first, but not to the replica where they failed. `isolated` batches are sent alone:
-    one replica at a time is reserved for them. A reserved replica gets no other batch until it is empty and the isolated batch has
-    returned. With a single replica, isolated batches and other batches alternate.
+    `waiting` is the FIFO queue from which batches are formed. `isolated` holds the suspect requests, which are sent alone.
     """
 
-    def __init__(self, pipeline: VersionPipeline, stage: int, window: int) -> None:
-        self.pipeline = pipeline
-        self.stage = stage
-        self.window = window
-        self.accepting: dict[ReplicaId, Replica] = {}
-        """Ready and not draining."""
-        self.available: PriorityMap[Replica, tuple[int, int]] = PriorityMap()
-        """Accepting, with room in the window and not reserved: fewest rows in flight first, then least recently used."""
-        self.queue: OrderedDict[BatchId, Batch] = OrderedDict()
-        self.retries: OrderedDict[BatchId, Batch] = OrderedDict()
-        self.isolated: OrderedDict[BatchId, Batch] = OrderedDict()
-        self.reserved: Replica | None = None
-        self.isolated_first = True
-        self.expired = False
-        """Without a replica for longer than `recovery_grace_s`."""
-        self._uses = 0
+    def __init__(self) -> None:
+        self.requests: dict[RequestId, Request] = {}
+        self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
+        self.isolated: OrderedDict[RequestId, Request] = OrderedDict()
+        self.deadlines: PriorityMap[Request, float] = PriorityMap()
+
+    def admit(self, request: Request) -> None:
+        """Add a new request at the end of the queue."""
+        self.requests[request.id] = request
+        self.waiting[request.id] = request
+        self.deadlines.set(request, request.deadline_s)
+
+    def oldest(self) -> Request | None:
+        """The head of the queue."""
+        return next(iter(self.waiting.values()), None)
+
+    def take(self, max_rows: int) -> tuple[Request, ...]:
+        """Remove the next requests from the queue, at most `max_rows`."""
+        return tuple(self.waiting.popitem(last=False)[1] for _ in range(min(max_rows, len(self.waiting))))
+
+    def take_isolated(self) -> tuple[Request, ...]:
+        """Remove the next suspect request."""
+        return (self.isolated.popitem(last=False)[1],)
+
+    def requeue(self, request: Request) -> None:
+        """Take the request out of its batch and put it at the head of its queue. It starts again at the first stage."""
+        queue = self.isolated if request.isolated else self.waiting
+        request.batch = None
+        queue[request.id] = request
+        queue.move_to_end(request.id, last=False)
+
+    def isolate(self, request: Request) -> None:
+        """Take the request out of its batch. It starts again at the first stage, alone."""
+        request.batch = None
+        request.isolated = True
+        self.isolated[request.id] = request
+
+    def close(self, request: Request) -> None:
+        """Remove a request that is answered, rejected or cancelled."""
+        del self.requests[request.id]
+        self.deadlines.discard(request)
+        self.waiting.pop(request.id, None)
+        self.isolated.pop(request.id, None)
+
+
+class ReplicaTable:
+    """Tracks the replicas. Does not decide about batches.
+
+    The current version is the one first seen last among those that have a replica of every stage. A version without replicas is
+    removed when another version is current.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self.pipelines: dict[str, VersionPipeline] = {}
+        """By version, oldest first."""
+        self.current: VersionPipeline | None = None
+        self.was_complete = False
+        self.hang_deadlines: PriorityMap[Replica, float] = PriorityMap()
+        """Replicas with batches in flight, by the time at which they count as hung."""
+        self.grace_deadlines: PriorityMap[Pool, float] = PriorityMap()
+        """Pools without a replica, by the time at which `recovery_grace_s` ends."""
 
     @property
-    def waiting(self) -> int:
-        """Number of batches in the queues."""
-        return len(self.queue) + len(self.retries) + len(self.isolated)
+    def entry_pool(self) -> Pool | None:
+        """The pool to which new batches are sent: stage 0 of the current version."""
+        return self.current.pools[0] if self.current else None
 
     @property
-    def saturated(self) -> bool:
-        """At least one batch waits for each replica: earlier stages should send no more."""
-        return len(self.queue) + len(self.retries) >= max(1, len(self.accepting))
+    def unavailable(self) -> bool:
+        """No version is complete, and none can still become complete within `recovery_grace_s`."""
+        return self.current is None and all(pipeline.expired for pipeline in self.pipelines.values())
 
-    def has_other(self, replica: Replica | None) -> bool:
-        """Whether a replica other than this one accepts batches."""
-        return any(each is not replica for each in islice(self.accepting.values(), 2))
+    def no_replica_detail(self, stage: int | None = None) -> str:
+        """Explains the rejection of requests for a stage (None: any stage) that has lost its replicas."""
+        where = "a stage" if stage is None else f"stage {stage}"
+        return f"{where} has had no replica for more than {self._config.recovery_grace_s:g} s"
 
-    def update_availability(self, replica: Replica) -> None:
-        """Update the replica's position in `available`. Call after every change of the replica."""
-        if replica.id in self.accepting and replica is not self.reserved and len(replica.in_flight) < self.window:
-            self.available.set(replica, (replica.rows, replica.last_used))
+    def add(self, replica_id: ReplicaId, stage: int, version: str, now_s: float) -> None:
+        """A replica is ready."""
+        pool = self._pipeline(version, now_s).pools[stage]
+        replica = Replica(replica_id, pool)
+        self.replicas[replica_id] = replica
+        pool.pipeline.num_replicas += 1
+        pool.accepting[replica_id] = replica
+        pool.update_availability(replica)
+        pool.expired = False
+        self.grace_deadlines.discard(pool)
+        self._choose_version()
+
+    def stop_accepting(self, replica: Replica, now_s: float) -> None:
+        """Send no new batches to this replica. Batches in flight there continue."""
+        pool = replica.pool
+        if replica.id not in pool.accepting:
+            return
+        pool.stop_accepting(replica)
+        if not pool.accepting:
+            self.grace_deadlines.set(pool, now_s + self._config.recovery_grace_s)
+        self._choose_version()
+
+    def remove(self, replica: Replica, now_s: float) -> None:
+        """Remove a replica. Its batches in flight will not return."""
+        self.stop_accepting(replica, now_s)
+        self.hang_deadlines.discard(replica)
+        del self.replicas[replica.id]
+        replica.pool.pipeline.num_replicas -= 1
+
+    def record_sent(self, attempt: Attempt) -> None:
+        """Record that a batch was sent, and start the hang timer if it is the only one in flight."""
+        attempt.replica.pool.add_attempt(attempt)
+        if len(attempt.replica.in_flight) == 1:
+            self.hang_deadlines.set(attempt.replica, attempt.sent_s + self._config.hang_timeout_s)
+
+    def record_returned(self, attempt: Attempt, now_s: float) -> float:
+        """Record that the replica returned a batch, and restart the hang timer.
+
+        Returns:
+            The service time in seconds: since the batch was sent or, if later, since the replica's previous return.
+        """
+        replica = attempt.replica
+        replica.pool.remove_attempt(attempt)
+        worked_s = now_s - max(attempt.sent_s, replica.answered_s)
+        replica.answered_s = now_s
+        if replica.in_flight:
+            self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
         else:
-            self.available.discard(replica)
+            self.hang_deadlines.discard(replica)
+        return worked_s
 
-    def add_attempt(self, attempt: Attempt) -> None:
-        """Record that a batch was sent to one of the replicas."""
-        self._uses += 1
-        replica = attempt.replica
-        replica.in_flight[attempt.batch.id] = attempt
-        replica.rows += len(attempt.batch.rows)
-        replica.last_used = self._uses
-        self.update_availability(replica)
+    def drop_unused_versions(self) -> None:
+        """Remove the versions without replicas if another one is current. Their queues must be empty."""
+        if self.current is None:
+            return
+        for pipeline in [each for each in self.pipelines.values() if not each.num_replicas]:
+            del self.pipelines[pipeline.version]
+            for pool in pipeline.pools:
+                self.grace_deadlines.discard(pool)
 
-    def remove_attempt(self, attempt: Attempt) -> None:
-        """Record that the replica returned the batch, with an output or an error."""
-        replica = attempt.replica
-        del replica.in_flight[attempt.batch.id]
-        replica.rows -= len(attempt.batch.rows)
-        if replica is self.reserved and attempt.batch.isolated:
-            self.release()
-            self.isolated_first = len(self.accepting) > 1 and not self.retries
-        self.update_availability(replica)
+    def _pipeline(self, version: str, now_s: float) -> VersionPipeline:
+        pipeline = self.pipelines.get(version)
+        if pipeline is None:
+            pipeline = self.pipelines[version] = VersionPipeline(version, self._config.num_stages, self._config.window)
+            for pool in pipeline.pools:
+                self.grace_deadlines.set(pool, now_s + self._config.recovery_grace_s)
+        return pipeline
 
-    def reserve(self) -> Replica | None:
-        """The replica reserved for isolated batches; reserves the least loaded available one if there is none yet."""
-        if self.reserved is None:
-            self.reserved = self.available.first()
-            if self.reserved is not None:
-                self.update_availability(self.reserved)
-        return self.reserved
-
-    def release(self) -> None:
-        """End the reservation. Do not call while an isolated batch is in flight on the reserved replica."""
-        replica, self.reserved = self.reserved, None
-        if replica is not None:
-            self.update_availability(replica)
-
-    def stop_accepting(self, replica: Replica) -> None:
-        """Send no new batches to this replica."""
-        self.accepting.pop(replica.id, None)
-        if self.reserved is replica:
-            self.reserved = None
-        self.available.discard(replica)
-
-    def enqueue(self, batch: Batch, *, at_head: bool) -> None:
-        """Put the batch into the queue of its kind."""
-        queue = self._queue_for(batch)
-        queue[batch.id] = batch
-        if at_head:
-            queue.move_to_end(batch.id, last=False)
-
-    def dequeue(self, batch: Batch) -> None:
-        """Remove the batch from its queue, if it is there."""
-        self._queue_for(batch).pop(batch.id, None)
-
-    def batches(self) -> list[Batch]:
-        """All batches in the queues, in the order in which they would be sent."""
-        return [*self.retries.values(), *self.queue.values(), *self.isolated.values()]
-
-    def _queue_for(self, batch: Batch) -> OrderedDict[BatchId, Batch]:
-        if batch.isolated:
-            return self.isolated
-        return self.queue if batch.failed_on is None else self.retries
-
-
-class VersionPipeline:
-    """One version of the model: a pool of replicas for each stage."""
-
-    def __init__(self, version: str, num_stages: int, window: int) -> None:
-        self.version = version
-        self.pools = [Pool(self, stage, window) for stage in range(num_stages)]
-        self.num_replicas = 0
-        """Includes draining replicas."""
-        self.num_batches = 0
-        """Batches that began with this version and have not ended."""
-
-    @property
-    def complete(self) -> bool:
-        """Every stage has a replica."""
-        return all(pool.accepting for pool in self.pools)
-
-    @property
-    def expired(self) -> bool:
-        """A stage has had no replica for longer than `recovery_grace_s`."""
-        return any(pool.expired for pool in self.pools)
-
-    @property
-    def saturated(self) -> bool:
-        """A later stage is saturated."""
-        return any(pool.saturated for pool in self.pools[1:])
-
-    @property
-    def isolation_saturated(self) -> bool:
-        """An isolated batch waits at a later stage."""
-        return any(pool.isolated for pool in self.pools[1:])
+    def _choose_version(self) -> None:
+        self.current = next((each for each in reversed(self.pipelines.values()) if each.complete), None)
+        self.was_complete = self.was_complete or self.current is not None

@@ -54,7 +54,8 @@ class StagePlan:
     number: int = 1
     tuning: Tuning = NO_TUNING
 
-    def order(self, max_batch_size: int, window: int) -> StageAssignment:
+    def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
+        """The message that tells a worker to load this stage."""
         shape = "x".join(map(str, self.input_shape))
         tuning = self.tuning
         return StageAssignment(

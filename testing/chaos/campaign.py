@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, processes_unavailable_reason
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults import Fault
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
 from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Outage, Replica, Snapshot
-from multiworld_serving.testing.chaos.schedule import NO_WORKER, FaultTargets, missing_targets_reason, order
-from multiworld_serving.testing.chaos.soak import ResourceMonitor, Series
-from multiworld_serving.testing.chaos.system_under_test import SystemUnderTest
+from multiworld_serving.testing.chaos.resources import ResourceMonitor, Series
+from multiworld_serving.testing.chaos.schedule import FaultTargets, missing_targets_reason, order
+from multiworld_serving.testing.chaos.system.containers import (
+    ComposeProject,
+    ContainerError,
+    processes_unavailable_reason,
+)
+from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
 from multiworld_serving.testing.load.clients import (
     Load,
     ReferenceRequest,
@@ -23,6 +27,7 @@ from multiworld_serving.testing.load.clients import (
     record_reference_answers,
     run_load,
 )
+from multiworld_serving.testing.local_service import LocalService
 
 _DUPLICATES = "multiworld_duplicate_answers_total"
 _REROUTES = "multiworld_reroute_seconds"
@@ -65,11 +70,12 @@ class Injection:
     """One injected fault and its effects. Times are seconds since the injection, except `at_s` and `ended_s` (`time.time()`).
 
     Attributes:
-        detected_s: until the leader detected the first broken world of a target; None if no world broke.
+        detected_s: until the leader detected the first broken world of a target, or the frontends the lost leader; None if neither.
         rerouted_s: mean time until the affected batches were sent to another replica; None if there were none.
         recovered_s: until every slot was ready again.
         recovered: whether that happened before the timeout.
-        leader_affected: whether the fault stopped the leader.
+        excused: statuses of requests that the fault excuses.
+        counters_reset: whether the metrics of a process may have started again from 0.
         unexpected: descriptions of effects that the fault does not expect.
     """
 
@@ -84,7 +90,8 @@ class Injection:
     recovered_s: float = 0.0
     recovered: bool = True
     duplicates: int = 0
-    leader_affected: bool = False
+    excused: tuple[int, ...] = ()
+    counters_reset: bool = False
     unexpected: tuple[str, ...] = ()
 
 
@@ -148,7 +155,7 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
                 found.aborted = "interrupted"
         found.ended_s = time.time()
         found.duplicates = sum(injection.duplicates for injection in found.injections)
-        if not any(injection.leader_affected for injection in found.injections):  # a new leader counts from 0
+        if not any(injection.counters_reset for injection in found.injections):
             with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
                 found.duplicates = round(observer.metric(_DUPLICATES) - duplicates)
         found.outages, found.resources = observer.outages(), watch.series()
@@ -181,14 +188,24 @@ def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) ->
     in_containers = isinstance(system, ComposeProject)
     if fault.of == "container":
         return "" if in_containers else "needs containers: give their project with --compose"
-    if fault.scope in NO_WORKER:
-        return ""
+    if fault.scope not in NEEDS:
+        return _unknown_process_reason(fault.scope, system)
     if in_containers and (why := processes_unavailable_reason()):
         return why
     known = system.worker_pids()
     unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
     hint = "their containers run on another machine" if in_containers else "give the log of the service with --log"
     return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
+
+
+def _unknown_process_reason(scope: Scope, system: SystemUnderTest) -> str:
+    if scope in ("leader", "frontend") and not system.child_pids(scope):
+        return f"the processes of the {scope}s are not known: give the log of the service with --log"
+    if scope == "supervisor" and isinstance(system, LocalService):
+        return "it ends the service that this command started: give the --url of one that is restarted when it ends"
+    if scope == "supervisor" and system.pid is None:
+        return "the process of `multiworld serve` is not known: give it with --pid"
+    return ""
 
 
 def _inject_all(
@@ -205,7 +222,9 @@ def _inject_all(
         if _is_finished(plan, number, len(faults), time.time() - found.started_s):
             return
         before = observer.wait(lambda now: now.complete, WAIT_S, "complete")
-        context = FaultContext(system, observer, targets.choose(fault, before), plan.heartbeat_timeout_s, request)
+        times = sum(injection.fault == fault.name for injection in found.injections)
+        chosen = targets.choose(fault, before)
+        context = FaultContext(system, observer, chosen, plan.heartbeat_timeout_s, request, times)
         injection = inject(fault, context)
         found.injections.append(injection)
         failed = f"  {len(found.load.failed)} FAILED so far" if found.load.failed else ""
@@ -231,14 +250,14 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
     broken = _broken(context.targets, observer.snapshots, at_s)
     causes = tuple(sorted(cause for cause, _ in broken))
     context.unexpected += _unexpected_causes(fault, causes)
-    detected_s = min((detected_s - at_s for _, detected_s in broken), default=None)
-    # The counters of a restarted leader start at 0.
-    more = {name: observer.metric(name) - (0.0 if fault.scope == "leader" else was) for name, was in before.items()}
+    lost_s = [] if context.lost_s is None else [context.lost_s]
+    detected_s = min((each_s - at_s for each_s in (*lost_s, *(each_s for _, each_s in broken))), default=None)
+    more = {name: _increase(was, observer.metric(name)) for name, was in before.items()}
     count = round(more[f"{_REROUTES}_count"])
     mean_s = more[f"{_REROUTES}_sum"] / count if count else None
     return Injection(
         fault=fault.name,
-        targets=tuple(f"s{target.stage}.r{target.slot}" for target in context.targets),
+        targets=(*(f"s{target.stage}.r{target.slot}" for target in context.targets), *filter(None, [context.victim])),
         at_s=at_s,
         ended_s=ended_s,
         causes=causes,
@@ -248,9 +267,16 @@ def inject(fault: Fault, context: FaultContext) -> Injection:
         recovered_s=max(0.0, recovered.at_s - at_s) if broken and recovered else ended_s - at_s,
         recovered=recovered is not None,
         duplicates=round(more[_DUPLICATES]),
-        leader_affected=fault.scope == "leader",
+        # With two leaders, a fault of one excuses nothing.
+        excused=() if fault.scope == "leader" and len(observer.now.leaders) > 1 else tuple(sorted(fault.excused)),
+        counters_reset=fault.scope in ("leader", "frontend", "supervisor"),
         unexpected=tuple(context.unexpected),
     )
+
+
+def _increase(before: float, now: float) -> float:
+    """The increase of a counter, which starts at 0 in a new leader."""
+    return now - before if now >= before else now
 
 
 def _inject_and_wait(fault: Fault, context: FaultContext) -> Snapshot | None:
@@ -300,7 +326,9 @@ def _describe(injection: Injection) -> str:
     causes = ",".join(f"{cause} x{n}" if n > 1 else cause for cause, n in Counter(injection.causes).items())
     facts = [
         f"{injection.fault:14} {' '.join(injection.targets) or '-':10}",
-        f"detected {injection.detected_s * 1e3:.0f} ms ({causes})" if injection.detected_s is not None else "no break",
+        "no break"
+        if injection.detected_s is None
+        else f"detected {injection.detected_s * 1e3:.0f} ms ({causes or 'lost'})",
         f"{injection.reroutes} rerouted",
         f"recovered {injection.recovered_s:.1f} s",
         *(f"UNEXPECTED: {item}" for item in injection.unexpected),

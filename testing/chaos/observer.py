@@ -1,21 +1,20 @@
 """Polls GET /status: which replicas are ready, which broke and when, and how long a stage had none."""
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.testing.local_service import metric_sum
 
 _POLL_S = 0.05
-_CLOCK_S = 1.0
-"""Tolerance of the computed start time of the leader, for the delay of responses."""
+_CLOCK_S = 2.0
+"""Tolerance of the computed start time of the leader: frontends know its uptime once a second, and responses are delayed."""
 
 ReplicaKey = tuple[int, int]
 """Stage and slot of a replica."""
@@ -38,6 +37,8 @@ class Replica:
     """Cause of its last failure."""
     failed_s: float | None
     """Time of its last failure, on the clock of the leader."""
+    leader: int | None = None
+    """Process id of the leader that says so. Each leader has its own worlds."""
 
     @property
     def key(self) -> ReplicaKey:
@@ -49,7 +50,22 @@ class Replica:
 
     def broken_since(self, before: "Replica") -> bool:
         """Whether the world of `before` has broken."""
-        return self.epoch != before.epoch or self.state not in ("ready", "draining")
+        if self.state not in ("ready", "draining"):
+            return True
+        return self.leader == before.leader and self.epoch != before.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """One leader at one time.
+
+    Attributes:
+        pid: None while it is unreachable.
+    """
+
+    address: str
+    state: str
+    pid: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,9 @@ class Snapshot:
     replicas: dict[ReplicaKey, Replica]
     leader_since_s: float = 0.0
     """Start time of the leader, on the clock of this process."""
+    leaders: tuple[Leader, ...] = ()
+    frontends: frozenset[int] = frozenset()
+    """Process ids of the frontends."""
 
     @property
     def ready(self) -> int:
@@ -67,13 +86,20 @@ class Snapshot:
         return sum(replica.ready for replica in self.replicas.values())
 
     @property
+    def leaders_ready(self) -> bool:
+        """Every leader is ready."""
+        return all(leader.state == "ready" for leader in self.leaders)
+
+    @property
     def complete(self) -> bool:
-        """Every slot of every stage is ready."""
-        return all(replica.ready for replica in self.replicas.values())
+        """Every slot of every stage, and every leader, is ready."""
+        return self.leaders_ready and all(replica.ready for replica in self.replicas.values())
 
     def differs_from(self, before: "Snapshot") -> bool:
-        """Whether a replica has changed or the leader was restarted since `before`."""
-        return self.replicas != before.replicas or self.leader_since_s - before.leader_since_s > _CLOCK_S
+        """Whether a replica, leader or frontend has changed, or the leader was restarted since `before`."""
+        if (self.replicas, self.leaders, self.frontends) != (before.replicas, before.leaders, before.frontends):
+            return True
+        return self.leader_since_s - before.leader_since_s > _CLOCK_S
 
     @property
     def stages_without_replica(self) -> frozenset[int]:
@@ -85,6 +111,9 @@ class Snapshot:
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
     """Parse a document of GET /status."""
     found = {}
+    leaders = tuple(Leader(each["address"], each["state"], each["pid"]) for each in status.get("leaders", ()))
+    # The stages are those of one of the leaders.
+    source = next((each["pid"] for each in status.get("leaders", ()) if each["uptime_s"] == status["uptime_s"]), None)
     for stage in status["stages"]:
         for replica in stage["replicas"]:
             failure = replica["last_failure"] or {}
@@ -96,8 +125,10 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 worker=replica["worker"],
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
+                leader=source,
             )
-    return Snapshot(at_s, found, at_s - status["uptime_s"])
+    frontends = frozenset(each["pid"] for each in status.get("frontends", ()))
+    return Snapshot(at_s, found, at_s - status["uptime_s"], leaders, frontends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +160,7 @@ class Observer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._client.close()
@@ -148,6 +177,7 @@ class Observer:
             if self._changed.wait_for(lambda: wanted(self.snapshots[-1]), timeout_s):
                 return self.snapshots[-1]
             states = ", ".join(f"s{r.stage}.r{r.slot} {r.state}" for r in self.snapshots[-1].replicas.values())
+            states += "".join(f", leader {each.address} {each.state}" for each in self.snapshots[-1].leaders)
         raise NotRecoveredError(f"not {what} within {timeout_s:g} s: {states}")
 
     def outages(self) -> list[Outage]:
@@ -157,7 +187,7 @@ class Observer:
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over all its series; 0 if there are none."""
-        return metric(self._metrics.get("/metrics").text, name)
+        return metric_sum(self._metrics.get("/metrics").text, name)
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -184,9 +214,3 @@ def outages(snapshots: Iterable[Snapshot]) -> list[Outage]:
         for stage in each.stages_without_replica:
             since.setdefault(stage, at_s)
     return [*found, *(Outage(stage, since_s, at_s) for stage, since_s in since.items())]
-
-
-def metric(text: str, name: str) -> float:
-    """Return the sum of a metric over all its series in the Prometheus text format."""
-    pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)", re.MULTILINE)
-    return sum(float(match[1]) for match in pattern.finditer(text))

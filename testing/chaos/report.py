@@ -2,13 +2,13 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiworld_serving.testing.chaos.campaign import CampaignResult
 from multiworld_serving.testing.chaos.observer import Outage
-from multiworld_serving.testing.chaos.soak import RULE
+from multiworld_serving.testing.chaos.resources import RULE
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.statistics import Spread
 
@@ -22,7 +22,7 @@ class Row:
 
     Attributes:
         failed: requests that failed and are not excused.
-        excused: requests that were refused because a stage had no replica for longer than the recovery grace.
+        excused: requests that were refused because a stage had no replica for longer than the recovery grace, or that the fault excuses.
         before, during, after: latency of requests completed between the previous recovery and the fault, in flight between fault and
             recovery, and completed between recovery and the next fault.
     """
@@ -72,14 +72,13 @@ def _is_excused(sample: Sample, result: CampaignResult) -> bool:
     if excused(sample, result.outages, result.plan.grace_s):
         return True
     return any(
-        injection.leader_affected and leaderless(sample, injection.at_s, injection.ended_s)
-        for injection in result.injections
+        interrupted(sample, injection.excused, injection.at_s, injection.ended_s) for injection in result.injections
     )
 
 
-def leaderless(sample: Sample, since_s: float, until_s: float) -> bool:
-    """Whether the request got no answer or 503 while the leader was down in this interval. Other failures are not excused."""
-    return sample.status in (0, 503) and sample.done_s >= since_s and sample.sent_s <= until_s
+def interrupted(sample: Sample, statuses: Collection[int], since_s: float, until_s: float) -> bool:
+    """Whether the request got one of these statuses while a process was down in this interval. Other failures are not excused."""
+    return sample.status in statuses and sample.done_s >= since_s and sample.sent_s <= until_s
 
 
 def excused(sample: Sample, outages: Sequence[Outage], grace_s: float) -> bool:
@@ -135,7 +134,9 @@ def _row(kind: str | None, result: CampaignResult, failed: Sequence[Sample], exc
         duplicates=result.duplicates if kind is None else sum(injection.duplicates for injection in injections),
         detect=_spread([injection.detected_s for injection in injections]),
         reroute=_spread([injection.rerouted_s for injection in injections]),
-        recover=_spread([injection.recovered_s for injection in injections if injection.causes]),
+        recover=_spread(
+            [injection.recovered_s for injection in injections if injection.causes or injection.counters_reset]
+        ),
         before=_latency([s for window in windows for s in _within(result, *window[0])]),
         during=_latency([s for window in windows for s in result.load.between(*window[1])]),
         after=_latency([s for window in windows for s in _within(result, *window[2])]),

@@ -2,30 +2,18 @@
 
 import itertools
 import random
-import re
 from collections.abc import Iterator, Sequence
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.testing.chaos.faults import CATALOGUE, Fault, Scope
+from multiworld_serving.testing.chaos.faults import PROCESS_FAULTS
+from multiworld_serving.testing.chaos.faults.fault import NEEDS, Fault, Scope
 from multiworld_serving.testing.chaos.observer import Replica, Snapshot
 
-NO_WORKER: tuple[Scope, ...] = ("none", "leader")
-"""Scopes without worker targets."""
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "": 1.0}
 
-
-def duration_s(text: str, option: str) -> float:
-    """Parse a duration such as "90", "90s", "1.5m", "2h" or "500ms" into seconds. Raises UserError with the option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|)", text.strip())
-    if match is None:
-        raise UserError(f"{option} {text}: must be a time such as 90s, 5m or 1h")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
-def chosen_faults(names: str | None, catalogue: Sequence[Fault] = CATALOGUE) -> list[Fault]:
-    """Return the faults of a list such as "kill,freeze" (all if None), in the order of the catalogue. Raises UserError."""
+def chosen_faults(names: str | None, catalogue: Sequence[Fault] = PROCESS_FAULTS) -> list[Fault]:
+    """Return the faults of a list such as "kill,freeze" (the default ones if None), in the order of the catalogue. Raises UserError."""
     if names is None:
-        return list(catalogue)
+        return [fault for fault in catalogue if fault.is_default]
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     known = {fault.name: fault for fault in catalogue}
     if unknown := [name for name in wanted if name not in known]:
@@ -44,15 +32,9 @@ def order(faults: Sequence[Fault], seed: int) -> Iterator[Fault]:
 
 def missing_targets_reason(fault: Fault, now: Snapshot, protected: frozenset[str] = frozenset()) -> str:
     """Return why the pipeline has no targets for the fault; empty if it has."""
-    if fault.scope in NO_WORKER or groups(fault.scope, now, protected):
+    if fault.scope not in NEEDS or groups(fault.scope, now, protected):
         return ""
-    needs = {
-        "one": "a stage with two replicas",
-        "two": "two stages with two replicas each",
-        "stage": "a stage",
-        "all": "workers",
-    }
-    return f"needs {needs[fault.scope]}" + (", protected workers excluded" if protected else "")
+    return f"needs {NEEDS[fault.scope]}" + (", protected workers excluded" if protected else "")
 
 
 def groups(scope: Scope, now: Snapshot, protected: frozenset[str] = frozenset()) -> list[tuple[Replica, ...]]:
@@ -80,7 +62,7 @@ class FaultTargets:
 
     def choose(self, fault: Fault, now: Snapshot) -> tuple[Replica, ...]:
         """Return the targets of this fault; empty for a scope without workers. Requires an empty `missing_targets_reason`."""
-        if fault.scope in NO_WORKER:
+        if fault.scope not in NEEDS:
             return ()
         choices = groups(fault.scope, now, self._protected)
         fewest = min(self._times(choice) for choice in choices)

@@ -19,10 +19,10 @@ from typing import get_args
 
 from multiworld_serving.server.scheduling.scheduler import SchedulerConfig
 from multiworld_serving.testing.planning.fleet_history import Episode, Episodes, FleetHistory, simulate_history
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
-from multiworld_serving.testing.simulation.meter import Meter, quantile
-from multiworld_serving.testing.simulation.scenario import Scenario, Tail
+from multiworld_serving.testing.planning.meter import Meter, quantile
+from multiworld_serving.testing.simulation.scenarios import Scenario, Tail
 from multiworld_serving.testing.simulation.simulator import Simulator
+from multiworld_serving.testing.simulation.workload import Arrival, FaultInjected, Injection, Recording, Start
 
 _HISTORY_FAILURES = 200_000
 _FEWEST_EPISODES = 3

@@ -16,7 +16,6 @@ import sys
 from functools import partial
 
 from multiworld_serving.testing.simulation.case import Case
-from multiworld_serving.testing.simulation.report import describe
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS
 from multiworld_serving.testing.simulation.shrinking import Shrinker
 from multiworld_serving.testing.simulation.soak import soak
@@ -39,7 +38,7 @@ def _replay(options: argparse.Namespace) -> int:
         return 0
     if options.trace:
         failure = case.play(failure.recording, traced=True) or failure
-    _print(describe(failure))
+    _print(failure.describe())
     return 1
 
 
@@ -50,7 +49,8 @@ def _shrink(options: argparse.Namespace) -> int:
         _print(f"{options.scenario}, seed {options.seed}: no failure, nothing to shrink")
         return 0
     _print(f"{failure}, after {len(failure.recording.injections)} injections; shrinking ...")
-    _print(describe(Shrinker(case, failure, max_runs=options.max_runs, same_location=options.same_location).shrink()))
+    shrinker = Shrinker(case, failure, max_runs=options.max_runs, same_location=options.same_location)
+    _print(shrinker.shrink().describe())
     return 1
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from multiworld_serving.server.scheduling.scheduler import Action, Event, Scheduler, SchedulerConfig
-from multiworld_serving.testing.simulation.injections import Recording
-from multiworld_serving.testing.simulation.scenario import Scenario
+from multiworld_serving.testing.simulation.scenarios import Scenario
 from multiworld_serving.testing.simulation.simulator import Simulator
+from multiworld_serving.testing.simulation.workload import Arrival, FaultInjected, Injection, Recording, Start
 
 MIN_EVENTS = 3_000
 """A shorter run may have no fault, or the pipeline may be down for most of it."""
@@ -33,8 +33,23 @@ class Failure:
     trace: tuple[tuple[float, Event, list[Action]], ...] | None
 
     def __str__(self) -> str:
-        what = str(self.error) or _source_line(self.error)
+        what = str(self.error) or linecache.getline(*self.location).strip()
         return f"{type(self.error).__name__}: {what} (event {self.events}, t={self.time_s:.6f} s)"
+
+    def describe(self) -> str:
+        """Return the error, its injections, then (if traced) every event with the resulting actions, in order of time."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield str(self)
+        yield f"{len(self.recording.injections)} injections:"
+        for injection in self.recording.injections:
+            yield f"  t={injection.at_s:.6f}  {_describe(injection)}"
+        if self.trace is not None:
+            yield f"{len(self.trace)} events, each with the actions of the scheduler:"
+            for time_s, event, actions in self.trace:
+                yield f"  t={time_s:.6f}  {event}"
+                yield from (f"      -> {action}" for action in actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,12 @@ class Case:
         simulator.trace = [] if traced else None
         return _run_case(simulator, lambda: simulator.play(recording))
 
+    def commands(self, events: int) -> str:
+        """Return the commands that replay and shrink this run, from the root of the repository."""
+        options = f"--scenario {self.scenario.name} --seed {self.seed} --events {events}"
+        program = "python -m multiworld_serving.testing.simulation"
+        return f"  replay: {program} replay {options}\n  shrink: {program} shrink {options}"
+
     def _simulator(self) -> Simulator:
         return Simulator(self.scenario, self.seed, scheduler=self.scheduler)
 
@@ -67,19 +88,12 @@ class Case:
 def check_outcomes(simulator: Simulator) -> None:
     """Assert that every request got a result that the scenario allows. Raises AssertionError."""
     scenario, outcomes, compute_outcomes = simulator.scenario, simulator.outcomes, simulator.compute_outcomes
-    allowed_outcomes = {"answered", "cancelled", "not_ready", "draining", *scenario.allowed_refusals}
-    healthy = Counter(outcome for request, outcome in outcomes.items() if request not in compute_outcomes)
-    assert set(healthy) <= allowed_outcomes, (
-        f"healthy requests were refused as {sorted(set(healthy) - allowed_outcomes)}"
-    )
+    always_allowed = {"cancelled", "not_ready", "draining", *scenario.allowed_refusals}
+    healthy = {outcome for request, outcome in outcomes.items() if request not in compute_outcomes}
+    wrong = healthy - always_allowed - {"answered"}
+    assert not wrong, f"healthy requests were refused as {sorted(wrong)}"
     for request, compute_outcome in compute_outcomes.items():
-        allowed = {
-            *_EXPECTED_REFUSALS[compute_outcome],
-            "cancelled",
-            "not_ready",
-            "draining",
-            *scenario.allowed_refusals,
-        }
+        allowed = always_allowed | _EXPECTED_REFUSALS[compute_outcome]
         assert outcomes[request] in allowed, f"a request with compute outcome {compute_outcome} was {outcomes[request]}"
 
 
@@ -109,6 +123,14 @@ def _run_case(simulator: Simulator, run: Callable[[], None]) -> Failure | None:
     return None
 
 
-def _source_line(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].line or "" if frames else ""
+def _describe(injection: Injection) -> str:
+    match injection:
+        case Arrival():
+            outcome, cancel_s = injection.compute_outcome, injection.cancel_after_s
+            text = f"request {injection.request} arrives, timeout {injection.timeout_s:.6f} s"
+            text += "" if outcome == "answer" else f", compute outcome {outcome}"
+            return text if cancel_s is None else f"{text}, cancelled after {cancel_s:.6f} s"
+        case Start():
+            return f"worker {injection.worker} joins stage {injection.stage}"
+        case FaultInjected():
+            return f"fault {injection.fault} at {injection.worker}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
@@ -14,29 +14,17 @@ from multiworld_serving.server.scheduling.scheduler import (
     ReplicaReady,
     RequestCancelled,
 )
-from multiworld_serving.testing.simulation.injections import FaultInjected
-from multiworld_serving.testing.simulation.scenario import Fault, Scenario
+from multiworld_serving.testing.simulation.scenarios import Fault
 from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
+from multiworld_serving.testing.simulation.workload import FaultInjected
+
+if TYPE_CHECKING:
+    from multiworld_serving.testing.simulation.simulator import Simulator
 
 _SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_from", "cut", "leave", "vanish", "move")
 
 
-class Cluster(Protocol):
-    """The part of the simulator that faults act on."""
-
-    scenario: Scenario
-    workers: dict[str, Worker]
-    workers_by_link: dict[str, Worker]
-    open: dict[int, None]
-
-    def deliver(self, event: Event) -> None:
-        """Pass an event to the scheduler."""
-
-    def cancel(self, request: int) -> None:
-        """Cancel a request on behalf of its client."""
-
-
-def inject_fault(simulator: Cluster, injection: FaultInjected) -> bool:
+def inject_fault(simulator: Simulator, injection: FaultInjected) -> bool:
     """Inject a fault. Returns False if it had no effect: there is no such worker, or its loss could lose requests."""
     worker, random = simulator.workers.get(injection.worker), Random(injection.salt)
     if worker is not None and injection.down_s is not None:
@@ -45,7 +33,7 @@ def inject_fault(simulator: Cluster, injection: FaultInjected) -> bool:
     return worker is not None and _inject(simulator, worker, injection.fault, random)
 
 
-def _inject(simulator: Cluster, worker: Worker, fault: Fault, random: Random) -> bool:
+def _inject(simulator: Simulator, worker: Worker, fault: Fault, random: Random) -> bool:
     match fault:
         case "pair":
             return _inject_pair(simulator, worker)
@@ -96,7 +84,7 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
     return True
 
 
-def _inject_pair(simulator: Cluster, worker: Worker) -> bool:
+def _inject_pair(simulator: Simulator, worker: Worker) -> bool:
     """Kill one worker in each of two stages; every stage keeps a replica."""
     others = [each for each in simulator.workers.values() if each.stage != worker.stage]
     other = next((each for each in others if _redundant(simulator, each)), None)
@@ -107,7 +95,7 @@ def _inject_pair(simulator: Cluster, worker: Worker) -> bool:
     return True
 
 
-def _fail_stage(simulator: Cluster, worker: Worker) -> bool:
+def _fail_stage(simulator: Simulator, worker: Worker) -> bool:
     """Kill all replicas of the stage. If the scenario allows no refusals, only while all other workers are healthy."""
     if not simulator.scenario.allowed_refusals and not all(_is_healthy(each) for each in simulator.workers.values()):
         return False
@@ -116,7 +104,7 @@ def _fail_stage(simulator: Cluster, worker: Worker) -> bool:
     return True
 
 
-def _redundant(simulator: Cluster, worker: Worker) -> bool:
+def _redundant(simulator: Simulator, worker: Worker) -> bool:
     """Whether the worker may fail: if the scenario allows no refusals, all other replicas of its stage must be healthy."""
     if simulator.scenario.allowed_refusals:
         return True
@@ -128,7 +116,7 @@ def _is_healthy(worker: Worker) -> bool:
     return worker.serving and not worker.leaving
 
 
-def _upgrade(simulator: Cluster, worker: Worker) -> bool:
+def _upgrade(simulator: Simulator, worker: Worker) -> bool:
     """Move one worker to the next version, unless its stage would have no replica left."""
     newest = max(each.version for each in simulator.workers.values())
     if all(each.version == newest for each in simulator.workers.values()):
@@ -144,7 +132,7 @@ def _upgrade(simulator: Cluster, worker: Worker) -> bool:
     return True
 
 
-def _garbage(simulator: Cluster, random: Random) -> Event:
+def _garbage(simulator: Simulator, random: Random) -> Event:
     link = random.choice([*simulator.workers_by_link, "never-was"])
     worker, batch = simulator.workers_by_link.get(link), random.randrange(1, 1000)
     if worker is not None and worker.link == link:

@@ -1,9 +1,89 @@
-"""The scenarios of the tests and the soak: every load and every fault, alone and combined."""
+"""The parameters of a simulated service (load, workers, faults with their rates), and the scenarios of tests and soak."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
 from multiworld_serving.server.scheduling.scheduler import SchedulerConfig
-from multiworld_serving.testing.simulation.scenario import Fault, Scenario
+
+Load: TypeAlias = Literal["poisson", "bursts", "closed"]
+"""poisson: independent arrivals; bursts: one or forty requests at once; closed: each client waits for its answer before
+it sends the next request."""
+
+Tail: TypeAlias = Literal["none", "usual", "heavy"]
+"""Distribution of service times. none: constant; usual: log-normal, one in 200 eight times as long; heavy: Pareto with
+shape 1.5 (infinite variance), truncated at 100 times the minimum."""
+
+ComputeOutcome: TypeAlias = Literal["answer", "raise", "kill", "hang"]
+"""The effect of computing a request, on every worker: a normal answer, an exception, the death of the worker, or a hang."""
+
+Fault: TypeAlias = Literal[
+    "kill",
+    "freeze",  # computation blocks, heartbeats continue: only the hang timeout detects it
+    "stop",  # the whole process stops: missed heartbeats detect it
+    "slow",
+    "flap",  # dies on every batch for a while, sometimes right after joining
+    "raising",  # raises on every batch for a while
+    "cut_to",  # partition: nothing reaches the worker; heals before or after the heartbeat timeout
+    "cut_from",  # partition: nothing arrives from the worker
+    "cut",  # partition in both directions
+    "leave",
+    "vanish",  # leaves without finishing its batches
+    "join",
+    "move",  # leaves and rejoins another stage
+    "pair",  # two workers of different stages are killed at once
+    "double",  # two workers of any stages fail at once, each with a fault of its own
+    "blackout",  # all replicas of a stage are killed at once
+    "upgrade",  # leaves and rejoins with the next version
+    "garbage",  # events for unknown or removed batches and links, or duplicate events
+    "storm",  # many requests with very short deadlines
+    "mass_cancel",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Parameters of one simulated service. Times in virtual seconds, rates per virtual second."""
+
+    name: str
+    config: SchedulerConfig
+    replicas: int = 3
+    load: Load = "poisson"
+    rate: float = 150.0
+    """Arrival rate of an open load (poisson, bursts)."""
+    clients: int = 24
+    """Number of clients of a closed load."""
+    timeout_s: tuple[float, float] = (2.0, 20.0)
+    work_s: float = 0.01
+    """Typical compute time of one row in one stage."""
+    row_share: float = 0.25
+    """Cost of each further row of a batch, as a fraction of the first."""
+    tail: Tail = "usual"
+    network_s: float = 0.0005
+    """Mean one-way delay of a message, and of the timers of the leader."""
+    detection_s: float = 0.0
+    """Minimum time from the death of a worker until the leader detects it."""
+    recovery_s: float = 1.0
+    """Mean time from the death of a worker until it serves again."""
+    recovery_varies: bool = True
+    """True: exponentially distributed. False: constant."""
+    faults: Mapping[Fault, float] = field(default_factory=dict)
+    """Rate of each fault."""
+    cancelled: float = 0.0
+    """Fraction of requests that the client cancels."""
+    poison: float = 0.0
+    """Fraction of requests that kill every worker that computes them."""
+    hanging: float = 0.0
+    """Fraction of requests on which computation hangs."""
+    failing: float = 0.0
+    """Fraction of requests on which the stage always raises."""
+    flaky: float = 0.0
+    """Fraction of batches on which the stage raises once."""
+    allowed_refusals: frozenset[str] = frozenset()
+    """Reasons for which a healthy request may be refused. If empty, faults hit only workers whose stage keeps a replica."""
+
 
 _TWO_STAGES = SchedulerConfig(
     num_stages=2, queue_limit=64, hang_timeout_s=2.0, recovery_grace_s=3.0, hedge_floor_s=0.02
@@ -35,6 +115,13 @@ _EVERYTHING: dict[Fault, float] = {
     "mass_cancel": 0.1,
 }
 
+_OVERLOAD = frozenset({"overloaded", "deadline"})
+_LOSSES = _OVERLOAD | {"no_replica", "poison"}
+_ALL_REFUSALS = _LOSSES | {"stage_error"}
+_PATIENT: dict[str, Any] = {"load": "closed", "timeout_s": (20.0, 30.0)}
+"""Clients that wait longer than any recovery."""
+_VERY_PATIENT: dict[str, Any] = {"load": "closed", "timeout_s": (60.0, 90.0), "replicas": 4, "recovery_s": 0.1}
+
 SCENARIOS = (
     Scenario(name="calm", config=_TWO_STAGES),
     Scenario(
@@ -51,30 +138,16 @@ SCENARIOS = (
         timeout_s=(0.05, 0.5),
         faults={"storm": 1.0, "mass_cancel": 0.5, "slow": 0.3},
         cancelled=0.1,
-        allowed_refusals=frozenset({"overloaded", "deadline"}),
+        allowed_refusals=_OVERLOAD,
     ),
-    Scenario(
-        name="kills-in-turn",
-        config=_TWO_STAGES,
-        load="closed",
-        timeout_s=(20.0, 30.0),
-        recovery_s=0.3,
-        faults={"kill": 2.0},
-    ),
-    Scenario(
-        name="leaving-in-turn",
-        config=_THREE_STAGES,
-        load="closed",
-        timeout_s=(20.0, 30.0),
-        recovery_s=0.2,
-        faults={"leave": 3.0},
-    ),
+    Scenario(name="kills-in-turn", config=_TWO_STAGES, **_PATIENT, recovery_s=0.3, faults={"kill": 2.0}),
+    Scenario(name="leaving-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"leave": 3.0}),
     Scenario(
         name="slow-and-partitioned",
         config=_THREE_STAGES,
         replicas=4,
         faults={"slow": 0.5, "cut_to": 0.2, "cut_from": 0.2, "cut": 0.2, "garbage": 2.0},
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
+        allowed_refusals=_LOSSES,
     ),
     Scenario(
         name="hangs",
@@ -82,17 +155,9 @@ SCENARIOS = (
         load="closed",
         timeout_s=(5.0, 30.0),
         faults={"freeze": 0.6, "stop": 0.6},
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
+        allowed_refusals=_LOSSES,
     ),
-    Scenario(
-        name="poison-without-other-faults",
-        config=_TWO_STAGES,
-        replicas=4,
-        load="closed",
-        timeout_s=(60.0, 90.0),
-        recovery_s=0.1,
-        poison=0.003,
-    ),
+    Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, poison=0.003),
     Scenario(
         name="failing-requests",
         config=_TWO_STAGES,
@@ -123,7 +188,7 @@ SCENARIOS = (
         flaky=0.1,
         failing=0.01,
         cancelled=0.3,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="one-replica-that-comes-and-goes",
@@ -135,21 +200,13 @@ SCENARIOS = (
         poison=0.002,
         failing=0.01,
         cancelled=0.05,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
-    Scenario(
-        name="two-stages-hit-at-once",
-        config=_THREE_STAGES,
-        load="closed",
-        timeout_s=(20.0, 30.0),
-        recovery_s=0.3,
-        faults={"pair": 2.0},
-    ),
+    Scenario(name="two-stages-hit-at-once", config=_THREE_STAGES, **_PATIENT, recovery_s=0.3, faults={"pair": 2.0}),
     Scenario(
         name="stage-lost-for-less-than-the-grace",
         config=_TWO_STAGES,
-        load="closed",
-        timeout_s=(20.0, 30.0),
+        **_PATIENT,
         recovery_s=1.5,
         recovery_varies=False,
         faults={"blackout": 0.2},
@@ -160,7 +217,7 @@ SCENARIOS = (
         recovery_s=4.0,
         recovery_varies=False,
         faults={"blackout": 0.1},
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
+        allowed_refusals=_LOSSES,
     ),
     Scenario(
         name="doubles",
@@ -168,7 +225,7 @@ SCENARIOS = (
         load="closed",
         recovery_s=0.5,
         faults={"double": 1.0},
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="raising-and-flapping",
@@ -177,7 +234,7 @@ SCENARIOS = (
         recovery_s=0.1,
         faults={"raising": 0.5, "flap": 0.3, "join": 0.1},
         cancelled=0.02,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="heavy-tails",
@@ -185,23 +242,19 @@ SCENARIOS = (
         replicas=4,
         tail="heavy",
         timeout_s=(20.0, 30.0),
-        allowed_refusals=frozenset({"overloaded", "deadline"}),
+        allowed_refusals=_OVERLOAD,
     ),
     Scenario(
         name="hanging-requests",
         config=_TWO_STAGES,
-        replicas=4,
-        load="closed",
-        timeout_s=(60.0, 90.0),
-        recovery_s=0.1,
+        **_VERY_PATIENT,
         hanging=0.002,
         allowed_refusals=frozenset({"overloaded", "no_replica", "poison"}),
     ),
     Scenario(
         name="rolling-versions",
         config=_THREE_STAGES,
-        load="closed",
-        timeout_s=(20.0, 30.0),
+        **_PATIENT,
         recovery_s=0.2,
         faults={"upgrade": 5.0, "garbage": 1.0},
     ),
@@ -211,7 +264,7 @@ SCENARIOS = (
         recovery_s=0.5,
         faults={"upgrade": 5.0, "kill": 0.5},
         failing=0.002,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison"}),
+        allowed_refusals=_LOSSES,
     ),
     Scenario(
         name="everything",
@@ -223,18 +276,17 @@ SCENARIOS = (
         hanging=0.0005,
         failing=0.002,
         flaky=0.002,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="everything-and-versions-and-moves",
         config=_THREE_STAGES,
-        load="poisson",
         replicas=2,
         faults={**_EVERYTHING, "upgrade": 0.5, "move": 0.3},
         cancelled=0.03,
         poison=0.001,
         failing=0.002,
         flaky=0.002,
-        allowed_refusals=frozenset({"overloaded", "deadline", "no_replica", "poison", "stage_error"}),
+        allowed_refusals=_ALL_REFUSALS,
     ),
 )

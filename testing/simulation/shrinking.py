@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multiworld_serving.testing.simulation.case import Case, Failure
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
+from multiworld_serving.testing.simulation.workload import Arrival, FaultInjected, Injection, Recording, Start
 
 _LONGEST_GAP_S = 0.01
 _SHORT_S = 0.01

@@ -13,7 +13,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     Drain,
     Event,
     FailReplica,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestArrived,
     RequestCancelled,
@@ -22,13 +22,20 @@ from multiworld_serving.server.scheduling.scheduler import (
     SendBatch,
     Tick,
 )
-from multiworld_serving.testing.simulation.checker import Checker
 from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.faults import inject_fault
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
-from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Scenario
+from multiworld_serving.testing.simulation.invariants.checker import Checker
+from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Scenario
 from multiworld_serving.testing.simulation.workers import Worker
-from multiworld_serving.testing.simulation.workload import RandomWorkload, Replay
+from multiworld_serving.testing.simulation.workload import (
+    Arrival,
+    FaultInjected,
+    Injection,
+    RandomWorkload,
+    Recording,
+    Replay,
+    Start,
+)
 
 _SETTLE_TIMEOUT_S = 300.0
 
@@ -74,7 +81,7 @@ class Simulator:
         self.compute_outcomes: dict[int, ComputeOutcome] = {}
         """Compute outcome by request; requests without an entry are healthy."""
         self.outcomes: dict[int, str] = {}
-        """Result by request: "answered", "cancelled" or the reason of the refusal."""
+        """Result by request: "answered", "cancelled" or the reason of the rejection."""
         self.open: dict[int, None] = {}
         """Requests without a result, in order of arrival."""
         self.workers: dict[str, Worker] = {}
@@ -166,7 +173,7 @@ class Simulator:
             case Answer():
                 for request, _ in action.rows:
                     self._close(request, "answered")
-            case Refuse():
+            case Reject():
                 self._close(action.request, action.reason)
             case FailReplica():
                 self.workers_by_link[action.replica].broken(action.replica)

@@ -9,8 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 
 from multiworld_serving.testing.simulation.case import Case
-from multiworld_serving.testing.simulation.report import replay_command, shrink_command
-from multiworld_serving.testing.simulation.scenario import Scenario
+from multiworld_serving.testing.simulation.scenarios import Scenario
 
 _REPORT_EVERY_S = 30.0
 
@@ -78,9 +77,4 @@ def _run(job: _Job) -> str | None:
     scenario, seed, events = job
     case = Case(scenario, seed)
     failure = case.run(events)
-    if failure is None:
-        return None
-    return (
-        f"{scenario.name}, seed {seed}: {failure}\n"
-        f"  replay: {replay_command(case, events)}\n  shrink: {shrink_command(case, events)}"
-    )
+    return None if failure is None else f"{scenario.name}, seed {seed}: {failure}\n{case.commands(events)}"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
-    Event,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
     SendBatch,
 )
-from multiworld_serving.testing.simulation.event_queue import EventQueue
-from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Scenario
+
+if TYPE_CHECKING:
+    from multiworld_serving.testing.simulation.simulator import Simulator
 
 HEARTBEAT_TIMEOUT_S = 0.5
 
@@ -25,30 +25,10 @@ _PARETO_SHAPE = 1.5
 _MAX_PARETO = 100.0
 
 
-class WorkerContext(Protocol):
-    """The part of the simulator that a worker uses."""
-
-    scenario: Scenario
-    event_queue: EventQueue
-    workers_by_link: dict[str, Worker]
-
-    def random_stream(self, name: str) -> Random:
-        """An independent stream of random numbers."""
-
-    def message_delay_s(self, random: Random) -> float:
-        """A random delay of one message."""
-
-    def deliver(self, event: Event) -> None:
-        """Pass an event to the scheduler."""
-
-    def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
-        """The outcome of computing this batch."""
-
-
 class Worker:
     """A worker of one stage. Each time it joins it has a new link; the previous link never works again."""
 
-    def __init__(self, simulator: WorkerContext, name: str, stage: int) -> None:
+    def __init__(self, simulator: Simulator, name: str, stage: int) -> None:
         self.name = name
         self.stage = stage
         self.num_stages = simulator.scenario.config.num_stages

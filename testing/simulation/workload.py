@@ -1,15 +1,15 @@
-"""Sources of injections: `RandomWorkload` draws them from the seed, `Replay` takes them from a recording."""
+"""The external inputs of a run, and their sources: `RandomWorkload` draws them from the seed, `Replay` repeats a recording."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from multiworld_serving.testing.simulation.event_queue import EventQueue
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Injection, Recording, Start
-from multiworld_serving.testing.simulation.scenario import ComputeOutcome, Fault, Scenario
+from multiworld_serving.testing.simulation.scenarios import ComputeOutcome, Fault
+
+if TYPE_CHECKING:
+    from multiworld_serving.testing.simulation.simulator import Simulator
 
 _BURST = 40
 _STORM = 30
@@ -18,28 +18,54 @@ _MEAN_CANCEL_S = 0.1
 """Mean time from arrival to cancellation, for requests that are cancelled."""
 
 
-class InjectionTarget(Protocol):
-    """The part of the simulator that a source of injections uses."""
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A client sends a request."""
 
-    scenario: Scenario
-    event_queue: EventQueue
-    ending: bool
+    at_s: float
+    request: int
+    timeout_s: float
+    compute_outcome: ComputeOutcome = "answer"
+    cancel_after_s: float | None = None
 
-    @property
-    def workers(self) -> Mapping[str, object]:
-        """The workers that have joined so far, by name."""
 
-    def random_stream(self, name: str) -> Random:
-        """An independent stream of random numbers."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A new worker joins."""
 
-    def inject(self, injection: Injection) -> None:
-        """Apply an injection at the current time."""
+    at_s: float
+    worker: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultInjected:
+    """A fault at `worker`. It has no effect where the scenario does not allow the resulting refusals."""
+
+    at_s: float
+    fault: Fault
+    worker: str
+    salt: int = 0
+    """Seed of the random parameters of the fault: duration, slowdown, invalid event."""
+    down_s: float | None = None
+    """For a kill: time until the worker serves again; None draws it at random."""
+
+
+Injection: TypeAlias = Arrival | Start | FaultInjected
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The injections of a run in order of time, and the time at which the load ended or the run failed."""
+
+    injections: tuple[Injection, ...]
+    ended_s: float
 
 
 class RandomWorkload:
     """Generates the injections of a scenario from the seed of the simulator."""
 
-    def __init__(self, simulator: InjectionTarget) -> None:
+    def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
         self._scenario = simulator.scenario
         self._event_queue = simulator.event_queue
@@ -140,7 +166,7 @@ class RandomWorkload:
 class Replay:
     """Injects what a recording contains, at the recorded times."""
 
-    def __init__(self, simulator: InjectionTarget, recording: Recording) -> None:
+    def __init__(self, simulator: Simulator, recording: Recording) -> None:
         self._simulator = simulator
         self._recording = recording
 

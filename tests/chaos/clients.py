@@ -1,4 +1,4 @@
-"""Load on a service while a block of a test runs, and workers from outside that join it."""
+"""Load on a service while a block of a test runs, and external workers that join it."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ TOKEN = "a-secret-of-these-tests"
 def run_load(
     service: LocalService, *, clients: int | None = None, questions: Sequence[ReferenceRequest] = ()
 ) -> Iterator[Load]:
-    """Requests while the block runs; the load is complete after it.
+    """Send requests while the block runs; the result is complete after it.
 
     Args:
-        questions: to ask in turn; without them a photo, to which any answer will do.
-        clients: of a closed loop, which takes all that the machine has; without them 20 requests a second, which leave the workers that
-            start meanwhile the time to do so.
+        questions: requests to send in turn; by default one photo, for which any answer counts as correct.
+        clients: number of closed-loop clients, which use all cores; by default 20 requests per
+            second in an open loop, which leaves CPU time for starting workers.
     """
     with load.run_load(
         service.url, questions or [ReferenceRequest(photo())], clients=clients or 0, rate_hz=None if clients else 20.0
@@ -42,7 +42,7 @@ def assert_nothing_lost(service: LocalService, total: Load) -> None:
 
 
 def answers(service: LocalService, count: int = 3) -> list[int]:
-    """The statuses of so many requests, one after the other."""
+    """The statuses of this many sequential requests."""
     left = iter(range(count))
     done = asyncio.run(
         load.closed_loop(service.url, [ReferenceRequest(photo())], clients=1, until=lambda: next(left, None) is None)
@@ -59,7 +59,7 @@ def external_worker(
     options: Sequence[str] = (),
     stderr: int | IO[str] = subprocess.DEVNULL,
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A worker process that joins these leaders, sound or with a fault of `tests.chaos.faulty_worker`."""
+    """A worker process that joins these leaders, healthy or with a fault of `tests.chaos.faulty_worker`."""
     program = ["multiworld_serving.cli.main", "worker"] if fault is None else ["tests.chaos.faulty_worker", fault]
     joins = [part for leader in leaders for part in ("--leader", leader)]
     worker = subprocess.Popen(

@@ -1,6 +1,6 @@
 """What the tensors of a torture test of elastic worlds hold, and what an all-reduce must make of them.
 
-Without quantisation they hold small whole numbers, of which all reductions are exact in every dtype and in every order: results are
+Without quantization they hold small whole numbers, of which all reductions are exact in every dtype and in every order: results are
 compared bit by bit. Quantised results are compared within the error that quantization.py and
 quantized.py of multiworld/elastic/allreduce state.
 """
@@ -26,7 +26,7 @@ _ROUNDING = {torch.float32: 2.0**-20, torch.float64: 2.0**-49, torch.bfloat16: 2
 
 
 def operand(key: str, member: int, index: int, dtype: str, count: int, op: str, quantization: str) -> Tensor:
-    """[count]: what that member brings as tensor `index` of the call `key`."""
+    """[count]: the content of this member's tensor `index` of the call `key`."""
     digest = hashlib.blake2b(f"{key}/{member}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     wanted: torch.dtype = getattr(torch, dtype)
@@ -44,7 +44,7 @@ def explains(
     """Whether this is the result of reducing these operands.
 
     Args:
-        ranges: for each member that took part the smallest and the largest number in what is quantised together with this tensor.
+        ranges: for each contributor the smallest and largest number in what is quantized together with this tensor.
     """
     if quantization:
         return _within(result, operands, op, quantization, ranges)
@@ -55,7 +55,7 @@ def explains(
 
 
 def sets_of_participants(members: Iterable[int], present: set[int], size: int) -> Iterable[tuple[int, ...]]:
-    """All sets of so many members that have all of `present` among them, in the order of `members`."""
+    """All sets of this many members that include all of `present`, in the order of `members`."""
     ordered = list(members)
     for chosen in itertools.combinations([each for each in ordered if each not in present], size - len(present)):
         yield tuple(each for each in ordered if each in present or each in chosen)

@@ -1,13 +1,13 @@
-"""What happens in a torture test of an elastic world: calls, faults and newcomers, all of it decided by a seed. Pure.
+"""The schedule of a torture test of an elastic world: calls, faults and newcomers, determined by a seed. Pure.
 
-Who is a member after a step follows from the schedule alone, whatever the timing: a frozen member stays frozen until it is evicted, a cut
-connection between members costs an epoch and no member.
+The members after each step follow from the schedule alone, independent of timing: a frozen member stays frozen until it is evicted, and a
+cut connection between members costs a view change but no member.
 """
 
 from dataclasses import dataclass
 from random import Random
 
-FIRST_SIZE = 4
+INITIAL_MEMBERS = 4
 MAX_SIZE = 5
 MAX_STEP_BYTES = 4_000_000
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int64": 8}
@@ -25,13 +25,13 @@ or is stopped until it is evicted."""
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One all-reduce of many tensors, the same at all members but for what the tensors hold.
+    """One all-reduce of many tensors, identical at all members except for the tensors' content.
 
     Attributes:
-        key: what the tensors hold follows from it.
+        key: seed of the tensors' content.
         tensors: dtype and number of elements of each.
         quantization: "" for none.
-        ring_from_bytes: from which size on a bundle goes around the ring.
+        ring_from_bytes: smallest size of a bucket that uses the ring.
     """
 
     key: str
@@ -39,17 +39,16 @@ class Call:
     op: str
     quantization: str
     max_in_flight: int
-    ring_from_bytes: int
+    ring_min_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """
-    Attributes:
-        kind: one of `LOSSES`, "pause" (stopped for a moment) or "cut" (a connection to another member).
-        after_events: it happens when the victim has begun so many exchanges and messages of the step; 0: by the time.
-        after_s: it happens so long after the beginning of the step. When the step ends before, at its end.
-        choice: which connection.
+    """Attributes:
+    kind: one of `LOSSES`, "pause" (stopped briefly) or "cut" (a connection to another member).
+    after_events: number of exchanges and messages of the step that the victim starts before the fault; 0: triggered by time.
+    after_s: seconds from the start of the step to the fault; at the end of the step if it is shorter.
+    choice: which connection.
     """
 
     kind: str
@@ -61,13 +60,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """
-    Attributes:
-        members: before it, by number in the order in which they came.
-        call: None for `update_membership`.
-        newcomers: who waits to be let in by it.
-        doomed: a further newcomer that is killed while it waits; 0 for none.
-        restart_after_s: when the rendezvous is killed, to be started again; None: not.
+    """Attributes:
+    members: before the step, numbered in the order in which they joined.
+    call: None for `update_membership`.
+    newcomers: members that wait to be admitted by it.
+    doomed: another newcomer that is killed while it waits; 0 for none.
+    restart_after_s: when the rendezvous server is killed and restarted; None: not.
     """
 
     number: int
@@ -88,19 +86,19 @@ class Step:
 
 
 class Schedule:
-    """Step after step, for ever: the same for the same seed."""
+    """An endless sequence of steps, determined by the seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._chance = Random(f"elastic worlds {seed}")
-        self._members = tuple(range(1, FIRST_SIZE + 1))
-        self._last_member = FIRST_SIZE
+        self._members = tuple(range(1, INITIAL_MEMBERS + 1))
+        self._last_member = INITIAL_MEMBERS
         self._steps = 0
         self._favourite = 0
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is a member before the next step."""
+        """The members before the next step."""
         return self._members
 
     def next(self) -> Step:
@@ -141,7 +139,7 @@ class Schedule:
         )
 
     def _losses(self, most: int) -> tuple[Fault, ...]:
-        """Faults that cost members, at least one of which stays. One member is spared mostly, to grow old."""
+        """Faults that cost members; at least one member stays. One member is usually spared, so that it becomes old."""
         chance = self._chance
         spared = self._favourite if chance.random() < 0.8 else 0
         victims = [each for each in self._members if each != spared]
@@ -169,8 +167,8 @@ class Schedule:
         if chance.random() < 0.03:
             tensors = [(dtype, 0) for dtype, _ in tensors]
         key = f"{self._seed}/{self._steps}"
-        ring_from_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
-        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_from_bytes)
+        ring_min_bytes = chance.choice((0, 1 << 16, 1 << 20, 1 << 40))
+        return Call(key, tuple(tensors), op, quantization, chance.choice((1, 2, 16)), ring_min_bytes)
 
     def _new_member(self) -> int:
         self._last_member += 1

@@ -1,10 +1,10 @@
-"""Torture an elastic world: random calls, faults and newcomers by a seed, every result verified.
+"""Torture test of an elastic world: random calls, faults and newcomers from a seed, with every result verified.
 
     python -m tests.chaos.elastic_torture --seed 17 --duration 30m
 
-Ends with status 1 at the first wrong result, with the seed, which gives the same schedule of calls and faults again. Promised are: all
-members that nothing happened to finish every call, with the same bits, which a local model explains by who took part; whoever is lost
-holds what it held, and is told so; nobody waits for ever; and members' threads, descriptors and memory stay flat.
+Exits with status 1 at the first wrong result and prints the seed, which reproduces the schedule of calls and faults. Checked are: all
+members without a fault finish every call with the same bits, which a local model explains by the contributors; lost members
+keep their tensors and get an error; nothing waits forever; and the members' threads, descriptors and memory do not grow.
 """
 
 import argparse
@@ -24,32 +24,32 @@ from torch import Tensor
 
 from multiworld.errors import MultiWorldError
 from tests.chaos.elastic_model import explains, operand, sets_of_participants
-from tests.chaos.elastic_schedule import FIRST_SIZE, Call, Schedule, Step
+from tests.chaos.elastic_schedule import INITIAL_MEMBERS, Call, Schedule, Step
 from tests.integration.members import Member, Spawn, members
 
 WORLD = "w"
 PULSE_S = 4.0
-"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+"""Heartbeat timeout of the members: longer than the delays of a busy machine."""
 PATIENCE_S = 5.0
 STEP_S = 90.0
-"""How long a step may take, whatever happens in it."""
+"""Time limit of a step, including its faults."""
 CHECK_RESOURCES_EVERY = 20
 _SETTLE_S = 30.0
 _SLACK = {"threads": 6, "fds": 8}
 _SLACK_KIB = 128 * 1024
 _OLD = 30
-"""Calls after which a member's memory is compared with what it is later."""
+"""Calls after which a member's memory is recorded as the baseline."""
 
 
 class WrongError(Exception):
-    """A promise was broken."""
+    """A check failed."""
 
 
 class Torture:
-    """One elastic world with its members and its rendezvous, in processes of their own.
+    """One elastic world with its members and its rendezvous server, in separate processes.
 
     Args:
-        folder: for the state of the rendezvous, results and what members write to stderr.
+        folder: for the rendezvous server's state, results and the members' stderr.
     """
 
     def __init__(self, seed: int, spawn: Spawn, folder: Path) -> None:
@@ -81,7 +81,7 @@ class Torture:
                 await taking
             except Exception as error:
                 told = f"step {step.number}: {error!r}\n  in {step}\n{self._complaints()}\n{await self._waits()}"
-                taking.cancel()  # not before: it cancels the members' calls, whose places are in `_waits`
+                taking.cancel()  # not earlier: it cancels the members' calls, whose stacks are in `_waits`
                 await asyncio.wait((taking,))
                 raise WrongError(told) from error
 
@@ -99,8 +99,8 @@ class Torture:
             "torture_host",
             state_file=str(self._folder / "state"),
             port=self._port,
-            first_size=FIRST_SIZE,
-            patience_s=PATIENCE_S,
+            initial_members=INITIAL_MEMBERS,
+            regroup_timeout_s=PATIENCE_S,
             heartbeat_timeout_s=PULSE_S,
         )
 
@@ -122,7 +122,7 @@ class Torture:
         )
 
     async def _waits(self) -> str:
-        """Where everybody waits, who still answers."""
+        """The stacks of all members that still respond."""
         told = []
         for name, member in [("the rendezvous", self._host), *self._members.items()]:
             assert member is not None
@@ -193,7 +193,7 @@ class Torture:
         await self._start_rendezvous()
 
     async def _end_lost(self, step: Step, calls: dict[int, asyncio.Task[Any]]) -> dict[int, Any]:
-        """What the calls of those came to that are lost, but not killed."""
+        """The results of the calls of lost members that were not killed."""
         replies = {}
         for fault in step.faults:
             victim = self._members[fault.victim]
@@ -207,16 +207,16 @@ class Torture:
                 replies[fault.victim] = await calls[fault.victim]
         return replies
 
-    # -- promises ------------------------------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------------------------
 
     async def _agree(self, numbers: tuple[int, ...]) -> None:
-        """Wait until these are the members of one epoch, by what they and the rendezvous say."""
+        """Wait until the members and the rendezvous server report exactly these members in one view."""
         for number in numbers:
             if number not in self._ids:
                 self._ids[number] = (await self._members[number].do("elastic_state", world=WORLD))["id"]
         while True:
             states = [await self._members[number].do("elastic_state", world=WORLD) for number in numbers]
-            if {state["size"] for state in states} == {len(numbers)} and len({state["epoch"] for state in states}) == 1:
+            if {state["size"] for state in states} == {len(numbers)} and len({state["view"] for state in states}) == 1:
                 break
             await asyncio.sleep(0.01)
         await self._until_view("members", sorted(self._ids[number] for number in numbers))
@@ -232,7 +232,7 @@ class Torture:
             if "error" in reply and number not in step.lost:
                 raise WrongError(f"member {number}, to which nothing happened: {reply}")
             if "error" in reply and reply["error"] not in (
-                "EvictedError", "RendezvousError", "ReformError", "ElasticError", "CancelledError",
+                "EvictedError", "RendezvousError", "ViewChangeError", "ElasticError", "CancelledError",
             ):  # fmt: skip
                 raise WrongError(f"member {number} was not told that it is out: {reply}")
 
@@ -243,20 +243,20 @@ class Torture:
             self.happened["retries"] += reply.get("retries", 0)
             if reply.get("success") is False and len(step.members_after) > 1:
                 raise WrongError(f"member {number} believes itself alone: {reply}")
-            if reply.get("success") and 0 in reply["took_part"]:
+            if reply.get("success") and 0 in reply["contributors"]:
                 raise WrongError(f"member {number} has no result: {reply}")
-        sizes = {tuple(reply["took_part"]) for reply in replies.values() if "took_part" in reply}
+        sizes = {tuple(reply["contributors"]) for reply in replies.values() if "contributors" in reply}
         if len(sizes) > 1:
             raise WrongError(f"members differ in who took part: {sizes}")
-        took_part = sizes.pop() if sizes else (0,) * len(call.tensors)
+        contributors = sizes.pop() if sizes else (0,) * len(call.tensors)
         for index in range(len(call.tensors)):
-            present = {number for number in replies if "took_part" in replies[number] and took_part[index]}
+            present = {number for number in replies if "contributors" in replies[number] and contributors[index]}
             for number in replies.keys() - present:
                 if not _same(held[number][index], self._operand(call, number, index)):
                     raise WrongError(f"member {number} has no result, and tensor {index} does not hold what it held")
             if present:
                 results = {number: held[number][index] for number in present}
-                self._check_tensor(step, call, index, took_part[index], results)
+                self._check_tensor(step, call, index, contributors[index], results)
 
     def _check_tensor(self, step: Step, call: Call, index: int, size: int, results: dict[int, Tensor]) -> None:
         self.happened["tensors verified"] += 1
@@ -282,7 +282,7 @@ class Torture:
         return self._operands[number, index]
 
     def _range(self, call: Call, number: int, index: int) -> tuple[float, float]:
-        """The smallest and the largest number of a member in all tensors of that dtype: they may be quantised together."""
+        """The smallest and largest number of a member in all tensors of this dtype: they may be quantized together."""
         dtype = call.tensors[index][0]
         if (number, dtype) not in self._ranges:
             alike = [each for each, (name, count) in enumerate(call.tensors) if name == dtype and count]
@@ -292,7 +292,7 @@ class Torture:
         return self._ranges[number, dtype]
 
     async def _check_resources(self) -> None:
-        """Threads and descriptors come down to what members of a world of that size have had; memory does not grow."""
+        """Threads and descriptors return to what worlds of this size used before; memory does not grow."""
         size = len(self._members)
         for number, member in self._members.items():
             async with asyncio.timeout(_SETTLE_S):
@@ -316,7 +316,7 @@ class Torture:
 
 
 def _read(call: Call, path: Path) -> list[Tensor]:
-    """What the tensors of a call held at its end."""
+    """The tensors of a call at its end."""
     data = bytearray(path.read_bytes())
     tensors, at = [], 0
     for name, count in call.tensors:
@@ -337,7 +337,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 async def torture(seed: int, duration_s: float) -> Counter[str]:
-    """Gives how often what happened. Raises WrongError."""
+    """Returns counts of what happened. Raises WrongError."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="elastic-torture-") as name:
         folder = Path(name)

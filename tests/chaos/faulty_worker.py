@@ -1,7 +1,7 @@
-"""A real worker with one fault in its computing, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
+"""A worker with one fault in its computation, as a program: python -m tests.chaos.faulty_worker FAULT [worker options].
 
-The fault is in this process alone; joining, links and everything else are the worker's own. With a fault of tests/chaos/lies.py it
-computes right, and lies about it.
+Only this process is faulty; joining, links and everything else work normally. With a fault of tests/chaos/lies.py it computes
+correctly and sends a false result.
 """
 
 import os
@@ -17,11 +17,11 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.common.wire import Channel, Message, TraceContext
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute import engine
-from tests.chaos.lies import LIES, YEARS, lying
+from tests.chaos.lies import LIES, lying
 
 Forward = Callable[[engine.EngineQueue, nn.Module, Callable[[], Tensor]], Tensor]
 BATCHES_BEFORE = 3
-"""Calls that go well: two to warm up, one for the canary."""
+"""Calls without the fault: two for warm-up, one for the join self-test."""
 
 
 def _die() -> None:
@@ -74,11 +74,11 @@ def _faulty(fault: str, forward: Forward) -> Forward:
 
 
 def _stall_at_the_first_request() -> None:
-    """Block the event loop, while the watchdog's thread goes on beating."""
+    """Block the event loop while the heartbeat thread continues."""
     answer = worker_session.Session._answer
 
     async def block(session: worker_session.Session, message: Message, parents: list[TraceContext]) -> None:
-        if message.batch:  # 0 is the canary
+        if message.batch:  # 0 is the join self-test
             time.sleep(3600)  # noqa: ASYNC251
         await answer(session, message, parents)
 
@@ -98,7 +98,7 @@ if __name__ == "__main__":
         _stall_at_the_first_request()
     if fault == "dies-loading":
         _die_after_weights()
-    if fault in LIES or fault == YEARS:
+    if fault in LIES:
         Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
     engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign, assignment]
     sys.exit(main(["worker", *options]))

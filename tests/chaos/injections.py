@@ -1,24 +1,24 @@
-"""Faults of `multiworld chaos`, made one at a time by a test."""
+"""Injects one fault of `multiworld chaos` in a test."""
 
 from multiworld_serving.testing.chaos.campaign import Injection, inject
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.faults import fault
+from multiworld_serving.testing.chaos.faults import BY_NAME
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer, ReplicaKey
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
 HEARTBEAT_TIMEOUT_S = 3.0
-"""Of the service that is hurt: on a busy machine nobody else is to be taken for frozen."""
+"""Long enough that no other worker counts as frozen on a busy machine."""
 
 
-def make_fault(service: LocalService, name: str, *places: ReplicaKey) -> Injection:
-    """Hurt the replicas in these places, each a stage and a slot, and wait until every place serves again."""
+def make_fault(service: LocalService, name: str, *slots: ReplicaKey) -> Injection:
+    """Inject a fault into these replicas, each given by stage and slot, and wait until every slot is ready again."""
     with Observer(service.url) as observer:
         now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
-        victims = [now.replicas[place] for place in places]
+        targets = [now.replicas[slot] for slot in slots]
         made = inject(
-            fault(name), FaultContext(service, observer, victims, HEARTBEAT_TIMEOUT_S, ReferenceRequest(photo()))
+            BY_NAME[name], FaultContext(service, observer, targets, HEARTBEAT_TIMEOUT_S, ReferenceRequest(photo()))
         )
     assert not made.unexpected, made.unexpected
     return made

@@ -1,54 +1,79 @@
-"""What a lying worker sends in place of the result of a batch: each lie is the tensors that go over the link."""
+"""False results that a lying worker sends: each is the list of tensors that go over the link."""
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from multiworld import World
+from multiworld.ops.messages import send_message
 from multiworld_serving.common.wire import Message, MessageKind
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, bytes_tensor
+from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC
 
 YEARS_NS = 10**17
 FIRST_BATCH = 1
-"""The canary, batch 0, is answered truly."""
+"""The self-test, batch 0, is answered truly."""
+
+
+class RawMessage(NamedTuple):
+    """A message whose header and size need not agree with its payload."""
+
+    header: bytes
+    payload: Tensor | None
+    size_bytes: int
+
+    async def send(self, world: World, dst: int) -> None:
+        plan = send_message(world.ranks, self.header, self.payload, dst, 0)
+        plan.size_bytes = self.size_bytes
+        await world.start(plan)
 
 
 def raw_header(
-    kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], size: int, *, compute_ns: int = 0
-) -> Tensor:
-    """A header that says just that, true or not."""
-    dims = (*shape, *(0,) * (5 - len(shape)))
-    return bytes_tensor(_LAYOUT.pack(_MAGIC, kind, _CODES[dtype], len(shape), 0, batch, size, compute_ns, 0, 1, *dims))
+    kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], *, compute_ns: int = 0
+) -> bytes:
+    """A header with this content, true or not."""
+    dims = (*shape, *(0,) * (4 - len(shape)))
+    return _LAYOUT.pack(_MAGIC, kind, _CODES[dtype] << 4 | len(shape), 0, batch, compute_ns, 0, 1, *dims)
 
 
-def _claim(batch: int, shape: Sequence[int], size: int) -> list[Tensor]:
-    """A header that nothing follows."""
-    return [raw_header(MessageKind.RESULT, batch, torch.float32, shape, size)]
+def claim(kind: MessageKind, batch: int, dtype: torch.dtype, shape: Sequence[int], size_bytes: int) -> RawMessage:
+    """The head of a message without the payload that it announces."""
+    return RawMessage(raw_header(kind, batch, dtype, shape), None, size_bytes)
 
 
-def _whole(message: Message) -> list[Tensor]:
-    return [message.header()] if message.payload is None else [message.header(), message.payload]
+def _claim(batch: int, shape: Sequence[int], size: int) -> list[RawMessage]:
+    return [claim(MessageKind.RESULT, batch, torch.float32, shape, size)]
 
 
-def _result(batch: int, payload: Tensor | None) -> list[Tensor]:
+def whole(message: Message) -> RawMessage:
+    """The message without any lie."""
+    return RawMessage(message.header(), message.payload, 0 if message.payload is None else message.payload.nbytes)
+
+
+def _whole(message: Message) -> list[RawMessage]:
+    return [whole(message)]
+
+
+def _result(batch: int, payload: Tensor | None) -> list[RawMessage]:
     return _whole(Message(MessageKind.RESULT, batch, payload))
 
 
-Lie = Callable[[int, Tensor], list[Tensor]]
-"""Of a batch and its true output."""
+Lie = Callable[[int, Tensor], list[RawMessage]]
+"""Computes the false result from a batch and its correct output."""
 
 LIES: dict[str, Lie] = {
     "size-zero": lambda batch, output: _claim(batch, output.shape, 0),
     "huge": lambda batch, output: _claim(batch, (6 << 20, 256), 6 << 30),
-    "overflow": lambda batch, output: _claim(batch, (2**32 - 1,) * 5, 2**64 - 4),
+    "overflow": lambda batch, output: _claim(batch, (2**32 - 1,) * 4, 2**64 - 4),
     "no-payload": lambda batch, output: _result(batch, None),
     "empty": lambda batch, output: _result(batch, output[:0]),
     "other-dtype": lambda batch, output: _result(batch, output.double()),
     "dtype-of-the-same-size": lambda batch, output: _result(batch, output.view(torch.int32)),
     "flat": lambda batch, output: _result(batch, output.flatten()),
-    "one-dimension-more": lambda batch, output: _result(batch, output[..., None]),
+    "one-dimension-less": lambda batch, output: _result(batch, output.flatten(0, 1)),
     "swapped": lambda batch, output: _result(batch, output.transpose(0, 1).contiguous()),
     "more-rows": lambda batch, output: _result(batch, torch.cat((output, output[:1]))),
     "fewer-rows": lambda batch, output: _result(batch, output[1:]),
@@ -61,15 +86,15 @@ LIES: dict[str, Lie] = {
     ),
     "not-text": lambda batch, output: _whole(Message(MessageKind.FAILED, batch, output)),
     "leader's": lambda batch, output: _whole(Message(MessageKind.BATCH, batch, output)),
-    "garbage": lambda batch, output: [torch.full((64,), 7, dtype=torch.uint8)],
+    "garbage": lambda batch, output: [RawMessage(bytes([7]) * 48, None, 0)],
 }
-"""All of these end the link."""
+"""Each of these breaks the link."""
 YEARS = "years"
-"""A true result that says that it took years to compute."""
+"""A correct result that claims a compute time of years."""
 
 
 def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
-    """In place of `Channel.send`, at a worker."""
+    """Replaces `Channel.send` at a worker."""
     send = Channel.send
 
     async def sent(self: Channel, message: Message) -> None:
@@ -80,8 +105,7 @@ def lying(lie: str) -> Callable[[Channel, Message], "asyncio.Future[None]"]:
         if lie == YEARS:
             await send(self, Message(MessageKind.RESULT, message.batch, message.payload, YEARS_NS, YEARS_NS))
             return
-        tensors = LIES[lie](message.batch, message.payload)
-        operations = [self.world.start_send(tensor, 0) for tensor in tensors if tensor.numel()]
-        await asyncio.gather(*(self.world.finish(operation) for operation in operations))
+        messages = LIES[lie](message.batch, message.payload)
+        await asyncio.gather(*(each.send(self.world, 0) for each in messages))
 
     return sent  # type: ignore[return-value]

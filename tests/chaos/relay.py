@@ -1,4 +1,4 @@
-"""A TCP relay before a leader's join port, to cut a worker's lifeline one way or both, and to heal it."""
+"""A TCP relay before a leader's join port, to cut a worker's control connection in one or both directions, and to heal it."""
 
 import selectors
 import socket
@@ -10,8 +10,8 @@ Direction = Literal["to_leader", "to_worker"]
 
 
 class Relay:
-    """Forwards between whoever connects to `address` and the target, on a thread of its own. What is cut is held back, and comes
-    when the cut has healed, as TCP would bring it.
+    """Forwards between clients of `address` and the target, on its own thread. Data sent during a cut is held back and delivered
+    after the cut has healed, as with TCP.
 
     Args:
         target: HOST:PORT.
@@ -26,7 +26,7 @@ class Relay:
         self._sockets: set[socket.socket] = {self._server}
         self._threads: list[threading.Thread] = []
         self.connections = 0
-        """How many have come so far."""
+        """Number of connections so far."""
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
         self.heal()
 
@@ -45,7 +45,7 @@ class Relay:
             sock.close()
 
     def cut(self, *directions: Direction) -> None:
-        """Forward nothing that way any more; all connections stay open."""
+        """Stop forwarding in this direction; all connections stay open."""
         for direction in directions:
             self._flows[direction].clear()
 
@@ -81,7 +81,7 @@ class Relay:
             pass
 
     def _readable(self, sock: socket.socket) -> bool:
-        """Wait until it is; False when the relay is stopping."""
+        """Wait until it is readable; False when the relay is stopping."""
         with selectors.DefaultSelector() as selector:
             selector.register(sock, selectors.EVENT_READ)
             while not self._stopping:

@@ -1,4 +1,4 @@
-"""`multiworld chaos` for real: a service of its own, a kill and a freeze, its table, its JSON and its exit status."""
+"""`multiworld chaos` with a service of its own: a kill and a freeze, its table, JSON and exit status."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def chaos(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=540, check=False, env=environment)
 
 
-def test_chaos_ends_with_status_0_when_a_kill_and_a_freeze_cost_no_request(tmp_path: Path) -> None:
+def test_chaos_exits_with_0_when_no_request_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "chaos.json"
     done = chaos("--faults", "kill,freeze", "--set", "image_size=32", "--clients", 4, "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,16 +32,30 @@ def test_chaos_ends_with_status_0_when_a_kill_and_a_freeze_cost_no_request(tmp_p
     assert (found["verdict"], found["failed"], found["duplicates"], found["skipped"]) == ("ok", 0, 0, {})
     assert found["requests"] > 0
     causes = {injection["fault"]: injection["causes"] for injection in found["injections"]}
-    assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "the faults did fire"
+    assert causes == {"kill": ["exit"], "freeze": ["hang"]}, "a fault had no effect"
     assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in found["injections"])
-    assert {series["process"] for series in found["resources"]["series"]} >= {"leader"}
+    assert {series["process"] for series in found["resources"]["series"]} >= {"supervisor"}
 
 
-def test_chaos_ends_with_status_1_when_requests_were_lost(tmp_path: Path) -> None:
-    """A grace of nothing, and a whole stage killed: somebody has to be refused, and that is told."""
+def test_no_request_is_lost_when_leaders_fail(tmp_path: Path) -> None:
+    file = tmp_path / "chaos.json"
+    faults = "leader-kill,leader-freeze,frontend-kill"
+    done = chaos("--faults", faults, "--rounds", 2, "--set", "image_size=32", "--clients", 4, "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    failed = {row["fault"]: (row["times"], row["failed"]) for row in found["faults"]}
+    assert failed == dict.fromkeys(faults.split(","), (2, 0))
+    of_leaders = [injection for injection in found["injections"] if injection["fault"].startswith("leader")]
+    assert all(0 < injection["detected_s"] <= injection["recovered_s"] for injection in of_leaders)
+    assert {injection["targets"][0] for injection in of_leaders} == {"leader-0", "leader-1"}
+    assert {failure["status"] for failure in found["failures"]} <= {0}
+
+
+def test_chaos_exits_with_1_when_requests_were_lost(tmp_path: Path) -> None:
+    """Without recovery grace and another leader, killing a whole stage makes the service refuse requests."""
     file = tmp_path / "chaos.json"
     settings = ("--set", "image_size=32", "--set", "recovery_grace_s=0")
-    done = chaos("--faults", "stage", "--clients", 4, "--json", file, *settings)
+    done = chaos("--faults", "stage", "--leaders", 1, "--clients", 4, "--json", file, *settings)
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["failed"] > 0
@@ -50,7 +64,7 @@ def test_chaos_ends_with_status_1_when_requests_were_lost(tmp_path: Path) -> Non
     assert "failed and are not excused" in found["verdict"][0]
 
 
-def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_process(service: LocalService) -> None:
+def test_chaos_skips_process_faults_when_the_processes_are_unknown(service: LocalService) -> None:
     done = chaos("--url", service.url, "--faults", "kill,deadline")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SKIPPED: kill: the processes of local-0, local-1, local-2, local-3 are not known" in done.stdout
@@ -62,20 +76,20 @@ def test_chaos_leaves_out_what_it_cannot_do_to_a_service_of_which_it_knows_no_pr
     ("arguments", "says"),
     [
         (("--faults", "explode"), "there is no such fault"),
-        (("--duration", "soon"), "--duration soon: must be a time"),
+        (("--duration", "soon"), "'soon' is not a duration"),
         (("--set", "nonsense"), "--set nonsense: must be NAME=VALUE"),
         (("--url", "http://127.0.0.1:1", "--set", "stages=3"), "--set cannot be used with"),
         (("--url", "http://127.0.0.1:1", "--compose", "shop"), "exclude each other"),
     ],
 )
-def test_chaos_is_refused_in_one_line_when_used_wrongly(arguments: tuple[str, ...], says: str) -> None:
+def test_wrong_usage_prints_one_line(arguments: tuple[str, ...], says: str) -> None:
     done = chaos(*arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
 
 
-def test_chaos_says_so_when_nothing_answers() -> None:
+def test_unreachable_service_is_reported() -> None:
     done = chaos("--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("multiworld: error: ")

@@ -1,9 +1,9 @@
-"""A member that is frozen within a collective, and continued after the others broke the world, ends the world, too.
+"""A member that is frozen in a collective, and continued after the others broke the world, ends the world as well.
 
-Gloo's worker may wait for ever then for a send to members that are gone (docs/decisions/0023-collectives-without-gloo.md).
+Gloo's worker may then wait forever for a send to members that are gone (docs/decisions/0023-collectives-without-gloo.md).
 
-`MULTIWORLD_TEST_FREEZES` is the number of freezes (12; a soak takes 1000), `MULTIWORLD_TEST_SEED` replays a run. A freeze takes
-over three seconds, so the worlds are spread over several crews, which are frozen side by side.
+`MULTIWORLD_TEST_FREEZES` is the number of freezes (12; a soak takes 1000), `MULTIWORLD_TEST_SEED` reproduces a run. A freeze takes
+over three seconds, so the worlds are spread over several crews that are frozen concurrently.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SEED = int(os.environ.get("MULTIWORLD_TEST_SEED", "0"))
 CREWS = 4
 SIZE = 3
 AT_ONCE = 3
-"""Collectives under way at a time."""
+"""Concurrent collectives."""
 OPERATIONS = ("broadcast", "scatter", "all_gather", "gather", "reduce", "all_to_all", "reduce_scatter", "all_reduce")
 
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120 + 10 * FREEZES)
 
 @pytest.fixture
 async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, checked=False, heartbeat_timeout_s=3.0) as make:
+    async with members(tmp_path, verify_collectives=False, heartbeat_timeout_s=3.0) as make:
         yield make
 
 
@@ -40,7 +40,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
     [("gloo", ("broadcast",), 0), ("gloo", OPERATIONS, 50_000), ("c10d-gloo", ("broadcast",), 0)],
     ids=["empty", "large", "c10d"],
 )
-async def test_member_ends_its_world_when_it_wakes_from_a_freeze_within_collectives(
+async def test_member_ends_its_world_when_it_wakes_from_a_freeze_in_a_collective(
     spawn: Spawn, backend: str, operations: tuple[str, ...], count: int
 ) -> None:
     chance = random.Random(SEED)
@@ -64,7 +64,7 @@ async def _freeze_and_continue(
     root = everybody[0]
     work = {"world": world, "operation": operation, "root": 0, "count": count, "at_once": AT_ONCE}
     operating = [member.start("repeat", **work) for member in everybody]
-    await asyncio.sleep(chance.uniform(0.0, 0.1))  # the moment is what is tested
+    await asyncio.sleep(chance.uniform(0.0, 0.1))  # the moment of the freeze is what varies
     root.signal(signal.SIGSTOP)
     for member in everybody[1:]:
         await member.do("told", kind="broken", world=world)

@@ -1,4 +1,4 @@
-"""A minute of the torture test of elastic worlds, and what its model and its schedule must be able to tell."""
+"""One minute of the torture test of elastic worlds, and tests of its model and its schedule."""
 
 import os
 import random
@@ -11,7 +11,7 @@ import torch
 
 from tests.chaos.elastic_model import explains, operand, sets_of_participants
 from tests.chaos.elastic_schedule import LOSSES, OPS, QUANTISED, Schedule
-from tests.chaos.elastic_torture import seconds
+from tests.torture.worlds import seconds
 
 DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "60"))
 SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", random.randrange(1 << 32)))
@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(DURATION_S + 300)
-def test_survivors_have_the_right_results_and_stay_flat_when_random_faults_happen() -> None:
+def test_survivors_have_correct_results_and_stable_resources_under_random_faults() -> None:
     command = [sys.executable, "-m", "tests.chaos.elastic_torture", "--seed", str(SEED), "--duration", f"{DURATION_S}s"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensors verified" in done.stdout
 
 
-def test_schedule_is_the_same_when_the_seed_is_and_has_everything_in_it() -> None:
+def test_schedule_is_reproducible_and_contains_every_kind_of_step() -> None:
     schedule, again = Schedule(7), Schedule(7)
     steps = [schedule.next() for _ in range(400)]
     assert steps == [again.next() for _ in range(400)]
@@ -39,13 +39,13 @@ def test_schedule_is_the_same_when_the_seed_is_and_has_everything_in_it() -> Non
     assert any(step.restart_after_s is not None for step in steps)
     assert any(step.doomed for step in steps)
     for step in steps:
-        assert step.members_after, "somebody is always left"
+        assert step.members_after, "at least one member is left"
         assert step.lost <= set(step.members)
 
 
 @pytest.mark.parametrize("quantization", ["", *QUANTISED])
 @pytest.mark.parametrize("op", OPS[:4])
-def test_model_tells_results_of_different_members_apart(op: str, quantization: str) -> None:
+def test_model_distinguishes_results_of_different_members(op: str, quantization: str) -> None:
     brought = {member: operand("key", member, 0, "float32", 1000, op, quantization) for member in (1, 2, 3)}
     ranges = {member: (float(each.min()), float(each.max())) for member, each in brought.items()}
 
@@ -72,11 +72,11 @@ def test_model_tells_results_of_different_members_apart(op: str, quantization: s
         assert not any(fits(everybody, pair) for pair in ((1, 2), (1, 3), (2, 3)))
 
 
-def test_participants_are_all_sets_with_those_that_are_present() -> None:
+def test_participants_are_all_sets_that_include_the_present_members() -> None:
     assert list(sets_of_participants((5, 2, 3, 4), {3}, 3)) == [(5, 2, 3), (5, 3, 4), (2, 3, 4)]
     assert list(sets_of_participants((1, 2), {1, 2}, 2)) == [(1, 2)]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("60s", 60), ("30m", 1800), ("2h", 7200), ("1.5", 1.5)])
-def test_durations_are_read_with_their_unit(text: str, expected: float) -> None:
+def test_durations_are_parsed_with_their_unit(text: str, expected: float) -> None:
     assert seconds(text) == expected

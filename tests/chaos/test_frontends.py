@@ -7,14 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.common.config import ClientCredentials
-from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, run_load
@@ -37,26 +34,22 @@ def service() -> Iterator[LocalService]:
         hang_timeout_s=30,
     ) as running:
         for name in ("frontend-0", "frontend-1"):
-            comes_back(running, name, 0)
+            wait_until_serving(running, name, 0)
         yield running
         assert running.stop() == 0
 
 
 def pids(service: LocalService) -> dict[str, int]:
-    """Those of the frontends that were started last, by their names."""
-    return {
-        f"frontend-{line['slot']}": int(line["pid"])
-        for line in service.lines
-        if line.message.startswith("frontend slot=") and line.message.endswith("started")
-    }
+    """Pids of the frontends that were started last, by name."""
+    return {f"frontend-{slot}": pid for slot, pid in service.child_pids("frontend").items()}
 
 
 @contextlib.contextmanager
 def client_of(service: LocalService, name: str) -> Iterator[httpx.Client]:
-    """One whose connection that frontend has."""
+    """A client that is connected to this frontend."""
     others = [pid for each, pid in pids(service).items() if each != name]
     with httpx.Client(base_url=service.url, timeout=60.0) as client:
-        with frozen(others):  # so that they take none
+        with frozen(others):  # so that they accept no connection
             assert client.get("/healthz").status_code == 200
         yield client
 
@@ -76,41 +69,39 @@ def frozen(processes: Collection[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def comes_back(service: LocalService, name: str, since: int) -> None:
-    service.wait_for(lambda line: f"frontend {name} serves" in line.message, WAIT_S, after=since)
+def wait_until_serving(service: LocalService, name: str, since: int) -> None:
+    service.wait_for(lambda line: line.message.startswith(f"{name} serves"), WAIT_S, after=since)
 
 
 def becomes(read: Callable[[], object], expected: object) -> None:
-    """Wait for it: a frontend tells the leader of a request when its client has the answer already."""
+    """Wait until a value is as expected: metrics follow the response."""
     deadline_s = time.monotonic() + WAIT_S
     while (found := read()) != expected:
         assert time.monotonic() < deadline_s, found
         time.sleep(0.05)
 
 
-def test_leader_handles_requests_that_are_not_inference(service: LocalService) -> None:
-    with httpx.Client(base_url=service.url, timeout=60.0) as client:
-        assert client.get("/readyz").json()["ready"] is True
-        assert client.get("/nothing").json()["reason"] == "not_found"
-        assert client.get("/predict").headers["allow"] == "POST"
-        page = client.get("/", headers={"accept": "text/html"})
-        assert page.headers["content-type"].startswith("text/html")
-        assert len(client.get("/openapi.json").json()["paths"]) > 10
-        assert client.post("/v2/repository/index").json()[0]["state"] == "READY"
-        assert client.post("/nothing", content=b"x" * 300_000).status_code == 404
-        given = client.get("/status", headers={"x-request-id": "mine"})
-        assert given.headers["x-request-id"] == "mine"
-        with client.stream("GET", "/events") as events:
-            assert next(line for line in events.iter_lines() if line.startswith("data:"))
+def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
+    for name in ("frontend-0", "frontend-1"):
+        with client_of(service, name) as client:
+            assert client.get("/readyz").json()["ready"] is True
+            assert client.get("/nothing").json()["reason"] == "not_found"
+            assert client.get("/predict").headers["allow"] == "POST"
+            assert client.get("/", headers={"accept": "text/html"}).headers["content-type"].startswith("text/html")
+            status = client.get("/status").json()
+            assert [leader["state"] for leader in status["leaders"]] == ["ready"]
+            assert [frontend["name"] for frontend in status["frontends"]] == ["frontend-0", "frontend-1"]
+            text = client.get("/metrics").text
+            assert all(f'process="{each}"' in text for each in ("leader-0", "frontend-0", "frontend-1", "supervisor"))
+            with client.stream("GET", "/events") as events:
+                assert next(line for line in events.iter_lines() if line.startswith("data:"))
 
 
 def test_requests_are_counted_once_on_any_frontend(service: LocalService) -> None:
-    def counted() -> tuple[float, float, int]:
-        statistics = httpx.get(f"{service.url}/v2/models/resnet18/stats", timeout=60.0).json()["model_stats"][0]
+    def counted() -> tuple[float, float]:
         return (
             service.metric("multiworld_requests_total", protocol="predict", code="200"),
             service.metric("multiworld_requests_total", protocol="predict", reason="invalid_image"),
-            statistics["inference_count"],
         )
 
     before = counted()
@@ -119,7 +110,7 @@ def test_requests_are_counted_once_on_any_frontend(service: LocalService) -> Non
             assert ask(client).status_code == 200
             bad = ask(client, b"no image")
             assert (bad.status_code, bad.json()["reason"]) == (422, "invalid_image")
-    becomes(counted, (before[0] + 2, before[1] + 2, before[2] + 2))
+    becomes(counted, (before[0] + 2, before[1] + 2))
     becomes(lambda: service.metric("multiworld_requests_in_flight"), 0)
 
 
@@ -144,14 +135,14 @@ def test_killed_frontend_loses_only_its_connections_and_is_restarted(service: Lo
         with pytest.raises(httpx.TransportError):
             ask(lost)
         assert ask(kept).status_code == 200
-        comes_back(service, "frontend-0", since)
+        wait_until_serving(service, "frontend-0", since)
         assert ask(lost).status_code == 200, "on a new connection"
     assert service.metric("multiworld_frontend_restarts_total", slot="0") >= 1
-    assert service.metric("multiworld_frontends") == 2
+    becomes(lambda: service.metric("multiworld_frontends"), 2)
 
 
-def test_requests_of_a_killed_frontend_are_cancelled_and_counted_as_failed(service: LocalService) -> None:
-    since, before = len(service.lines), service.metric("multiworld_requests_total", reason="internal")
+def test_requests_of_a_killed_frontend_are_withdrawn(service: LocalService) -> None:
+    since = len(service.lines)
     with (
         client_of(service, "frontend-1") as lost,
         client_of(service, "frontend-0") as kept,
@@ -159,25 +150,25 @@ def test_requests_of_a_killed_frontend_are_cancelled_and_counted_as_failed(servi
         frozen(service.worker_pids().values()),
     ):
         asked = thread.submit(ask, lost)
+        deadline_s = time.monotonic() + WAIT_S
         while not kept.get("/status").json()["requests_in_flight"]:
             assert not asked.done()
+            assert time.monotonic() < deadline_s
         os.kill(pids(service)["frontend-1"], signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             asked.result()
-    comes_back(service, "frontend-1", since)
+    wait_until_serving(service, "frontend-1", since)
     service.wait_until_complete(WAIT_S)
     becomes(lambda: service.status()["requests_in_flight"], 0)
-    becomes(lambda: service.metric("multiworld_requests_in_flight"), 0)
-    becomes(lambda: service.metric("multiworld_requests_total", reason="internal"), before + 1)
 
 
-def test_frozen_frontend_is_killed_while_the_other_one_serves(service: LocalService) -> None:
+def test_frozen_frontend_is_killed_while_the_other_serves(service: LocalService) -> None:
     with client_of(service, "frontend-1") as kept:
         since = len(service.lines)
         os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
-        while not any("frontend-0 sent nothing" in line.message for line in service.lines[since:]):
+        while not any(line.message.startswith("frontend slot=0 ended") for line in service.lines[since:]):
             assert ask(kept).status_code == 200
-    comes_back(service, "frontend-0", since)
+    wait_until_serving(service, "frontend-0", since)
 
 
 def test_frontend_completes_its_requests_when_it_stops(service: LocalService) -> None:
@@ -185,15 +176,15 @@ def test_frontend_completes_its_requests_when_it_stops(service: LocalService) ->
     with run_load(service, clients=4) as load:
         os.kill(pids(service)["frontend-1"], signal.SIGTERM)
         service.wait_for(lambda line: "frontend slot=1 ended status=0" in line.message, WAIT_S, after=since)
-        comes_back(service, "frontend-1", since)
+        wait_until_serving(service, "frontend-1", since)
     unanswered = [sample for sample in load.samples if sample.status != 200]
     assert load.samples
-    # A connection may be closed just when its client sends something: once for each client.
+    # A connection may be closed just when its client sends a request: once per client.
     assert {sample.status for sample in unanswered} <= {0}
     assert len(unanswered) <= 4
 
 
-def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> None:
+def test_loaded_and_unloaded_version_reach_all_frontends(service: LocalService) -> None:
     operators = service.metrics_url.removesuffix("/metrics")
     with client_of(service, "frontend-0") as one, client_of(service, "frontend-1") as other:
         assert main(["unload", "--operations-url", operators]) == 0
@@ -205,14 +196,19 @@ def test_version_and_its_absence_reach_all_frontends(service: LocalService) -> N
             assert ask(client).headers["x-model-version"] == "random:1"
 
 
-def test_frontends_end_when_the_leader_is_killed() -> None:
+def test_all_processes_end_when_the_supervisor_is_killed() -> None:
     with LocalService(
         model="resnet18", weights="random:0", image_size=32, stages=1, replicas=1, frontends=2
     ) as service:
         for name in ("frontend-0", "frontend-1"):
-            comes_back(service, name, 0)
+            wait_until_serving(service, name, 0)
         ends = select.poll()
-        processes = [os.pidfd_open(pid) for pid in pids(service).values()]
+        found = [
+            *service.child_pids("frontend").values(),
+            *service.child_pids("leader").values(),
+            *service.child_pids("worker").values(),
+        ]
+        processes = [os.pidfd_open(pid) for pid in found]
         for process in processes:
             ends.register(process, select.POLLIN)
         os.kill(pids(service)["frontend-0"], signal.SIGSTOP)
@@ -221,27 +217,3 @@ def test_frontends_end_when_the_leader_is_killed() -> None:
             (ended, _), *_ = ends.poll(WAIT_S * 1e3)
             ends.unregister(ended)
             os.close(ended)
-
-
-def test_later_frontend_has_the_same_keys_when_the_file_changed(tmp_path: Path) -> None:
-    file, key = tmp_path / "keys", "key-of-alice"
-    file.write_text(f"alice:{hash_key(key)}\n")
-    with LocalService(
-        credentials=ClientCredentials(key),
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        frontends=2,
-        api_keys_file=file,
-    ) as service:
-        for name in ("frontend-0", "frontend-1"):
-            comes_back(service, name, 0)
-        file.write_text("not a key\n")
-        for name in ("frontend-0", "frontend-1"):
-            since = len(service.lines)
-            os.kill(pids(service)[name], signal.SIGKILL)
-            comes_back(service, name, since)
-        assert service.status()["ready"]
-        assert httpx.get(f"{service.url}/status", timeout=60.0).status_code == 401

@@ -1,4 +1,4 @@
-"""A worker that answers batches with lies, beside a sound one: every answer is right, and none fails."""
+"""A worker sends false results beside a healthy worker: every answer is correct, and no request fails."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from multiworld_serving.testing.load.clients import ReferenceRequest, count_indi
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, assert_nothing_lost, external_worker, run_load
-from tests.chaos.lies import LIES, YEARS
+from tests.chaos.lies import LIES
 
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_S = 120.0
 PATIENCE_S = 30.0
-"""The sound worker is not to be broken for a slow machine."""
+"""A slow machine must not break the healthy worker."""
 SAMPLE = ("size-zero", "huge", "dtype-of-the-same-size", "fewer-columns")
-"""Of all lies, which tests/integration/test_links.py tells one by one."""
+"""A sample of the lies; tests/integration/test_links.py tests each."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    """One stage, whose results are the answers, of one sound worker and a place for the other one."""
+    """One stage, whose results are the answers, with one healthy worker and one free slot."""
     token_file = tmp_path_factory.mktemp("access") / "token"
     token_file.write_text(TOKEN)
     with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ def questions(service: LocalService) -> list[ReferenceRequest]:
     return asked
 
 
-def test_every_answer_is_right_when_a_worker_lies(
+def test_every_answer_is_correct_when_a_worker_lies(
     service: LocalService, questions: list[ReferenceRequest], lie: str
 ) -> None:
     name, seen = f"liar-{lie}", len(service.lines)
@@ -69,20 +69,4 @@ def test_every_answer_is_right_when_a_worker_lies(
         service.wait_for(lambda line: line["worker"] == name and "->ready" in line.message, WAIT_S, after=seen)
         ended = service.wait_for(lambda line: line["worker"] == name and "->broken" in line.message, WAIT_S, after=seen)
         assert ended["cause"] == "error"
-    assert_nothing_lost(service, load)
-
-
-def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(
-    service: LocalService, questions: list[ReferenceRequest]
-) -> None:
-    name, seen = f"liar-{YEARS}", len(service.lines)
-    labels = {"stage": "0", "replica": "1", "phase": "compute"}
-    with (
-        run_load(service, questions=questions) as load,
-        external_worker(service.join_address, name=name, fault=YEARS),
-    ):
-        service.wait_for(lambda line: line["worker"] == name and "->ready" in line.message, WAIT_S, after=seen)
-        while not service.metric("multiworld_stage_duration_seconds_count", **labels):
-            pass  # the test's own timeout bounds it
-    assert service.metric("multiworld_stage_duration_seconds_sum", **labels) < WAIT_S
     assert_nothing_lost(service, load)

@@ -1,4 +1,4 @@
-"""Workers of a running service are killed, frozen, told to leave: no request fails, and they come back."""
+"""Workers of a running service are killed, frozen or told to leave: no request fails, and they come back."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.chaos.processes import resources
+from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault
@@ -15,8 +15,8 @@ from tests.chaos.injections import make_fault
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_local_workers_are_forked_and_shown_by_their_names(service: LocalService) -> None:
-    """Were torch to start a thread when it is imported, each would be a program of its own, and start in seconds instead."""
+def test_local_workers_are_forked_and_have_process_titles(service: LocalService) -> None:
+    """If importing torch started a thread, workers would be spawned and start in seconds instead."""
     for name, pid in service.worker_pids().items():
         assert Path(f"/proc/{pid}/cmdline").read_text().startswith(f"multiworld worker --name {name}")
     assert not [line for line in service.lines if "fork server" in line.message]
@@ -34,7 +34,7 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, na
     assert service.metric("multiworld_redundancy") == 1
 
 
-def test_no_request_fails_when_one_worker_of_each_stage_is_killed_at_once(service: LocalService) -> None:
+def test_no_request_fails_when_one_worker_of_each_stage_is_killed(service: LocalService) -> None:
     with run_load(service, clients=16) as load:
         make_fault(service, "kill", (0, 1), (1, 1))
     assert_nothing_lost(service, load)
@@ -61,12 +61,14 @@ def test_requests_wait_and_succeed_when_a_whole_stage_is_killed(service: LocalSe
             world = f"s1.r{slot}"
             service.wait_for(lambda x, w=world: x["world"] == w and "->broken" in x.message, 60, after=seen)  # type: ignore[misc]
         service.wait_until_complete(120)
-    refused = [sample for sample in load.failed if sample.status != 503]  # a slow machine may outlast recovery_grace_s
+    refused = [
+        sample for sample in load.failed if sample.status != 503
+    ]  # a slow machine may need longer than recovery_grace_s
     assert not refused, refused[:3]
     assert answers(service) == [200, 200, 200]
 
 
-def test_leader_does_not_grow_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
+def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
     make_fault(service, "kill", (0, 0), (1, 0))
     before = resources(service.pid)
     for cycle in range(3):
@@ -88,7 +90,7 @@ def test_no_process_is_left_when_the_leader_is_killed() -> None:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not reaped by init yet does not."""
+    """Whether the process runs; a zombie that init has not reaped yet does not count."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

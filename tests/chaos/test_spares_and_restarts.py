@@ -1,4 +1,4 @@
-"""Spares step in for whoever fails, and every worker can be restarted in turn, while requests are answered."""
+"""Spares replace failed workers, and every worker can be restarted in turn while requests are answered."""
 
 import os
 import signal
@@ -27,11 +27,11 @@ def service() -> Iterator[LocalService]:
 def until_a_spare_is_ready(service: LocalService) -> None:
     while not any(
         spare["state"] == "ready" for spare in service.status()["spares"]
-    ):  # the test's own timeout bounds it
+    ):  # bounded by the test's own timeout
         assert answers(service, 1) == [200]
 
 
-def test_spare_serves_every_stage_in_turn_when_its_only_replica_is_killed(service: LocalService) -> None:
+def test_spare_takes_over_each_stage_when_its_only_replica_is_killed(service: LocalService) -> None:
     with run_load(service) as load:
         for stage in (0, 1, 1):
             until_a_spare_is_ready(service)
@@ -43,9 +43,7 @@ def test_spare_serves_every_stage_in_turn_when_its_only_replica_is_killed(servic
     assert_nothing_lost(service, load)
 
 
-def test_no_request_fails_when_every_worker_is_restarted_in_turn(
-    service: LocalService, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.CaptureFixture[str]) -> None:
     until_a_spare_is_ready(service)
     before = {line["pid"] for line in service.lines if "started" in line.message and line["slot"] is not None}
     operations = service.metrics_url.removesuffix("/metrics")
@@ -57,23 +55,23 @@ def test_no_request_fails_when_every_worker_is_restarted_in_turn(
     running = set(service.worker_pids().values())
     assert len(running) == 3
     assert not running & {int(pid) for pid in before}
-    assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "those of the test before alone"
+    assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "only those of the previous test"
 
 
 @pytest.mark.parametrize("frontends", [1, 2])
-def test_what_was_accepted_is_answered_when_the_service_is_told_to_stop(frontends: int) -> None:
+def test_accepted_requests_are_answered_when_the_service_stops(frontends: int) -> None:
     running = LocalService(
         model="resnet18", weights="random:0", image_size=64, stages=2, replicas=1, frontends=frontends
     )
     with running as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
         assert service.stop() == 0
-    stopping = next(line for line in service.lines if line.message.startswith("stopping: "))
-    accepted = int(stopping.message.split("waiting for ")[1].split()[0])
+    stopping = [line for line in service.lines if line.message.startswith("stopping: waiting")][:frontends]
+    accepted = sum(int(line.message.split("waiting for ")[1].split()[0]) for line in stopping)
     assert accepted
-    at_s = datetime.fromisoformat(stopping["time"]).timestamp()
+    at_s = min(datetime.fromisoformat(line["time"]).timestamp() for line in stopping)
     assert len([sample for sample in load.samples if sample.status == 200 and sample.done_s >= at_s]) >= accepted
     assert not [line for line in service.lines if "unanswered" in line.message]
-    # The others: refused while it drains, and then nobody listens.
+    # The others are refused while it drains; afterwards nothing listens.
     assert {sample.status for sample in load.samples} <= {200, 503, 0}
     assert all("draining" in sample.error for sample in load.samples if sample.status == 503)

@@ -17,7 +17,7 @@ EXIT_REFUSED = 2
 
 
 def rotate(service: LocalService, file: Path, *tokens: str) -> None:
-    """What an operator does: change the file, then say so."""
+    """Rotate like an operator: change the file, then send the signal."""
     seen = len(service.lines)
     file.write_text("\n".join(tokens))
     os.kill(service.pid, signal.SIGHUP)
@@ -25,7 +25,7 @@ def rotate(service: LocalService, file: Path, *tokens: str) -> None:
     assert int(told["tokens"]) == len(tokens)
 
 
-def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
+def test_token_rotation_fails_no_request(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("former")
     with contextlib.ExitStack() as stack:
@@ -48,7 +48,7 @@ def test_token_is_rotated_without_a_failed_request(tmp_path: Path) -> None:
             stack.enter_context(external_worker(service.join_address, name="new", token="new"))
             service.wait_for(lambda line: line["worker"] == "new" and "->ready" in line.message, WAIT_S)
             rotate(service, file, "new")
-            assert old.poll() is None, "who is in stays in"
+            assert old.poll() is None, "connected workers stay connected"
             old.terminate()
             assert old.wait(WAIT_S) == 0
             assert answers(service) == [200, 200, 200]

@@ -1,4 +1,4 @@
-"""Members are killed, frozen and cut off: their worlds break for everybody with cause and rank, and no other world notices."""
+"""Members are killed, frozen and partitioned: their worlds break for all members with cause and rank; no other world is affected."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,10 @@ from multiworld import BrokenWorldException, Cause, WorldEvent, WorldManager, Wo
 from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
 from tests.integration.proxy import HOST, Line, line_to
 
-UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before somebody receives
+UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before the receiver receives
 
 PULSE_S = 2.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def manager() -> AsyncIterator[WorldManager]:
 
 @contextlib.asynccontextmanager
 async def undisturbed(manager: WorldManager, port: int, neighbour: Member) -> AsyncIterator[None]:
-    """A world beside the one that fails: values go back and forth all the while, and for a while longer."""
+    """A world beside the failing one: values go back and forth during the block and for a while after it."""
     await form("undisturbed", port, manager, neighbour)
     neighbour.start("echo", world="undisturbed", peer=0)
     rounds, done = 0, False
@@ -76,7 +76,7 @@ FAULTS = [
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("victim_rank", [0, 1])
 @pytest.mark.parametrize("state", ["idle", "in_recv", "in_send", "in_all"])
-async def test_the_survivor_learns_cause_and_rank_when_its_peer_is(
+async def test_survivor_gets_cause_and_rank_when_its_peer_is(
     spawn: Spawn, manager: WorldManager, state: str, victim_rank: int, signum: signal.Signals, cause: Cause
 ) -> None:
     victim, neighbour = await spawn(), await spawn()
@@ -108,14 +108,14 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_is(
 
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("victim_rank", [0, 1, 2])
-async def test_all_survivors_of_a_world_of_three_learn_who_failed(
+async def test_all_survivors_of_a_world_of_three_learn_which_member_failed(
     spawn: Spawn, victim_rank: int, signum: signal.Signals, cause: Cause
 ) -> None:
     everybody = [await spawn() for _ in range(3)]
     port = await everybody[0].do("listen")
     await form("w", port, *everybody)
     survivors = [rank for rank in range(3) if rank != victim_rank]
-    # Each survivor waits for the other: nothing on their own connection tells them that the world is broken.
+    # The survivors wait for each other: nothing on their own connection shows that the world is broken.
     pending = [everybody[rank].start("recv", world="w", src=other) for rank, other in (survivors, reversed(survivors))]
     everybody[victim_rank].signal(signum)
     for task in pending:
@@ -128,9 +128,7 @@ async def test_all_survivors_of_a_world_of_three_learn_who_failed(
 
 
 @pytest.mark.parametrize("victim_rank", [0, 1])
-async def test_survivor_learns_that_its_peer_is_stalled_when_its_event_loop_is_blocked(
-    spawn: Spawn, victim_rank: int
-) -> None:
+async def test_survivor_sees_a_stall_when_its_peers_event_loop_is_blocked(spawn: Spawn, victim_rank: int) -> None:
     async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=2 * PULSE_S) as manager:
         victim = await spawn()
         await victim.do("configure", heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=2 * PULSE_S)
@@ -141,13 +139,13 @@ async def test_survivor_learns_that_its_peer_is_stalled_when_its_event_loop_is_b
         receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(4), victim_rank, "w"))
         victim.start("block", seconds=3600)
         assert await broken(events, "w") == (Cause.STALLED, victim_rank)
-        with pytest.raises(BrokenWorldException, match="its event loop has stood still for"):
+        with pytest.raises(BrokenWorldException, match="its event loop has not run for"):
             await receiving
         victim.signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["nobody watches", "one side watches"])
-async def test_world_lives_on_when_the_blocked_event_loop_is_not_registered(spawn: Spawn, watched: bool) -> None:
+@pytest.mark.parametrize("watched", [False, True], ids=["unwatched", "one side watches"])
+async def test_world_survives_when_the_blocked_event_loop_is_not_registered(spawn: Spawn, watched: bool) -> None:
     async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=1.0 if watched else None) as manager:
         victim = await spawn()
         await form("w", manager.listen(), manager, victim)
@@ -155,7 +153,7 @@ async def test_world_lives_on_when_the_blocked_event_loop_is_not_registered(spaw
         assert manager.worlds["w"].state is WorldState.READY
 
 
-async def test_both_sides_see_a_hang_when_they_are_cut_off(spawn: Spawn, manager: WorldManager) -> None:
+async def test_both_sides_see_a_hang_when_partitioned(spawn: Spawn, manager: WorldManager) -> None:
     victim, neighbour = await spawn(), await spawn()
     port = manager.listen(HOST)
     async with undisturbed(manager, manager.listen(), neighbour), line_to(port) as line:
@@ -170,7 +168,7 @@ async def test_both_sides_see_a_hang_when_they_are_cut_off(spawn: Spawn, manager
             assert (raised.value.cause, raised.value.rank) == (Cause.HANG, rank)
 
 
-async def test_the_world_breaks_when_only_the_lifeline_is_cut(spawn: Spawn, manager: WorldManager) -> None:
+async def test_world_breaks_when_only_the_control_connection_is_cut(spawn: Spawn, manager: WorldManager) -> None:
     victim = await spawn()
     port = manager.listen(HOST)
     async with line_to(port) as line:
@@ -184,10 +182,8 @@ async def test_the_world_breaks_when_only_the_lifeline_is_cut(spawn: Spawn, mana
             await there
 
 
-async def test_only_an_operations_own_timeout_sees_it_when_only_the_data_is_cut(
-    spawn: Spawn, manager: WorldManager
-) -> None:
-    """The lifeline is well, so nobody hangs: who fears this gives the operation a time."""
+async def test_only_the_operation_timeout_detects_a_cut_data_connection(spawn: Spawn, manager: WorldManager) -> None:
+    """The control connection works, so no member is unresponsive; a timeout of the operation covers this case."""
     victim = await spawn()
     port = manager.listen(HOST)
     async with line_to(port) as line:
@@ -209,7 +205,7 @@ async def form_over(line: Line, manager: WorldManager, victim: Member, port: int
     await joining
 
 
-async def test_a_frozen_member_learns_why_it_was_given_up_when_it_wakes(spawn: Spawn, manager: WorldManager) -> None:
+async def test_frozen_member_learns_the_cause_when_it_wakes(spawn: Spawn, manager: WorldManager) -> None:
     victim = await spawn()
     await form("w", manager.listen(), manager, victim)
     events = manager.events()
@@ -222,7 +218,7 @@ async def test_a_frozen_member_learns_why_it_was_given_up_when_it_wakes(spawn: S
     assert (raised.value.cause, raised.value.rank) == (Cause.HANG, 1)
 
 
-async def test_only_death_breaks_a_world_when_nobody_judges_silence(spawn: Spawn) -> None:
+async def test_only_process_exit_breaks_a_world_without_heartbeats(spawn: Spawn) -> None:
     peer = await spawn(enable_monitor=False)
     async with WorldManager(enable_monitor=False) as manager:
         await form("w", manager.listen(), manager, peer)
@@ -237,7 +233,7 @@ async def test_only_death_breaks_a_world_when_nobody_judges_silence(spawn: Spawn
         assert await broken(events, "w") == (Cause.EXIT, 1)
 
 
-async def test_no_world_is_lost_when_an_event_loop_stands_still(spawn: Spawn, manager: WorldManager) -> None:
+async def test_no_world_breaks_when_an_event_loop_is_blocked(spawn: Spawn, manager: WorldManager) -> None:
     sleeper = await spawn()
     await form("w", manager.listen(), manager, sleeper)
     coming = sleeper.start("recv", world="w", src=0)
@@ -246,7 +242,7 @@ async def test_no_world_is_lost_when_an_event_loop_stands_still(spawn: Spawn, ma
     assert await coming == [1.0]
 
 
-async def test_a_cancelled_operation_breaks_its_own_world_alone(spawn: Spawn, manager: WorldManager) -> None:
+async def test_cancelled_operation_breaks_only_its_own_world(spawn: Spawn, manager: WorldManager) -> None:
     peer, neighbour = await spawn(), await spawn()
     port = manager.listen()
     async with undisturbed(manager, port, neighbour):
@@ -254,7 +250,7 @@ async def test_a_cancelled_operation_breaks_its_own_world_alone(spawn: Spawn, ma
             await form("w", port, manager, peer)
             here = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
             there = peer.start("recv", world="w", src=0)
-            await peer.do("threads")  # it has begun
+            await peer.do("threads")  # it has started
             cancelled, other = (here, there) if cancelled_rank == 0 else (there, here)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -264,8 +260,8 @@ async def test_a_cancelled_operation_breaks_its_own_world_alone(spawn: Spawn, ma
             assert (raised.value.cause, raised.value.rank) == (Cause.ABORTED, cancelled_rank)
 
 
-async def test_a_program_that_ends_says_goodbye(spawn: Spawn, manager: WorldManager) -> None:
-    """Its worlds were never closed; the interpreter's exit does it, and nobody mistakes it for a crash."""
+async def test_exiting_program_closes_its_worlds_as_left(spawn: Spawn, manager: WorldManager) -> None:
+    """The program never closed its worlds; the interpreter's exit does, and peers see "left", not a crash."""
     peer = await spawn()
     await form("w", manager.listen(), manager, peer)
     events = manager.events()
@@ -274,7 +270,7 @@ async def test_a_program_that_ends_says_goodbye(spawn: Spawn, manager: WorldMana
     assert await broken(events, "w") == (Cause.LEFT, 1)
 
 
-async def test_the_others_learn_who_left_when_one_of_three_closes(spawn: Spawn, manager: WorldManager) -> None:
+async def test_others_learn_which_rank_left_when_one_of_three_closes(spawn: Spawn, manager: WorldManager) -> None:
     leaver, other = await spawn(), await spawn()
     await form("w", manager.listen(), manager, leaver, other)
     there = other.start("recv", world="w", src=0)
@@ -286,10 +282,10 @@ async def test_the_others_learn_who_left_when_one_of_three_closes(spawn: Spawn, 
         assert (raised.value.cause, raised.value.rank) == (Cause.LEFT, 1)
 
 
-async def test_only_worlds_of_the_dead_break_when_members_of_many_are_killed(
+async def test_only_worlds_of_killed_members_break_when_members_of_many_are_killed(
     spawn: Spawn, manager: WorldManager
 ) -> None:
-    """A web of worlds of two and three over eight processes, killed one by one in a random order."""
+    """Overlapping worlds of two and three over eight processes, which are killed one by one in random order."""
     dice = random.Random(7)
     port = manager.listen()
     crowd = [await spawn() for _ in range(7)]

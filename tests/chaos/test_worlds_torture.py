@@ -1,6 +1,6 @@
-"""Random operations and faults in random worlds: every result is right, a fault ends its own worlds alone, and nothing is left behind.
+"""Random operations and faults in random worlds: every result is correct, a fault ends only its own worlds, and nothing is left behind.
 
-`MULTIWORLD_TORTURE_S` says for how long, `MULTIWORLD_TORTURE_SEED` with which seed; a failure prints the command that replays it.
+`MULTIWORLD_TORTURE_S` sets the duration, `MULTIWORLD_TORTURE_SEED` the seed; a failure prints the command that reproduces it.
 """
 
 import os
@@ -16,20 +16,20 @@ SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", secrets.randbelow(2**40)))
 
 
 @pytest.mark.timeout(DURATION_S + 400)
-async def test_every_result_is_right_and_no_other_world_breaks_when_faults_strike_at_random() -> None:
+async def test_results_are_correct_and_other_worlds_survive_random_faults() -> None:
     tally = await run(SEED, lasts_s=DURATION_S, say=print)
     print(tally)
     assert tally.verified
     assert tally.breaks or tally.rounds < 10
 
 
-def test_a_round_is_the_same_when_it_is_planned_again() -> None:
+def test_planned_round_is_reproducible() -> None:
     assert plan_round(7, 3) == plan_round(7, 3)
     assert plan_round(7, 3) != plan_round(7, 4)
     assert plan_round(7, 3) != plan_round(8, 3)
 
 
-def test_every_kind_of_operation_and_fault_is_planned_when_rounds_are_many() -> None:
+def test_every_kind_of_operation_and_fault_is_planned() -> None:
     rounds = [plan_round(1, number) for number in range(300)]
     phases = [phase for plan in rounds for world in plan.worlds for phase in world.phases]
     assert {collective.kind for phase in phases for collective in phase.collectives} == set(COLLECTIVES)
@@ -39,7 +39,7 @@ def test_every_kind_of_operation_and_fault_is_planned_when_rounds_are_many() -> 
 
 
 async def _failure_with(planted: str) -> str:
-    """What the torture says of members with that defect."""
+    """The failure that the torture test reports for members with this defect."""
     async with torture(1, ("leave",), planted) as running:
         try:
             for number in range(20):
@@ -49,12 +49,12 @@ async def _failure_with(planted: str) -> str:
     return "nothing"
 
 
-async def test_a_wrong_result_is_told_with_the_command_that_replays_it() -> None:
+async def test_wrong_result_is_reported_with_the_command_that_reproduces_it() -> None:
     told = await _failure_with("wrong messages")
     assert "WrongResultError" in told
     assert "elements differ, the first is" in told
     assert "python -m tests.torture.worlds --seed 1 --first-round" in told
 
 
-async def test_a_fault_that_does_not_fire_is_told() -> None:
+async def test_fault_that_does_not_fire_is_reported() -> None:
     assert "did not fire" in await _failure_with("no faults")

@@ -1,4 +1,4 @@
-"""The tests on a real Docker Engine: `make containers`. Without the option, they are skipped by name, as they take minutes and an image."""
+"""Tests with a Docker Engine: `make containers`. They are skipped without the option, because they take minutes and need an image."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.testing.chaos.containers import ContainerError, docker, docker_unavailable_reason
+from multiworld_serving.testing.chaos.system.containers import ContainerError, docker, docker_unavailable_reason
 from tests.containers.deployment import Deployment, Row, table
 
 ROWS = pytest.StashKey[list[Row]]()
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def compose_command() -> None:
-    """`docker compose` is here, with or without an engine."""
+    """`docker compose` is installed, with or without an engine."""
     try:
         docker("compose", "version")
     except ContainerError as error:
@@ -35,7 +35,7 @@ def compose_command() -> None:
 
 @pytest.fixture(scope="session")
 def engine(pytestconfig: pytest.Config) -> None:
-    """A Docker Engine answers: where it was asked for, that there is none is a failure."""
+    """A running Docker Engine. A missing engine is a failure if the tests were requested."""
     if not pytestconfig.getoption("--containers", default=False):
         pytest.skip(REASON)
     if why := docker_unavailable_reason():
@@ -46,7 +46,7 @@ def engine(pytestconfig: pytest.Config) -> None:
 def deployment(
     engine: None, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """docker-compose.yml, up and serving. Tests that share it leave every replica ready. Nothing is left of it in the end."""
+    """docker-compose.yml, running and ready. Tests that share it leave every replica ready. It is removed completely at the end."""
     folder: Path = tmp_path_factory.mktemp("deployment")
     with Deployment(folder, pytestconfig.getoption("--image"), pytestconfig.stash[ROWS]) as running:
         pytestconfig.stash[UP_S].append(running.up_s)

@@ -1,4 +1,4 @@
-"""The service as docker-compose.yml brings it up, small: what the tests on containers share."""
+"""A small service from docker-compose.yml, shared by the container tests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from typing import Self
 import pytest
 
 from multiworld_serving.testing.chaos.campaign import Injection, inject, unavailable_reason
-from multiworld_serving.testing.chaos.container_faults import ALL_FAULTS
-from multiworld_serving.testing.chaos.containers import ComposeProject, ContainerError, docker
-from multiworld_serving.testing.chaos.fault_context import WAIT_S, FaultContext
+from multiworld_serving.testing.chaos.faults import ALL_FAULTS
+from multiworld_serving.testing.chaos.faults.context import WAIT_S, FaultContext
 from multiworld_serving.testing.chaos.observer import Observer
-from multiworld_serving.testing.chaos.report import leaderless
+from multiworld_serving.testing.chaos.report import interrupted
 from multiworld_serving.testing.chaos.schedule import FaultTargets
+from multiworld_serving.testing.chaos.system.containers import ComposeProject, ContainerError, docker
 from multiworld_serving.testing.load.clients import Load, ReferenceRequest, record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photos
-from tests.e2e.prometheus_server import PrometheusServer, free_port
+from tests.e2e.prometheus_server import PrometheusServer
+from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
@@ -31,11 +32,11 @@ SETTINGS = {
     "MULTIWORLD_MODEL": "resnet18",
     "MULTIWORLD_WEIGHTS": "random:0",
     "MULTIWORLD_IMAGE_SIZE": "64",
-    # A whole stage is away for as long as torch takes to be loaded, four times at once.
+    # A whole stage is away for as long as four processes need to import torch at once.
     "MULTIWORLD_RECOVERY_GRACE_S": "200",
     "MULTIWORLD_TIMEOUT_S": "210",
-    "WORKER_MEMORY": "768m",
-    # Nobody collects, and nothing is sampled: the programs start only if the image has what tracing needs.
+    "WORKER_MEMORY": "1280m",
+    # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.
     "MULTIWORLD_OTLP_ENDPOINT": "http://127.0.0.1:4318",
     "MULTIWORLD_TRACE_RATIO": "0",
 }
@@ -47,26 +48,26 @@ HEARTBEAT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one fault came to."""
+    """The result of one fault."""
 
     injection: Injection
     requests: int
     failed: int
     unled: int
-    """Requests that nobody answered while the leader was away."""
+    """Requests without an answer while the leader was down."""
 
 
 class Deployment:
     """`docker compose up -d --wait` while its `with` block lasts.
 
     Args:
-        folder: for what the project needs beside the repository's own files.
-        image: to run; None builds it.
-        rows: what the faults came to is added here.
+        folder: for the files that the project needs beside the repository's.
+        image: image to run; None builds it.
+        rows: the results of the faults are appended here.
 
     Attributes:
-        project: once it is up.
-        up_s: how long `docker compose up -d --wait` took.
+        project: set once it is up.
+        up_s: duration of `docker compose up -d --wait`.
     """
 
     project: ComposeProject
@@ -93,7 +94,7 @@ class Deployment:
 
     def __enter__(self) -> Self:
         if self._image is None:
-            self.compose("build", "--quiet", "leader")
+            self.compose("build", "--quiet", "frontend")
         try:
             began_s = time.monotonic()
             self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
@@ -111,7 +112,7 @@ class Deployment:
         self.down()
 
     def compose(self, *arguments: str) -> str:
-        """`docker compose ARGUMENTS` for this project: what it prints."""
+        """Run `docker compose ARGUMENTS` for this project and return its output."""
         files = [part for file in self._files for part in ("--file", str(file))]
         return docker(
             *("compose", "--project-name", self.name, "--project-directory", str(ROOT), *files, *arguments),
@@ -120,17 +121,17 @@ class Deployment:
         )
 
     def down(self) -> None:
-        """As a person does who wants to have nothing left of it."""
+        """Remove the project as a user would who wants nothing left of it."""
         self.compose("down", "--volumes", "--timeout", "20")
 
     def remains(self) -> list[str]:
-        """Containers, networks and volumes of this project that are there."""
+        """Existing containers, networks and volumes of this project."""
         label = f"label=com.docker.compose.project={self.name}"
         kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
         return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
 
     def hurt(self, name: str) -> Row:
-        """Make one fault under load, and wait until every place serves again. Nothing must be lost by it."""
+        """Inject one fault under load, and wait until every slot is ready again. No request may be lost."""
         fault = next(fault for fault in ALL_FAULTS if fault.name == name)
         requests = self.requests()
         with Observer(self.url) as observer:
@@ -145,10 +146,8 @@ class Deployment:
         return self.judged(made, load)
 
     def judged(self, made: Injection, load: Load) -> Row:
-        """What came of a fault, for the table."""
-        unled = [
-            sample for sample in load.failed if made.leader_affected and leaderless(sample, made.at_s, made.ended_s)
-        ]
+        """The result of a fault, for the table."""
+        unled = [sample for sample in load.failed if interrupted(sample, made.excused, made.at_s, made.ended_s)]
         failed = [sample for sample in load.failed if sample not in unled]
         self.rows.append(row := Row(made, len(load.samples), len(failed), len(unled)))
         assert not made.unexpected, made.unexpected
@@ -157,16 +156,20 @@ class Deployment:
         return row
 
     def await_complete(self) -> None:
-        """Wait until every place serves."""
+        """Wait until every slot is ready."""
         with Observer(self.url) as observer:
             observer.wait(lambda now: now.complete, WAIT_S, "complete")
 
     def worker_addresses(self) -> set[str]:
-        """On the network that they share with the leader."""
+        """The workers' addresses on the network shared with the leaders."""
         return {address for each in self.project.containers("worker") for address in each.addresses.values()}
 
+    def leader_addresses(self) -> list[str]:
+        """The leaders' addresses on all networks."""
+        return [address for each in self.project.leaders for address in each.addresses.values()]
+
     def requests(self) -> list[ReferenceRequest]:
-        """Images, and what the service says of them now."""
+        """Images, and the service's current answers for them."""
         return record_reference_answers(self.url, photos(4), CLIENT_TIMEOUT_S)
 
     @contextmanager
@@ -183,7 +186,7 @@ class Deployment:
 
 
 def await_samples(load: Load, more: int) -> None:
-    """Wait until so many further requests have come to an end."""
+    """Wait until this many further requests have ended."""
     wanted, deadline_s = len(load.samples) + more, time.monotonic() + WAIT_S
     while len(load.samples) < wanted:
         assert time.monotonic() < deadline_s, f"{len(load.samples)} of {wanted} requests have come to an end"
@@ -191,7 +194,7 @@ def await_samples(load: Load, more: int) -> None:
 
 
 def _faster_prometheus(folder: Path) -> Path:
-    """A Compose file in which Prometheus looks more often: a test waits for what it has seen."""
+    """A Compose file in which Prometheus scrapes more often, because tests wait for its data."""
     deployed = ROOT / "deploy" / "prometheus"
     text = (deployed / "prometheus.compose.yml").read_text()
     config = folder / "prometheus.compose.yml"
@@ -206,7 +209,7 @@ def _faster_prometheus(folder: Path) -> Path:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The figures of all faults that were made, as Markdown."""
+    """The results of all faults, as Markdown."""
     head = ["fault", "requests", "failed", "leader away", "double", "detect ms", "reroute ms", "recover s", "cause"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:

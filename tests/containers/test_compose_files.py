@@ -1,4 +1,4 @@
-"""What the Compose files say, as `docker compose config` understands them: no engine is needed."""
+"""The Compose files as `docker compose config` interprets them; no engine is needed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 from multiworld_serving.common.config.settings import Settings, declaration, fields_of
 from multiworld_serving.common.config.sources import variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
-from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.testing.chaos.containers import docker
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
+from multiworld_serving.testing.chaos.system.containers import docker
 from multiworld_serving.workers.settings import WorkerSettings
 
 pytestmark = pytest.mark.usefixtures("compose_command")
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ("frontend", "leader-a", "leader-b", "worker")
 PROFILES = ("--profile", "alertmanager", "--profile", "grafana")
 FIXED = {
     "host",
@@ -27,19 +28,18 @@ FIXED = {
     "join_port",
     "metrics_host",
     "metrics_port",
-    "external_workers",
     "token",
     "token_file",
     "name",
 }
-"""Settings that the file decides, as its networks and ports depend on them, or each container by itself."""
-OF_LOCAL_WORKERS = {"device", "worker_threads"}
+"""Settings that the Compose file sets, because its networks and ports depend on them, or that differ per container."""
+OF_ONE_LEADER = {"leader_name", "advertise_host"}
 
 
 def config(
     *files: Path, environment: dict[str, str] | None = None, options: tuple[str, ...] = PROFILES
 ) -> dict[str, Any]:
-    """What Compose makes of these files, docker-compose.yml if none are given."""
+    """The merged configuration of these files; docker-compose.yml by default."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "COMPOSE_"))}
     given = [part for file in files or (ROOT / "docker-compose.yml",) for part in ("--file", str(file))]
     command = ("compose", "--project-directory", str(ROOT), "--env-file", os.devnull, *given, *options)
@@ -48,17 +48,17 @@ def config(
     return found
 
 
-def test_what_starts_by_default_needs_no_image_but_pythons_and_prometheus() -> None:
+def test_default_services_need_only_the_python_and_prometheus_images() -> None:
     services = config(options=())["services"]
-    assert services.keys() == {"token", "leader", "worker", "prometheus"}
+    assert services.keys() == {"token", "leader-a", "leader-b", "frontend", "worker", "prometheus"}
     images = {service["image"] for service in services.values()}
     assert images == {"multiworld-serving", "prom/prometheus:v2.53.3"}
     assert services["worker"]["deploy"]["replicas"] == 4
 
 
-def test_every_service_is_held_tightly_and_comes_back() -> None:
+def test_every_service_is_restricted_and_restarted() -> None:
     services = config()["services"]
-    assert services.keys() == {"token", "leader", "worker", "prometheus", "alertmanager", "grafana"}
+    assert services.keys() == {*PROGRAMS, "token", "prometheus", "alertmanager", "grafana"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -68,7 +68,7 @@ def test_every_service_is_held_tightly_and_comes_back() -> None:
         assert "healthcheck" in service, name
 
 
-def test_joining_and_worlds_are_on_a_network_of_their_own_that_leads_nowhere() -> None:
+def test_join_ports_and_worlds_use_an_internal_network() -> None:
     found = config()
     assert found["networks"]["worlds"]["internal"] is True
     services = found["services"]
@@ -76,41 +76,66 @@ def test_joining_and_worlds_are_on_a_network_of_their_own_that_leads_nowhere() -
     published = {name: [port["target"] for port in service.get("ports", ())] for name, service in services.items()}
     assert published == {
         "token": [],
-        "leader": [8000],
+        "frontend": [8000],
+        "leader-a": [],
+        "leader-b": [],
         "worker": [],
         "prometheus": [9090],
         "alertmanager": [9093],
         "grafana": [3000],
     }
     everywhere = [port["host_ip"] for service in services.values() for port in service.get("ports", ())]
-    assert set(everywhere) == {"127.0.0.1"}, "nobody else's before it is asked for"
+    assert set(everywhere) == {"127.0.0.1"}, "no other address without an explicit setting"
 
 
-def test_token_stands_in_a_file_and_in_no_environment() -> None:
+def test_token_is_in_a_file_and_not_in_the_environment() -> None:
     services = config(environment={"MULTIWORLD_TOKEN": "open-sesame"})["services"]
     assert "open-sesame" not in json.dumps(services)
-    for name in ("leader", "worker"):
+    for name in PROGRAMS:
         assert services[name]["environment"]["MULTIWORLD_TOKEN_FILE"] == "/run/multiworld/token"
         (volume,) = (each for each in services[name]["volumes"] if each["target"] == "/run/multiworld")
         assert volume["read_only"] is True
-    mine = config(environment={"TOKEN_FOLDER": "./secrets"})["services"]["leader"]["volumes"]
+    mine = config(environment={"TOKEN_FOLDER": "./secrets"})["services"]["leader-a"]["volumes"]
     assert any(volume["type"] == "bind" and volume["source"].endswith("/secrets") for volume in mine)
 
 
 @pytest.mark.parametrize(
     ("service", "program", "others"),
-    [("leader", ServeSettings, OF_LOCAL_WORKERS), ("worker", WorkerSettings, set[str]())],
+    [
+        ("leader-a", LeaderSettings, OF_ONE_LEADER),
+        ("leader-b", LeaderSettings, OF_ONE_LEADER),
+        ("frontend", FrontendSettings, set[str]()),
+        ("worker", WorkerSettings, set[str]()),
+    ],
 )
-def test_every_setting_is_passed_on_when_it_is_given(service: str, program: type[Settings], others: set[str]) -> None:
+def test_every_given_setting_is_passed_on(service: str, program: type[Settings], others: set[str]) -> None:
     names = [name for name, field in fields_of(program).items() if not declaration(field)["hidden"]]
     wanted = {variable(name) for name in names if name not in FIXED | others}
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]
     assert {name: environment.get(name) for name in wanted} == given
+    known = {variable(name) for name in fields_of(program)}
+    assert environment.keys() <= known, "no setting that the program does not have"
+
+
+def test_frontend_and_workers_connect_to_all_leaders_which_prometheus_scrapes() -> None:
+    services = config()["services"]
+    leaders = sorted(name for name in services if name.startswith("leader-"))
+    for name in leaders:
+        assert services[name]["command"][:3] == ["leader", "--leader-name", name]
+    scraped = (ROOT / "deploy" / "prometheus" / "prometheus.compose.yml").read_text()
+    assert "targets: [" + ", ".join(f'"{name}:8002"' for name in leaders) + "]" in scraped
+    for name in ("frontend", "worker"):
+        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(f"{leader}:8001" for leader in leaders)
+
+
+def test_several_frontends_share_a_range_of_published_ports() -> None:
+    (port,) = config(environment={"API_PORT": "8000-8001"})["services"]["frontend"]["ports"]
+    assert (port["published"], port["target"]) == ("8000-8001", 8000)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_gpu_overlay_has_one_worker_on_each_gpu(gpus: int, tmp_path: Path) -> None:
+def test_gpu_overlay_has_one_worker_per_gpu(gpus: int, tmp_path: Path) -> None:
     file = tmp_path / "gpu.yml"
     file.write_text(overlay(gpus))
     chosen = {f"GPU_{gpu}": f"GPU-{gpu}-of-mine" for gpu in range(gpus)}
@@ -127,15 +152,16 @@ def test_gpu_overlay_has_one_worker_on_each_gpu(gpus: int, tmp_path: Path) -> No
         assert worker["networks"]["worlds"]["aliases"] == ["worker"]
         assert worker["read_only"] is True
     assert services["worker"]["deploy"]["replicas"] == 0
-    leader = services["leader"]["environment"]
-    assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
+    for name in ("leader-a", "leader-b"):
+        leader = services[name]["environment"]
+        assert int(leader["MULTIWORLD_STAGES"]) * int(leader["MULTIWORLD_REPLICAS"]) == gpus
 
 
-def test_gpu_overlay_of_the_repository_is_what_is_made_for_four() -> None:
+def test_gpu_overlay_of_the_repository_is_generated_for_four() -> None:
     assert (ROOT / "docker-compose.gpu.yml").read_text() == overlay(4)
 
 
-def test_gpu_overlay_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_overlay_generator_prints_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert [main(arguments) for arguments in ([], ["0"], ["many"], ["65"])] == [2, 2, 2, 2]
     assert main(["2"]) == 0
     assert capsys.readouterr().out == overlay(2)

@@ -1,12 +1,10 @@
-"""A real Prometheus that scrapes one leader by the configuration that is deployed, faster."""
+"""A Prometheus server that scrapes one leader with the deployed configuration at shorter intervals."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,33 +13,33 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
+
+from tests.programs import free_port, process, program
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
 
 
 @dataclass(frozen=True)
 class PrometheusServer:
-    """
-    Attributes:
-        url: where its API is.
+    """Attributes:
+    url: the base URL of its API.
     """
 
     url: str
 
     def query_range(self, expr: str, start_s: float, end_s: float, step_s: float = 1.0) -> list[dict[str, Any]]:
-        """All series of an expression over that time. Raises AssertionError when Prometheus does not understand it."""
+        """All series of an expression in this time range. Raises AssertionError if Prometheus rejects it."""
         found = self._ask("query_range", query=expr, start=start_s, end=end_s, step=step_s)
         series: list[dict[str, Any]] = found["result"]
         return series
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """All series of an expression now."""
+        """All current series of an expression."""
         series: list[dict[str, Any]] = self._ask("query", query=expr)["result"]
         return series
 
     def alerts(self) -> dict[str, str]:
-        """The state of each alert that is not inactive: "pending" or "firing"."""
+        """The state of each active alert: "pending" or "firing"."""
         return {alert["labels"]["alertname"]: alert["state"] for alert in self._ask("alerts")["alerts"]}
 
     def wait_for(self, expr: str, timeout_s: float = 60.0) -> None:
@@ -63,14 +61,6 @@ class PrometheusServer:
         return data
 
 
-def program(name: str) -> str:
-    """Path of Prometheus or Alertmanager; skips the test where it is missing."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
-    return path
-
-
 @contextlib.contextmanager
 def running_prometheus(
     folder: Path,
@@ -87,8 +77,8 @@ def running_prometheus(
         folder: for its configuration and data.
         worker_url: metrics of a worker; none by default.
         alertmanager: HOST:PORT; none by default.
-        alert_for: how long every alert's condition must hold, in place of what the rules say.
-        windows: for each range that the rules look back over, such as "10m", a shorter one; the thresholds stay.
+        alert_for: replaces the `for` duration of every alert.
+        windows: replaces ranges of the rules, such as "10m", by shorter ones; the thresholds stay.
     """
     binary = program("prometheus")
     shutil.copytree(DEPLOYED / "rules", folder / "rules")
@@ -116,29 +106,6 @@ def running_prometheus(
     ):
         wait_until_answers(f"http://{address}/-/ready")
         yield PrometheusServer(f"http://{address}")
-
-
-@contextlib.contextmanager
-def process(*command: str, log: Any) -> Iterator[None]:
-    """A process while the block lasts."""
-    running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield
-    finally:
-        running.terminate()
-        try:
-            running.wait(20)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
-
-
-def free_port() -> int:
-    """One that nobody listens on now: neither program can tell which it has taken when asked for any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until_answers(url: str, timeout_s: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""A real service with keys, TLS, and certificates of clients at the admin port: who gets in, who does not, and renewal."""
+"""A service with API keys, TLS and client certificates at the admin port: access, refusals and renewal."""
 
 import json
 import os
@@ -30,7 +30,7 @@ RENEWED = "reloaded keys, tokens and certificates"
 
 @dataclass(frozen=True)
 class Guarded:
-    """The service, and the files that it and its clients were given."""
+    """The service, and the credential files of it and its clients."""
 
     service: LocalService
     authority: Authority
@@ -45,7 +45,7 @@ class Guarded:
         return self.service.metrics_url.removesuffix("/metrics")
 
     def renew(self) -> str:
-        """Send SIGHUP; what the log says of it."""
+        """Send SIGHUP and return the resulting log line."""
         before = len(self.service.lines)
         os.kill(self.service.pid, signal.SIGHUP)
         line = self.service.wait_for(lambda line: "tokens and certificates" in line.message, 60.0, after=before)
@@ -87,7 +87,7 @@ def test_health_and_readiness_need_no_key(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "wrong", KEYS["alice"] + "x", hash_key(KEYS["alice"])])
-def test_everything_else_is_401_without_a_key_that_is_known(guarded: Guarded, key: str) -> None:
+def test_other_routes_return_401_without_a_known_key(guarded: Guarded, key: str) -> None:
     image = {"content": photo(), "headers": {"content-type": "image/jpeg"}}
     with guarded.client(key) as client:
         asked = client.post(f"{guarded.service.url}/predict", **image)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_everything_else_is_401_without_a_key_that_is_known(guarded: Guarded, ke
     assert asked.headers["www-authenticate"].startswith("Bearer")
 
 
-def test_a_key_for_inference_asks_and_watches_but_administrates_nothing(guarded: Guarded) -> None:
+def test_inference_key_allows_inference_and_status_but_no_admin_verbs(guarded: Guarded) -> None:
     with guarded.client(KEYS["alice"], certificate=True) as client:
         answer = client.post(f"{guarded.service.url}/predict", content=photo(), headers={"content-type": "image/jpeg"})
         assert answer.status_code == 200, answer.text
@@ -117,14 +117,14 @@ def test_a_key_for_inference_asks_and_watches_but_administrates_nothing(guarded:
     assert loading.status_code == 403
 
 
-def test_an_administrators_key_watches_but_asks_nothing(guarded: Guarded) -> None:
+def test_admin_key_allows_status_but_no_inference(guarded: Guarded) -> None:
     with guarded.client(KEYS["ops"]) as client:
         assert client.get(f"{guarded.service.url}/status").status_code == 200
         refused = client.post(f"{guarded.service.url}/predict", content=photo(), headers={"content-type": "image/jpeg"})
     assert (refused.status_code, refused.json()["reason"]) == (403, "forbidden")
 
 
-def test_a_browser_watches_with_the_key_as_its_password(guarded: Guarded) -> None:
+def test_browser_can_send_the_key_as_a_password(guarded: Guarded) -> None:
     with guarded.client() as client:
         asked = client.get(guarded.service.url, headers={"accept": "text/html"})
         assert any(value.startswith("Basic") for value in asked.headers.get_list("www-authenticate"))
@@ -136,7 +136,7 @@ def test_a_browser_watches_with_the_key_as_its_password(guarded: Guarded) -> Non
         assert client.post(f"{guarded.service.url}/predict", **image).status_code == 200  # type: ignore[arg-type]
 
 
-def test_plain_http_and_old_tls_are_turned_away(guarded: Guarded) -> None:
+def test_plain_http_and_old_tls_are_refused(guarded: Guarded) -> None:
     with pytest.raises(httpx.HTTPError), httpx.Client(timeout=60.0) as client:
         client.get(guarded.service.url.replace("https", "http") + "/healthz")
     port = guarded.service.url.rpartition(":")[2]
@@ -150,7 +150,7 @@ def test_plain_http_and_old_tls_are_turned_away(guarded: Guarded) -> None:
     assert (shaken["-tls1_1"] != 0, shaken["-tls1_2"], shaken["-tls1_3"]) == (True, 0, 0)
 
 
-def test_a_handshake_that_does_not_end_is_ended(guarded: Guarded) -> None:
+def test_unfinished_tls_handshake_is_closed(guarded: Guarded) -> None:
     port = int(guarded.service.url.rpartition(":")[2])
     with (
         socket.create_connection(("127.0.0.1", port)) as silent,
@@ -164,7 +164,7 @@ def test_a_handshake_that_does_not_end_is_ended(guarded: Guarded) -> None:
         assert client.get(f"{guarded.service.url}/healthz").status_code == 200
 
 
-def test_operators_port_wants_a_certificate_of_the_authority(guarded: Guarded) -> None:
+def test_admin_port_requires_a_client_certificate_of_the_authority(guarded: Guarded) -> None:
     with guarded.client(certificate=True) as client:
         assert "multiworld_requests_total" in client.get(guarded.service.metrics_url).text
     with guarded.client() as client, pytest.raises(httpx.HTTPError):
@@ -175,7 +175,7 @@ def test_operators_port_wants_a_certificate_of_the_authority(guarded: Guarded) -
         client.get(guarded.service.metrics_url)
 
 
-def test_verbs_get_in_with_key_and_authority(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_verbs_connect_with_key_and_authority(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
     folder, url = guarded.folder, guarded.service.url
     ways = ["--api-key-file", f"{folder}/alice.key", "--ca-file", str(guarded.authority.file)]
     assert main(["status", "--url", url, "--json", *ways]) == 0
@@ -200,7 +200,7 @@ def test_verbs_get_in_with_key_and_authority(guarded: Guarded, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("missing", "says"), [("--api-key-file", "--api-key-file"), ("--ca-file", "give its CA with --ca-file")]
 )
-def test_verbs_say_what_is_missing(
+def test_cli_verbs_name_the_missing_credential(
     guarded: Guarded, capsys: pytest.CaptureFixture[str], missing: str, says: str
 ) -> None:
     ways = {"--api-key-file": f"{guarded.folder}/alice.key", "--ca-file": str(guarded.authority.file)}
@@ -211,7 +211,7 @@ def test_verbs_say_what_is_missing(
     assert says in error
 
 
-def test_keys_and_certificates_are_renewed_by_sighup_and_bad_ones_change_nothing(guarded: Guarded) -> None:
+def test_sighup_renews_keys_and_certificates_and_ignores_invalid_files(guarded: Guarded) -> None:
     service, folder, keys = guarded.service, guarded.folder, guarded.folder / "api.keys"
     before = keys.read_text()
     with guarded.client(KEYS["alice"]) as kept:
@@ -221,7 +221,7 @@ def test_keys_and_certificates_are_renewed_by_sighup_and_bad_ones_change_nothing
         guarded.authority.sign("server")
         assert guarded.renew().startswith(RENEWED)
         assert _serial(service.url, guarded.authority.file) != old
-        assert kept.get(f"{service.url}/status").status_code == 200  # on the connection that was there before
+        assert kept.get(f"{service.url}/status").status_code == 200  # on the connection that was open before
     with guarded.client("key-of-bob") as bob:
         assert bob.get(f"{service.url}/status").status_code == 200
         keys.write_text("bob:no hash\n")
@@ -236,7 +236,7 @@ def test_keys_and_certificates_are_renewed_by_sighup_and_bad_ones_change_nothing
 
 
 def _serial(url: str, authority: Path) -> str:
-    """Of the certificate that new connections are shown."""
+    """The serial number of the certificate that new connections receive."""
     port = int(url.rpartition(":")[2])
     pem = ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(authority))
     told = subprocess.run(
@@ -245,6 +245,6 @@ def _serial(url: str, authority: Path) -> str:
     return told.stdout
 
 
-def test_no_key_is_ever_logged(guarded: Guarded) -> None:
+def test_keys_are_never_logged(guarded: Guarded) -> None:
     text = "\n".join(json.dumps(replace(line).fields) for line in guarded.service.lines)
     assert not [name for name, key in KEYS.items() if key in text or hash_key(key) in text]

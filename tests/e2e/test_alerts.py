@@ -1,4 +1,4 @@
-"""Alerts of a real run: they fire, go through a real Alertmanager to a webhook, and are taken back when the fault is healed."""
+"""Alerts of a running service: they fire, reach a webhook through Alertmanager, and are resolved when the fault is healed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,8 @@ from multiworld_serving.testing.load import clients as load
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
-from tests.e2e.prometheus_server import (
-    PrometheusServer,
-    free_port,
-    process,
-    program,
-    running_prometheus,
-    wait_until_answers,
-)
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus, wait_until_answers
+from tests.programs import free_port, process, program
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,14 +29,14 @@ DEPLOYED = Path(__file__).parents[2] / "deploy" / "alertmanager" / "alertmanager
 
 
 class Webhook:
-    """What a pager and a ticket system were told: (path, alert, status), in order."""
+    """The notifications sent to a pager and a ticket system: (path, alert, status), in order."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str, str]] = []
         self.news = threading.Condition()
 
     def has(self, path: str, alert: str, status: str) -> bool:
-        """Whether it was told by now."""
+        """Whether this notification has arrived."""
         with self.news:
             return (path, alert, status) in self.told
 
@@ -55,7 +49,7 @@ class Webhook:
 
 @contextmanager
 def webhook() -> Iterator[tuple[Webhook, int]]:
-    """One while the block lasts, and its port."""
+    """A webhook server while the block lasts, and its port."""
     heard = Webhook()
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,7 +77,7 @@ def webhook() -> Iterator[tuple[Webhook, int]]:
 
 @contextmanager
 def alertmanager(folder: Path, webhook_port: int) -> Iterator[str]:
-    """A real one by the configuration that is deployed, which waits a second and not a minute. Gives HOST:PORT."""
+    """Alertmanager with the deployed configuration and a group wait of one second. Gives HOST:PORT."""
     binary = program("prometheus-alertmanager")
     config = DEPLOYED.read_text().replace("127.0.0.1:9095", f"127.0.0.1:{webhook_port}")
     folder.mkdir()
@@ -121,7 +115,7 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
         ) as service:
             heard.wait_for("/page", "LeaderDown", "resolved")
             prometheus.wait_for("multiworld_redundancy == 1")
-            # Frozen and not killed: the supervisor replaces a killed one at once, and the alert is to be seen.
+            # Frozen, not killed: the supervisor would replace a killed worker before the alert could fire.
             first, second = service.worker_pids().values()
             os.kill(first, signal.SIGSTOP)
             heard.wait_for("/ticket", "RedundancyLost", "firing")
@@ -138,12 +132,12 @@ WINDOWS = {
     "1m": "5s",  # QueueSaturated
     "5m": "5s",
     "1h": "15s",
-    "30m": "45s",  # the slow burn is to be seen after the fast one is over, which hides it
+    "30m": "45s",  # the slow burn must be visible after the fast one, which suppresses it, has ended
     "6h": "60s",
-    "10m": "90s",  # five failures must fit in
+    "10m": "90s",  # long enough for five failures
     "15m": "20s",  # HighDetectionTime
 }
-"""How far the rules look back here. Their thresholds are those that are deployed."""
+"""Shortened ranges of the rules. The thresholds are the deployed ones."""
 
 
 @contextmanager
@@ -160,14 +154,14 @@ def stopped(service: LocalService) -> Iterator[None]:
 
 
 def wait_until_gone(service: LocalService, worker: str) -> None:
-    """Until the leader knows."""
+    """Wait until the leader has detected it."""
     deadline_s = time.monotonic() + 60
     while service.worker_at(0, 0) == worker and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 
 def flap(service: LocalService, heard: Webhook) -> None:
-    """Kill whoever is in one place, as often as it takes, but not for ever."""
+    """Kill the worker of one slot repeatedly, up to a limit."""
     for _ in range(10):
         service.wait_until_complete(60.0)
         worker = service.worker_at(0, 0)
@@ -180,9 +174,9 @@ def flap(service: LocalService, heard: Webhook) -> None:
 
 
 def stutter(service: LocalService, heard: Webhook, prometheus: PrometheusServer) -> None:
-    """Freeze all workers for less than is a failure, again and again: answers are late, and the queue is full."""
+    """Freeze all workers repeatedly for less than the failure timeouts: answers are late, and the queue is full."""
     wanted = (("/ticket", "QueueSaturated", "firing"), ("/page", "LatencyBudgetBurnFast", "firing"))
-    # So many are late that the slow burn goes on when the fast one is over: good answers soon halve the ratio.
+    # Enough late answers that the slow burn outlasts the fast one: good answers soon halve the ratio.
     enough = "multiworld:requests_slow:ratio_rate30m > 0.2 and multiworld:requests_slow:ratio_rate6h > 0.2"
     deadline_s = time.monotonic() + 90
     while not (all(heard.has(*each) for each in wanted) and prometheus.query(enough)):
@@ -192,15 +186,15 @@ def stutter(service: LocalService, heard: Webhook, prometheus: PrometheusServer)
         time.sleep(0.5)
 
 
-def test_alerts_on_burning_budgets_full_queues_slow_detection_and_flapping_fire_and_are_resolved(
+def test_burn_rate_queue_detection_and_flapping_alerts_fire_and_resolve(
     tmp_path: Path,
 ) -> None:
     prometheus_folder = tmp_path / "prometheus"
     prometheus_folder.mkdir()
     settings: dict[str, Any] = {
         "heartbeat_timeout_s": 4,  # slow detection
-        "recovery_grace_s": 0,  # errors at once when nobody is there
-        "breaker_max_s": 0,  # nobody who flaps is kept away
+        "recovery_grace_s": 0,  # errors at once while no worker is ready
+        "breaker_max_s": 0,  # flapping workers are not quarantined
         **{"queue_limit": 4, "max_batch_size": 1, "window": 1},
     }
     with (

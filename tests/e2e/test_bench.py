@@ -1,4 +1,4 @@
-"""`multiworld bench` against a real service: closed and open loop, images and tensors, errors."""
+"""`multiworld bench` against a running service: closed and open loop, images and tensors, errors."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def bench(service: LocalService, capsys: pytest.CaptureFixture[str], *arguments:
     return found
 
 
-def test_bench_reports_latency_of_closed_loop_with_images(
+def test_closed_loop_with_images_reports_latency(
     service: LocalService, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "photo.jpg").write_bytes(photo())
@@ -37,15 +37,13 @@ def test_bench_reports_latency_of_closed_loop_with_images(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_reports_throughput_of_open_loop_with_tensors(
-    service: LocalService, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_open_loop_with_tensors_reports_throughput(service: LocalService, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(service, capsys, "--rate", "20", "--tensors", "--images-per-request", "4")
     assert (found["load"], found["failed"], found["images_per_request"]) == ("20 requests/s", 0, 4)
     assert found["images_per_s"] == pytest.approx(4 * float(str(found["answered_per_s"])))
 
 
-def test_bench_shows_live_display_only_on_a_terminal(service: LocalService) -> None:
+def test_live_display_is_shown_only_on_a_terminal(service: LocalService) -> None:
     command = [
         sys.executable,
         "-m",
@@ -95,7 +93,7 @@ def _read(terminal: int) -> bytes:
         (["--tensors", "--images-per-request", "100000"], "at the most"),
     ],
 )
-def test_bench_prints_one_line_when_usage_is_wrong(
+def test_wrong_usage_prints_one_line(
     service: LocalService, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["bench", "--url", service.url, *arguments]) == 2

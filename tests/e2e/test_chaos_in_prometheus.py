@@ -1,4 +1,4 @@
-"""What `multiworld chaos` says that it did is what Prometheus has counted: the same faults, by stage, replica and cause."""
+"""Prometheus counts the faults that `multiworld chaos` reports, by stage, replica and cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.prometheus_server import PrometheusServer, free_port, program, running_prometheus
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
+from tests.programs import free_port, program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,10 +21,10 @@ ROUNDS = 2
 
 
 def run_chaos(folder: Path, metrics_port: int) -> dict[str, Any]:
-    """Kill and freeze workers of a service of its own; gives what it found, as JSON."""
+    """Kill and freeze workers of a separate service; returns the report as JSON."""
     file = folder / "chaos.json"
     options = ["--faults", "kill,freeze", "--rounds", str(ROUNDS), "--clients", "4", "--json", str(file)]
-    # Longer than several scrapes: the last fault is to be seen before the service ends.
+    # Longer than several scrape intervals: the last fault must be scraped before the service ends.
     options += ["--settle", "5s", "--set", "image_size=32", "--set", f"metrics_port={metrics_port}"]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
@@ -40,14 +41,14 @@ def run_chaos(folder: Path, metrics_port: int) -> dict[str, Any]:
 
 
 def counted(prometheus: PrometheusServer, name: str, *labels: str) -> Counter[tuple[str, ...]]:
-    """How high a counter came, by labels; series that stayed at 0 are left out."""
+    """The increase of a counter by labels, without series that stayed at 0."""
     tally: Counter[tuple[str, ...]] = Counter()
     for series in prometheus.query(f"max_over_time({name}[1h]) > 0"):
         tally[tuple(series["metric"][label] for label in labels)] += round(float(series["value"][1]))
     return tally
 
 
-def test_prometheus_counts_the_faults_that_chaos_says_it_made(tmp_path: Path) -> None:
+def test_prometheus_counts_the_faults_of_the_chaos_report(tmp_path: Path) -> None:
     program("prometheus")
     port = free_port()
     folder = tmp_path / "prometheus"
@@ -59,7 +60,7 @@ def test_prometheus_counts_the_faults_that_chaos_says_it_made(tmp_path: Path) ->
             (victim,), (cause,) = injection["targets"], injection["causes"]
             stage, replica = victim.removeprefix("s").split(".r")
             made[stage, replica, cause] += 1
-        assert made.total() == 2 * ROUNDS, "the faults did fire"
+        assert made.total() == 2 * ROUNDS, "the faults fired"
         assert {cause for _, _, cause in made} == {"exit", "hang"}
 
         assert counted(prometheus, "multiworld_world_failures_total", "stage", "replica", "cause") == made

@@ -1,4 +1,4 @@
-"""What a person gets who asks for something that cannot be: exit status 2, and one line that says what to do."""
+"""Invalid command lines: exit status 2, and one line that says what to do."""
 
 import logging
 import os
@@ -30,56 +30,56 @@ def _logging_restored() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that these arguments get."""
+def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The error line for these arguments."""
     assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
     assert len(lines) == 1
     return lines[0]
 
 
-def test_serve_is_refused_when_the_weights_file_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.pth" in refusal(capsys, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
+def test_serve_is_refused_when_the_weights_file_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.pth" in rejection(capfd, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
 
 
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model = load_model("resnet18", "random:0")
     safetensors.torch.save_file(dict(model.module.state_dict()), tmp_path / "w.safetensors")
-    line = refusal(capsys, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
+    line = rejection(capfd, "serve", "--model", "resnet50", "--weights", str(tmp_path / "w.safetensors"), *FREE_PORTS)
     assert "resnet18" in line
     assert "resnet50" in line
 
 
-def test_serve_is_refused_when_there_are_more_stages_than_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
+def test_serve_is_refused_when_there_are_more_stages_than_blocks(capfd: pytest.CaptureFixture[str]) -> None:
+    line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", "--stages", "11", *FREE_PORTS)
     assert "10" in line
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])
-def test_serve_is_refused_when_a_port_is_busy(capsys: pytest.CaptureFixture[str], option: str) -> None:
+def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str], option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         arguments = [*FREE_PORTS]
         arguments[arguments.index(option) + 1] = port
-        line = refusal(capsys, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
+        line = rejection(capfd, "serve", "--model", "resnet18", "--weights", "random:0", *arguments)
     assert port in line
     assert option in line
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker"])
-def test_device_that_is_not_there_is_refused(
-    capsys: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
+def test_missing_device_is_refused(
+    capfd: pytest.CaptureFixture[str], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "t")
     arguments = {
         "serve": ["--model", "resnet18", "--weights", "random:0", *FREE_PORTS],
         "worker": ["--leader", "127.0.0.1:1"],
     }[verb]
-    assert "cuda:99" in refusal(capsys, verb, "--device", "cuda:99", *arguments)
+    assert "cuda:99" in rejection(capfd, verb, "--device", "cuda:99", *arguments)
 
 
 def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> None:
@@ -97,7 +97,7 @@ def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> N
     assert "token" in lines[0]
 
 
-def test_service_is_gone_soon_and_answers_first_when_interrupted() -> None:
+def test_interrupted_service_answers_pending_requests_and_exits_soon() -> None:
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as running:
         pids = list(running.worker_pids().values())
         assert running.stop(signal.SIGINT) == 0

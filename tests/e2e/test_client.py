@@ -1,9 +1,8 @@
-"""The Python client against a real service, with every kind of input."""
+"""The Python client against a running service, with every kind of input."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from PIL import Image
 from torch import Tensor
 
 from examples.digits.train import IMAGE_SIZE, LABELS
@@ -28,6 +26,7 @@ from multiworld_client import (
 )
 from multiworld_serving.models import Reference, load_model
 from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import pil_image, png
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -59,16 +58,6 @@ def client(service: LocalService) -> Iterator[Client]:
 async def aio_client(service: LocalService) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(service.url, timeout_s=60.0) as running:
         yield running
-
-
-def pil_image(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).numpy())
-
-
-def png(image: Tensor) -> bytes:
-    file = io.BytesIO()
-    pil_image(image).save(file, "PNG")
-    return file.getvalue()
 
 
 def assert_right(prediction: Prediction, row: Tensor) -> None:
@@ -198,7 +187,7 @@ async def test_unreachable_error_is_raised_when_nothing_listens() -> None:
             await aio_client.predict(b"\xff\xd8\xff")
 
 
-def test_client_imports_neither_heavy_libraries_nor_the_service() -> None:
+def test_client_imports_no_heavy_libraries_and_nothing_of_the_service() -> None:
     unwanted = {"torch", "numpy", "PIL", "multiworld", "multiworld_serving"}
     program = f"import multiworld_client, sys; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""A service whose stages are compiled: it serves before they are, answers the same, and a worker that comes back has the code at once."""
+"""A service with compiled stages serves before compilation ends, gives the same answers, and reuses the code for a restarted worker."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def top(service: LocalService) -> dict[str, float]:
     return {each["label"]: each["probability"] for each in answer["predictions"]}
 
 
-def test_code_is_compiled_beside_serving_and_kept_for_who_comes_back(
+def test_service_compiles_while_serving_and_reuses_the_code_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -37,7 +37,7 @@ def test_code_is_compiled_beside_serving_and_kept_for_who_comes_back(
     ) as service:
         first = service.wait_for(lambda line: "execution_mode=" in line.message, 60)
         assert "compiled" not in first.message
-        before = top(service)  # it serves already
+        before = top(service)  # already serving
         service.wait_for(lambda line: "execution_mode=compiled/float32" in line.message, 400)
         assert top(service) == pytest.approx(before, rel=1e-3)
         seen = len(service.lines)

@@ -1,4 +1,4 @@
-"""Every query of every panel, annotation and rule shows data: a real Prometheus watched a real service lose workers."""
+"""Every query of a panel, annotation or rule returns data from a Prometheus that monitored a service while workers failed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tests import dashboard_queries as written
 from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
-from tests.e2e.prometheus_server import PrometheusServer, program, running_prometheus
+from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
+from tests.programs import program
 from tests.worker_process import metered_service
 
 pytestmark = pytest.mark.timeout(400)
 
 MOST = {"percentunit": 1.1, "s": 60.0, "reqps": 1e5, "ops": 1e5, "Bps": 1e11, "bytes": 1e12, "none": 1e7}
-"""Beyond this a number of that unit cannot be; least is 0, but for redundancy."""
+"""Maximum plausible value per unit; the minimum is 0, except for redundancy."""
 
 
 QUESTIONS = (ReferenceRequest(photo()),)
@@ -32,20 +33,20 @@ QUESTIONS = (ReferenceRequest(photo()),)
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that is over, in Prometheus."""
+    """A finished run, recorded in Prometheus."""
 
     prometheus: PrometheusServer
     start_s: float
     end_s: float
 
     def range(self, expr: str) -> list[dict[str, object]]:
-        # A second more than the run: the last of the points, a second apart, is to see the last scrape.
+        # One second after the run: the last of the points, one second apart, must include the last scrape.
         return self.prometheus.query_range(expr, self.start_s, self.end_s + 1.0)
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """One worker was killed and one frozen under load, and both came back. Another, of a service of its own, has a metrics port."""
+    """One worker was killed and one frozen under load, and both were replaced. A worker of a second service has a metrics port."""
     program("prometheus")
     with (
         LocalService(
@@ -55,11 +56,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             replicas=2,
             image_size=32,
             frontends=2,
-            heartbeat_timeout_s=3,  # on a busy machine nobody else is to be taken for frozen
+            heartbeat_timeout_s=3,  # on a busy machine no other worker may be taken for frozen
         ) as service,
-        metered_service(tmp_path_factory.mktemp("worker")) as (other, worker),
+        metered_service(tmp_path_factory.mktemp("worker")) as (other, worker_url),
         running_prometheus(
-            tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker.metrics_url
+            tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker_url
         ) as prometheus,
     ):
         prometheus.wait_for("multiworld_redundancy == 1")
@@ -81,11 +82,11 @@ def values(series: list[dict[str, object]]) -> list[float]:
 
 
 @pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
-def test_every_query_of_a_dashboard_shows_plausible_data(watched: Watched, file: Path) -> None:
+def test_every_dashboard_query_returns_plausible_data(watched: Watched, file: Path) -> None:
     problems = []
     for query in dashboard_queries(file):
         if "multiworld_gpu_" in query.expr:
-            continue  # there is none here
+            continue  # this service has none
         found = values(watched.range(query.filled_in("30s", "1m")))
         if not found:
             problems.append(f"{query.where} is empty: {query.expr}")
@@ -97,29 +98,29 @@ def test_every_query_of_a_dashboard_shows_plausible_data(watched: Watched, file:
 
 
 @pytest.mark.parametrize("name", sorted(recorded_names()))
-def test_every_recording_rule_has_made_a_series(watched: Watched, name: str) -> None:
+def test_every_recording_rule_has_a_series(watched: Watched, name: str) -> None:
     found = values(watched.range(name))
     assert found
     assert all(value >= 0 for value in found if not math.isnan(value))
     assert any(math.isfinite(value) for value in found)
 
 
-def test_every_selector_of_every_rule_finds_series(watched: Watched) -> None:
+def test_every_selector_of_a_rule_matches_series(watched: Watched) -> None:
     empty = [each for each in sorted(set(selectors(rules_text()))) if not watched.range(each)]
     assert not empty
 
 
-def test_faults_are_found_with_stage_replica_and_cause(watched: Watched) -> None:
+def test_faults_have_stage_replica_and_cause(watched: Watched) -> None:
     found = watched.prometheus.query("multiworld_world_failures_total > 0")
     faults = {(each["metric"]["stage"], each["metric"]["replica"], each["metric"]["cause"]) for each in found}
     assert faults == {("0", "0", "exit"), ("1", "1", "hang")}
     assert all(each["value"][1] == "1" for each in found)
 
 
-def test_nothing_was_lost_and_the_timeline_shows_the_frozen_world_down_and_up_again(watched: Watched) -> None:
+def test_no_request_was_lost_and_the_timeline_shows_the_frozen_world(watched: Watched) -> None:
     assert set(values(watched.range("multiworld_requests_lost_total"))) == {0.0}
     frozen = values(watched.range('multiworld_world_up{world="s1.r1"}'))
     assert (frozen[0], min(frozen), frozen[-1]) == (1, 0, 1)
-    # Who is killed may be replaced between two scrapes: that it was down is then in the counters alone.
+    # A killed worker may be replaced between two scrapes; then only the counters show its failure.
     killed = values(watched.range('multiworld_world_up{world="s0.r0"}'))
     assert (killed[0], killed[-1]) == (1, 1)

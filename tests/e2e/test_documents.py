@@ -1,19 +1,15 @@
-"""Code blocks of the documentation run, with a smaller model; all other commands parse."""
+"""Code blocks of the documentation run with a smaller model."""
 
 from __future__ import annotations
 
 import io
-import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import typer
 from PIL import Image
 
-from multiworld_serving.cli.main import app
 from multiworld_serving.testing.local_service import LocalService
 from tests.documents import ROOT, Block, PageRunner, blocks, documents
 
@@ -24,10 +20,9 @@ SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights
 
 
 class Page(NamedTuple):
-    """
-    Attributes:
-        changes: see `PageRunner`.
-        serves: whether the page starts its own service.
+    """Attributes:
+    changes: see `PageRunner`.
+    serves: whether the page starts its own service.
     """
 
     changes: dict[str, str]
@@ -57,7 +52,7 @@ def photo() -> bytes:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_code_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = PAGES[name]
     (tmp_path / "photo.jpg").write_bytes(photo())
     service = None if page.serves else request.getfixturevalue("running")
@@ -76,27 +71,3 @@ def test_every_page_with_blocks_is_tested() -> None:
 def test_failing_command_is_detected(code: str, tmp_path: Path) -> None:
     with PageRunner(tmp_path, {}) as runner, pytest.raises(AssertionError):
         runner.run(Block("sh", code))
-
-
-COMMAND = re.compile(
-    r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<rest>[a-z][^`\n#|;&)]*)", re.MULTILINE
-)
-
-
-def commands() -> Iterator[tuple[str, str]]:
-    """(page, arguments of `multiworld`) of every command, in blocks and in text."""
-    for page in documents():
-        for match in COMMAND.finditer(page.read_text(encoding="utf-8")):
-            yield str(page.relative_to(ROOT)), match["rest"].strip()
-
-
-@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
-def test_documented_command_has_known_options(page: str, command: str) -> None:
-    words = [word for word in shlex.split(command.replace("…", "")) if word not in ("[", "]")]
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
-    verb = group.commands.get(words[0])
-    assert verb is not None, f"{page}: there is no verb {words[0]!r}"
-    known = {option for parameter in verb.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
-    assert used <= known | {"--help"}, f"{page}: multiworld {command}"

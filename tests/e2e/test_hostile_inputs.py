@@ -1,4 +1,4 @@
-"""Everything hostile against a real service: each gets its answer, its neighbours get theirs, and the documentation says the same."""
+"""Hostile inputs against a running service: each gets its documented answer, and concurrent requests are not affected."""
 
 import re
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "hostile-inputs.md"
 
 @pytest.fixture
 def service() -> Iterator[LocalService]:
-    # The neighbours have as much time as who sends a byte at a time: on a slow machine they need it.
+    # Concurrent requests have as long as a client that sends one byte at a time; a slow machine needs it.
     with LocalService(max_connections=100, **SETTINGS | {"timeout_s": 20.0}) as running:
         yield running
         assert running.stop() == 0
 
 
-def test_hostile_inputs_get_their_answers_and_neighbours_notice_nothing(service: LocalService) -> None:
+def test_hostile_inputs_get_their_answers_and_do_not_affect_other_requests(service: LocalService) -> None:
     rows = run(service, idle=300, slow=20)
     assert not [f"{row.name}: {row.got}, not {row.expected}" for row in rows if not row.right]
     assert sum(row.neighbours for row in rows) > len(rows)
@@ -33,7 +33,7 @@ def test_hostile_inputs_get_their_answers_and_neighbours_notice_nothing(service:
     assert text >= 100
 
 
-def test_the_documentation_has_every_input_with_its_answer() -> None:
+def test_every_hostile_input_is_documented_with_its_answer() -> None:
     written = {
         (re.sub(r"^[\d,]+ (?=[a-z])", "", cells[0]), cells[1])
         for line in PAGE.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The whole service over real HTTP: right answers, clear refusals, and the service goes on."""
+"""The whole service over HTTP: correct answers, clear refusals, and continued service."""
 
 import asyncio
 import io
@@ -11,19 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
-from torch import Tensor
 
 from multiworld_serving.models import Reference, load_model
 from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import png
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def png(image: Tensor) -> bytes:
-    """uint8 [3,H,W] as PNG."""
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
-    return file.getvalue()
 
 
 async def classify(url: str, images: list[bytes], clients: int = 8) -> list[dict[str, object]]:
@@ -40,9 +33,7 @@ async def classify(url: str, images: list[bytes], clients: int = 8) -> list[dict
         return await asyncio.gather(*(one(body) for body in images))
 
 
-async def test_digits_over_http_have_the_accuracy_and_answers_of_the_unsplit_model(
-    service: LocalService, digits: Path
-) -> None:
+async def test_answers_equal_those_of_the_unsplit_model(service: LocalService, digits: Path) -> None:
     held_out = safetensors.torch.load_file(digits / "held_out.safetensors")
     model = load_model("resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=32)
     with torch.inference_mode():
@@ -77,7 +68,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], bytes], str, set[int]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_gets_a_clear_error_and_the_service_goes_on(service: LocalService, name: str) -> None:
+def test_bad_input_gets_a_clear_error_and_the_service_continues(service: LocalService, name: str) -> None:
     body, content_type, statuses = BAD_INPUT[name]
     answer = httpx.post(f"{service.url}/predict", content=body(), headers={"content-type": content_type}, timeout=60)
     assert answer.status_code in statuses, answer.text
@@ -102,7 +93,7 @@ def test_deadline_that_cannot_be_met_is_refused_in_time(service: LocalService) -
     assert answer.status_code == 504, answer.text
 
 
-def test_operations_endpoints_tell_how_the_service_stands(service: LocalService) -> None:
+def test_status_routes_describe_the_service(service: LocalService) -> None:
     assert httpx.get(f"{service.url}/healthz").status_code == 200
     assert httpx.get(f"{service.url}/readyz").status_code == 200
     status = httpx.get(f"{service.url}/status").json()

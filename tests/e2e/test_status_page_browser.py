@@ -1,4 +1,4 @@
-"""The status page in a real Chromium, before a real service that loses a worker."""
+"""The status page in Chromium, for a service that loses a worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small_service() -> Iterator[LocalService]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[playwright.Browser]:
-    """Debian's, or where that is missing the one that `playwright install chromium` brings."""
+    """Debian's Chromium, or the one that `playwright install chromium` downloads."""
     path = shutil.which("chromium")
     with playwright.sync_playwright() as started:
         if path is None and not Path(started.chromium.executable_path).exists():
@@ -47,7 +47,7 @@ def chromium() -> Iterator[playwright.Browser]:
 
 
 class Visit:
-    """One visit: the page, what its console complained of, and whom it asked."""
+    """One visit: the page, its console messages, and the hosts that it contacted."""
 
     def __init__(self, browser: playwright.Browser, url: str, **context: Any) -> None:
         self.page = browser.new_page(**context)
@@ -62,7 +62,7 @@ class Visit:
 
     def assert_clean(self, url: str) -> None:
         assert not self.complaints
-        assert self.hosts <= {urlsplit(url).netloc, ""}, "it asked somebody else"
+        assert self.hosts <= {urlsplit(url).netloc, ""}, "the page contacted another host"
 
 
 def photo() -> bytes:
@@ -71,7 +71,7 @@ def photo() -> bytes:
     return file.getvalue()
 
 
-def test_page_shows_a_frozen_worker_as_broken_and_the_next_one_as_ready(
+def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
     small_service: LocalService, chromium: playwright.Browser, tmp_path: Path
 ) -> None:
     visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
@@ -96,7 +96,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_the_next_one_as_ready(
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
     assert "stage 0 replica 0" in feed
     assert "hang" in feed
-    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the card says how it failed last"
+    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the card shows the last failure"
     assert page.locator("#throughput polyline.ok").get_attribute("points")
     visit.assert_clean(small_service.url)
     page.close()
@@ -117,13 +117,13 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer .wrong")
     assert "image" in page.locator("#answer .wrong").inner_text()
-    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser notes the refusal
+    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser logs the rejection
     visit.assert_clean(small_service.url)
     page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_fits_a_phone_in_both_colour_schemes(
+def test_page_fits_a_phone_in_both_color_schemes(
     small_service: LocalService, chromium: playwright.Browser, tmp_path: Path, scheme: str
 ) -> None:
     visit = Visit(
@@ -138,7 +138,7 @@ def test_page_fits_a_phone_in_both_colour_schemes(
     page.close()
 
 
-def test_service_stops_quietly_while_somebody_looks(chromium: playwright.Browser) -> None:
+def test_service_stops_cleanly_while_a_page_is_open(chromium: playwright.Browser) -> None:
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as service:
         visit = Visit(chromium, service.url)
         assert service.stop() == 0

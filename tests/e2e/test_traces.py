@@ -1,4 +1,4 @@
-"""Traces of a whole service, as a collector gets them by OTLP over HTTP: from leader and workers, in the trace of the client."""
+"""Traces of a whole service as a collector receives them by OTLP over HTTP: spans of leader and workers in the client's trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Collector:
-    """Takes spans and keeps them."""
+    """Receives spans and stores them."""
 
     url: str = ""
     spans: list[Any] = field(default_factory=list)
@@ -74,7 +74,7 @@ def collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -85,14 +85,14 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two frontends"])
 def frontends(request: pytest.FixtureRequest) -> int:
-    """How many the service has."""
+    """The number of frontends of the service."""
     found: int = request.param
     return found
 
 
 @pytest.fixture(scope="module", autouse=True)
 def spans_sent_often() -> Iterator[None]:
-    """OpenTelemetry's default of 5 s would make up most of the time that these tests take."""
+    """OpenTelemetry's default interval of 5 s would dominate the duration of these tests."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         yield
@@ -110,7 +110,7 @@ def service(frontends: int, collector: Collector) -> Iterator[LocalService]:
         otlp_endpoint=collector.url,
         trace_ratio=0,
         hedge_factor=0,
-        heartbeat_timeout_s=6,  # time enough to send something to a worker that has just been frozen, on any machine
+        heartbeat_timeout_s=6,  # long enough on any machine to send something to a worker that has just been frozen
     ) as running:
         yield running
 
@@ -123,7 +123,7 @@ def ask(service: LocalService, traceparent: str | None) -> httpx.Response:
 
 
 def new_trace() -> tuple[str, str, str]:
-    """A trace, a client's span in it, and the header that says so."""
+    """A trace, a client's span in it, and the header that propagates it."""
     trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
     return trace_id, span_id, f"00-{trace_id}-{span_id}-01"
 
@@ -133,16 +133,16 @@ def facts(span: Any) -> dict[str, Any]:
 
 
 def finished(spans: list[Any], request: str = "POST /predict", computed: int = 2) -> bool:
-    """Each process sends its own spans at its own time, a parent after its children: all are there when no parent is missing."""
+    """Wait for all spans. Each process exports its spans at its own time, parents after children: the trace is complete when no parent is
+    missing.
+    """
     names = [span.name for span in spans]
     known = {span.span_id for span in spans}
     whole = all(span.parent_span_id in known for span in spans if span.name != request)
     return request in names and names.count("compute") >= computed and whole
 
 
-def test_trace_of_a_client_has_a_span_a_stage_and_what_it_was_made_of(
-    service: LocalService, frontends: int, collector: Collector
-) -> None:
+def test_client_trace_has_a_span_per_stage_with_its_attributes(service: LocalService, collector: Collector) -> None:
     trace_id, client_span, traceparent = new_trace()
     before_ns = time.time_ns()
     answer = ask(service, traceparent)
@@ -163,22 +163,23 @@ def test_trace_of_a_client_has_a_span_a_stage_and_what_it_was_made_of(
         assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert (
             span is request or span.end_time_unix_nano <= after_ns
-        )  # the request's own ends once the answer is on its way
+        )  # the request's own span ends once the answer is being sent
         parent = by_id.get(span.parent_span_id)
         expected = {"compute": "transfer", "transfer": "stage", "queue": "stage", "stage": "POST /predict"}
         if parent is not None:
             assert parent.name.startswith(expected[span.name.split()[0]])
             assert parent.start_time_unix_nano <= span.start_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
-        entry = "multiworld-frontend" if frontends > 1 else "multiworld-leader"
-        where = {"compute": "multiworld-worker", "POST /predict": entry}.get(span.name, "multiworld-leader")
+        where = {"compute": "multiworld-worker", "POST /predict": "multiworld-frontend"}.get(
+            span.name, "multiworld-leader"
+        )
         assert collector.services[span.span_id] == where
     for transfer in (span for span in spans if span.name == "transfer"):
         (compute,) = (span for span in spans if span.parent_span_id == transfer.span_id)
         assert facts(compute)["multiworld.worker"] == facts(transfer)["multiworld.worker"]
 
 
-def test_nothing_is_traced_that_nobody_asked_for(service: LocalService, collector: Collector) -> None:
+def test_unsampled_requests_are_not_traced(service: LocalService, collector: Collector) -> None:
     before = {span.trace_id for span in collector.spans}
     unsampled = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"
     for traceparent in (None, unsampled, "00-0-0-01", "x" * 5000, f"00-{'0' * 32}-{'0' * 16}-01", "00-\xff-01"):
@@ -189,7 +190,7 @@ def test_nothing_is_traced_that_nobody_asked_for(service: LocalService, collecto
     assert {span.trace_id for span in collector.spans} - before == {bytes.fromhex(trace_id)}
 
 
-def test_several_images_of_a_request_are_in_its_trace(service: LocalService, collector: Collector) -> None:
+def test_all_images_of_a_request_are_in_its_trace(service: LocalService, collector: Collector) -> None:
     trace_id, _, traceparent = new_trace()
     body = bytes(3 * 64 * 64)
     size = {"binary_data_size": 2 * len(body)}
@@ -202,17 +203,15 @@ def test_several_images_of_a_request_are_in_its_trace(service: LocalService, col
     spans = collector.trace(trace_id, lambda spans: finished(spans, "POST /v2/models/{model}/infer", computed=4))
     names = [span.name for span in spans]
     assert names.count("POST /v2/models/{model}/infer") == 1
-    assert names.count("stage 1") == 2  # one for each image, whether they shared a batch or not
+    assert names.count("stage 1") == 2  # one per image, whether or not they shared a batch
 
 
-def test_trace_shows_the_worker_that_died_and_the_one_that_stood_in(
-    service: LocalService, collector: Collector
-) -> None:
+def test_trace_shows_the_failed_worker_and_its_replacement(service: LocalService, collector: Collector) -> None:
     victim = service.worker_at(1, 0)
     assert victim is not None
     pid = service.worker_pids()[victim]
     traces = [new_trace() for _ in range(8)]
-    os.kill(pid, signal.SIGSTOP)  # what is sent there now is not answered
+    os.kill(pid, signal.SIGSTOP)  # batches sent there now are not answered
     try:
         with ThreadPoolExecutor(len(traces)) as clients:
             answers = list(clients.map(lambda trace: ask(service, trace[2]), traces))
@@ -231,7 +230,7 @@ def test_trace_shows_the_worker_that_died_and_the_one_that_stood_in(
     service.wait_until_complete(PATIENCE_S)
 
 
-def test_collector_that_never_answers_holds_up_neither_answers_nor_the_end() -> None:
+def test_unresponsive_collector_delays_neither_answers_nor_shutdown() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         LocalService(

@@ -1,7 +1,6 @@
-"""The Open Inference Protocol as NVIDIA's own client speaks it, sync and asyncio: the same answers as /predict gives."""
+"""The Open Inference Protocol with NVIDIA's client, sync and asyncio: the same answers as /predict."""
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import safetensors.torch
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from numpy.typing import NDArray
-from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from examples.digits.train import IMAGE_SIZE, LABELS
 from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import png
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,7 +29,7 @@ Probabilities = NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def pixels(digits: Path) -> Pixels:
-    """uint8 [N,3,S,S], digits that the model has not seen."""
+    """uint8 [N,3,S,S], digits that the model was not trained on."""
     images: Pixels = safetensors.torch.load_file(digits / "held_out.safetensors")["images"].numpy()
     assert list(images.shape[1:]) == SHAPE
     return images[:96]
@@ -38,7 +37,7 @@ def pixels(digits: Path) -> Pixels:
 
 @pytest.fixture(scope="module")
 def expected(service: LocalService, pixels: Pixels) -> Probabilities:
-    """float32 [N,10], what POST /predict answers."""
+    """float32 [N,10], the answers of POST /predict."""
     answers = np.zeros((len(pixels), len(LABELS)), np.float32)
     with httpx.Client(timeout=60.0) as client:
         for row, image in zip(answers, pixels, strict=True):
@@ -66,14 +65,8 @@ def address(service: LocalService) -> str:
     return service.url.removeprefix("http://")
 
 
-def png(image: Pixels) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(image.transpose(1, 2, 0)).save(file, "PNG")
-    return file.getvalue()
-
-
 def tensor(datatype: str, images: Pixels, *, binary: bool) -> Any:
-    """The images as an input of that datatype."""
+    """The images as an input of this datatype."""
     data: NDArray[Any] = images
     if datatype == "FP32":
         data = images.astype(np.float32) / 255
@@ -104,7 +97,7 @@ def assert_describes_the_model(server: Any, metadata: Any, config: Any, index: A
     assert index == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
 
 
-def test_every_fact_is_told_to_the_client(client: Any) -> None:
+def test_metadata_and_health_reach_the_client(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready(MODEL)
@@ -122,7 +115,7 @@ def test_every_fact_is_told_to_the_client(client: Any) -> None:
     assert client.get_inference_statistics()["model_stats"][0]["name"] == MODEL
 
 
-async def test_every_fact_is_told_to_the_asyncio_client(aio_client: Any) -> None:
+async def test_metadata_and_health_reach_the_asyncio_client(aio_client: Any) -> None:
     assert await aio_client.is_server_live()
     assert await aio_client.is_server_ready()
     assert await aio_client.is_model_ready(MODEL)
@@ -180,16 +173,14 @@ async def test_both_clients_get_the_answers_of_predict(
         assert (head["model_name"], head["model_version"], head["id"]) == (MODEL, "1", "mine")
 
 
-def test_outputs_come_in_binary_when_none_are_named(client: Any, pixels: Pixels, expected: Probabilities) -> None:
+def test_outputs_are_binary_by_default(client: Any, pixels: Pixels, expected: Probabilities) -> None:
     result = client.infer(MODEL, [tensor("UINT8", pixels[:2], binary=True)])
     assert "binary_data_size" in result.get_output("probabilities")["parameters"]
     assert_same(result, expected[:2])
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_classes_come_with_value_index_and_label(
-    client: Any, pixels: Pixels, expected: Probabilities, binary: bool
-) -> None:
+def test_classes_have_value_index_and_label(client: Any, pixels: Pixels, expected: Probabilities, binary: bool) -> None:
     result = client.infer(
         MODEL, [tensor("BYTES", pixels[:4], binary=True)], outputs=output(binary=binary, classes=3)
     ).as_numpy("probabilities")
@@ -203,7 +194,7 @@ def test_classes_come_with_value_index_and_label(
         assert int(best.split(":")[1]) == probabilities.argmax()
 
 
-def test_sixteen_requests_at_once_get_their_own_answers(
+def test_concurrent_requests_get_their_own_answers(
     service: LocalService, client: Any, pixels: Pixels, expected: Probabilities
 ) -> None:
     before = statistics(service)
@@ -215,7 +206,7 @@ def test_sixteen_requests_at_once_get_their_own_answers(
     assert_counted(before, statistics(service), requests=len(slices), images=images)
 
 
-async def test_sixteen_requests_at_once_get_their_own_answers_by_asyncio(
+async def test_concurrent_asyncio_requests_get_their_own_answers(
     service: LocalService, aio_client: Any, pixels: Pixels, expected: Probabilities
 ) -> None:
     before = statistics(service)
@@ -238,7 +229,7 @@ def statistics(service: LocalService) -> dict[str, Any]:
 
 
 def assert_counted(before: dict[str, Any], after: dict[str, Any], *, requests: int, images: int) -> None:
-    """The statistics grew by just this."""
+    """Check that the statistics grew by exactly this."""
     assert after["inference_count"] - before["inference_count"] == images
     assert 1 <= after["execution_count"] - before["execution_count"] <= images
     for phase in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
@@ -250,7 +241,7 @@ def assert_counted(before: dict[str, Any], after: dict[str, Any], *, requests: i
     assert after["inference_stats"]["fail"] == before["inference_stats"]["fail"]
 
 
-def test_refusals_reach_the_client_as_its_own_exception(client: Any, pixels: Pixels) -> None:
+def test_refusals_raise_the_clients_exception(client: Any, pixels: Pixels) -> None:
     image = tensor("UINT8", pixels[:1], binary=True)
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"model_name": "other", "inputs": [image]}, "404", "the only model is 'resnet18'"),
@@ -269,7 +260,7 @@ def test_refusals_reach_the_client_as_its_own_exception(client: Any, pixels: Pix
     assert raised.value.status() == "404"
 
 
-async def test_refusals_reach_the_asyncio_client_as_its_own_exception(aio_client: Any, pixels: Pixels) -> None:
+async def test_refusals_raise_the_asyncio_clients_exception(aio_client: Any, pixels: Pixels) -> None:
     with pytest.raises(InferenceServerException, match="expected \\[N, 3, 32, 32\\]") as raised:
         await aio_client.infer(MODEL, [tensor("UINT8", pixels[:1, :, :8], binary=True)])
     assert raised.value.status() == "400"

@@ -1,4 +1,4 @@
-"""Moving to another version of the weights and back, under load, as Triton's own client asks for it; and what must change nothing."""
+"""Rollout to another version and back, under load, requested with Triton's client; and requests that must change nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with weights that fit, weights that do not, and a file beside it."""
+    """A folder with valid weights, invalid weights, and another file beside it."""
     folder = tmp_path_factory.mktemp("versions") / "weights"
     (folder / "deep").mkdir(parents=True)
     state = load_model(MODEL, "random:7", image_size=SIDE).module.state_dict()
@@ -80,7 +80,7 @@ def operators(service: LocalService) -> Iterator[Any]:
 
 
 def picture(number: int) -> bytes:
-    """A PNG of the model's size: nothing is scaled, so that the reference sees the same pixels."""
+    """A PNG of the model's size: nothing is scaled, so the reference gets the same pixels."""
     pixels = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -88,7 +88,7 @@ def picture(number: int) -> bytes:
 
 
 def right_answers(weights: str) -> dict[int, int]:
-    """The most probable class of some pictures."""
+    """The most probable class of some images."""
     model = load_model(MODEL, weights, image_size=SIDE)
     pixels = [np.asarray(Image.open(io.BytesIO(picture(number)))) for number in range(8)]
     batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
@@ -98,13 +98,13 @@ def right_answers(weights: str) -> dict[int, int]:
 
 @dataclass
 class Answers:
-    """What a load generator saw."""
+    """The answers that a load generator received."""
 
     expected: dict[str, dict[int, int]]
     versions: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
-    """Set when a version has answered that the waiting test wants."""
+    """Set when the awaited version has answered."""
     awaited: str = ""
 
     def take(self, number: int, response: httpx.Response) -> None:
@@ -128,7 +128,7 @@ class Answers:
 
 @contextmanager
 def load(service: LocalService, expected: dict[str, dict[int, int]], clients: int = 4) -> Iterator[Answers]:
-    """Clients that ask without a pause while the block lasts."""
+    """Clients that send requests continuously while the block lasts."""
     answers, stop = Answers(expected), threading.Event()
 
     def ask(seed: int) -> None:
@@ -158,12 +158,12 @@ def expected(weights: Path) -> dict[str, dict[int, int]]:
 
 
 def config(weights: str) -> str:
-    """As Triton's clients can say it."""
+    """A model configuration as Triton's clients send it."""
     return json.dumps({"parameters": {"weights": {"string_value": weights}}})
 
 
 def change(service: LocalService, weights: str) -> httpx.Response:
-    """The same as `operators`, for threads: Triton's client belongs to the one that made it."""
+    """The same as `operators`, for threads: a Triton client belongs to the thread that created it."""
     url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
     return httpx.post(url, json={"parameters": {"weights": weights}}, timeout=PATIENCE_S)
 
@@ -173,7 +173,7 @@ def served(service: LocalService) -> str:
     return version
 
 
-def test_versions_move_there_and_back_under_load_without_a_failed_request(
+def test_rollout_there_and_back_under_load_fails_no_request(
     service: LocalService, operators: Any, expected: dict[str, dict[int, int]]
 ) -> None:
     with load(service, expected) as answers:
@@ -181,9 +181,9 @@ def test_versions_move_there_and_back_under_load_without_a_failed_request(
         operators.load_model(MODEL, config=config(OTHER_FILE))
         assert operators.get_model_repository_index()[0]["version"] == "2"
         answers.wait_for(OTHER)
-        operators.load_model(MODEL)  # what it was started with
+        operators.load_model(MODEL)  # the version it was started with
         answers.wait_for(FIRST)
-        operators.load_model(MODEL, config=config(FIRST))  # which serves already
+        operators.load_model(MODEL, config=config(FIRST))  # which already serves
     assert answers.wrong == []
     assert set(answers.versions) == {FIRST, OTHER}
     assert operators.get_model_repository_index() == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
@@ -196,7 +196,7 @@ def test_versions_move_there_and_back_under_load_without_a_failed_request(
 
 
 def events(service: LocalService) -> list[str]:
-    """What happened, as the feed tells a newcomer."""
+    """The events that a new subscriber of the feed receives."""
     found = []
     with httpx.stream("GET", f"{service.url}/events", timeout=30.0) as response:
         for line in response.iter_lines():
@@ -231,7 +231,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD, ids=lambda name: repr(name)[:32])
-def test_bad_version_changes_nothing_and_says_why(service: LocalService, operators: Any, name: str) -> None:
+def test_invalid_version_changes_nothing_and_the_reason_is_reported(
+    service: LocalService, operators: Any, name: str
+) -> None:
     before = served(service), service.metric("multiworld_version_changes_total")
     with pytest.raises(InferenceServerException) as raised:
         operators.load_model(MODEL, config=config(name))
@@ -257,25 +259,25 @@ def test_bad_version_changes_nothing_and_says_why(service: LocalService, operato
         (b"[" * 60_000, 400, "not valid JSON"),
     ],
 )
-def test_nonsense_gets_an_error(service: LocalService, body: bytes, status: int, says: str) -> None:
+def test_malformed_load_request_gets_an_error(service: LocalService, body: bytes, status: int, says: str) -> None:
     url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
     response = httpx.post(url, content=body, timeout=60)
     assert response.status_code == status
     assert says in response.json()["error"]
 
 
-def test_page_in_a_browser_cannot_load_a_version(service: LocalService) -> None:
+def test_web_page_cannot_load_a_version(service: LocalService) -> None:
     url = service.metrics_url.replace("/metrics", f"/v2/repository/models/{MODEL}/load")
     assert httpx.post(url, headers={"origin": "http://127.0.0.1:8002"}, timeout=60).status_code == 403
 
 
-def test_inference_port_has_no_verbs_of_operators(service: LocalService) -> None:
+def test_inference_port_has_no_admin_verbs(service: LocalService) -> None:
     for verb in ("load", "unload"):
         response = httpx.post(f"{service.url}/v2/repository/models/{MODEL}/{verb}", json={}, timeout=60)
         assert response.status_code == 404
 
 
-def test_second_load_is_refused_while_one_is_under_way(service: LocalService, operators: Any) -> None:
+def test_second_load_is_refused_during_a_rollout(service: LocalService, operators: Any) -> None:
     statuses: list[int] = []
 
     def ask(seed: int) -> None:
@@ -291,7 +293,7 @@ def test_second_load_is_refused_while_one_is_under_way(service: LocalService, op
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
+def test_worker_lost_during_a_rollout_costs_no_request_and_the_next_load_succeeds(
     service: LocalService, operators: Any, expected: dict[str, dict[int, int]], fault: signal.Signals
 ) -> None:
     service.wait_until_complete(PATIENCE_S)
@@ -314,7 +316,7 @@ def test_worker_lost_in_the_middle_costs_no_request_and_the_next_load_succeeds(
         operators.load_model(MODEL)
         answers.wait_for(FIRST)
     if fault is signal.SIGSTOP:
-        with contextlib.suppress(ProcessLookupError):  # the supervisor has made an end of it
+        with contextlib.suppress(ProcessLookupError):  # the supervisor has replaced it
             os.kill(victim, signal.SIGCONT)
     assert answers.wrong == []
     service.wait_until_complete(PATIENCE_S)

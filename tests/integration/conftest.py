@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests."""
+"""Fixtures for the integration tests."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.integration.crew import Crew
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    """Gone with the module: other tests count threads and ports."""
+    """Module-scoped, because other tests count threads and ports."""
     crew = Crew()
     yield crew
     crew.close()

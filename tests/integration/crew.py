@@ -1,4 +1,4 @@
-"""Eight managers in one process, members of the same worlds: for results, not for failures, which want processes of their own."""
+"""Eight managers in one process that are members of the same worlds. For tests of results; tests of failures use separate processes."""
 
 import asyncio
 import threading
@@ -11,11 +11,11 @@ MAX_SIZE = 8
 
 T = TypeVar("T")
 Part = Callable[[WorldManager, World], Awaitable[T]]
-"""What one rank does."""
+"""The code of one rank."""
 
 
 class Crew:
-    """Worlds of sizes 1 to 8, checked and unchecked, made when first asked for and shared by all tests of a module."""
+    """Worlds of sizes 1 to 8, with and without `verify_collectives`, created on first use and shared by the tests of a module."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -36,19 +36,19 @@ class Crew:
         self._loop.close()
 
     def await_(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
-        """Run it on the crew's event loop."""
+        """Run a coroutine on the crew's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def run(self, size: int, part: Part[T], *, checked: bool = False, backend: str = "gloo") -> list[T]:
-        """Let every rank of a world of `size` do its part at the same time. Gives what each returned."""
+        """Run a function on every rank of a world of `size` concurrently and return all results."""
         return self.await_(self._run(size, part, checked, backend))
 
     def run_each(self, size: int, part: Part[T], *, checked: bool = False) -> list[T | BaseException]:
-        """Like `run`, with errors as results. Leave no world broken behind: use `fresh`."""
+        """Like `run`, but return errors as results. Does not leave a broken world behind: uses `fresh`."""
         return self.await_(self._run_each(size, part, checked))
 
     def fresh(self, size: int, *, checked: bool = False) -> None:
-        """Have the next run use a new world of that kind."""
+        """Make the next run create a new world of this kind."""
         name = self._name(size, checked)
         self._made.discard(name)
         for manager in self.managers[:size]:
@@ -60,7 +60,7 @@ class Crew:
         if name not in self._made:
             await asyncio.gather(
                 *(
-                    manager.initialize_world(name, rank, size, backend, port=self._port, checked=checked)
+                    manager.initialize_world(name, rank, size, backend, port=self._port, verify_collectives=checked)
                     for rank, manager in enumerate(self.managers[:size])
                 )
             )

@@ -1,4 +1,4 @@
-"""What members of tests can be told about elastic worlds (members.py)."""
+"""Commands for test members (members.py) that use elastic worlds."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from multiworld.elastic import ElasticManager, ElasticWorld, Quantization
 from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import Post
+from multiworld.elastic.allreduce.channel import TaggedChannel
 from multiworld.elastic.protocol import rounds as agreement
 from tests.integration.elastic_torture_part import ElasticTorturePart
 
@@ -25,13 +25,13 @@ class ElasticPart(ElasticTorturePart):
         self._tensors: list[Tensor] = []
 
     async def elastic_configure(self, **settings: Any) -> None:
-        torch.set_num_threads(1)  # many members share a machine
+        torch.set_num_threads(1)  # many members share one machine
         self.elastic = ElasticManager(**settings)
 
     async def elastic_ring(self, from_bytes: int) -> None:
-        """Have tensors from that size on go around the ring, in small chunks, however many members there are."""
+        """Use the ring with small chunks for tensors of at least this size, regardless of the number of members."""
         ring.CHUNK_BYTES = 1 << 17
-        ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), from_bytes)
+        ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), from_bytes)
 
     async def elastic_join(self, world: str, port: int, addr: str = "127.0.0.1", **settings: Any) -> dict[str, Any]:
         return _described(await self.elastic.join(world, addr, port, **settings))
@@ -40,7 +40,7 @@ class ElasticPart(ElasticTorturePart):
         return _described(self.elastic.world(world))
 
     async def elastic_update(self, world: str, timeout_s: float = 60.0) -> int:
-        return await self.elastic.update_membership(world, timeout_s=timeout_s)
+        return await self.elastic.world(world).update_membership(timeout_s=timeout_s)
 
     async def elastic_leave(self, world: str) -> None:
         await self.elastic.leave(world)
@@ -55,13 +55,12 @@ class ElasticPart(ElasticTorturePart):
         quantization: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Reduce tensors of which the i-th is full of `weight * (i + 1)`."""
+        """Reduce tensors; tensor i is filled with `weight * (i + 1)`."""
         self._tensors = [torch.full((count,), weight * (index + 1)) for index, count in enumerate(counts)]
-        outcome = await self.elastic.all_reduce_multiple_with_retry(
+        outcome = await self.elastic.world(world).all_reduce_multiple_with_retry(
             self._tensors,
             getattr(ReduceOp, op),
             max_in_flight=max_in_flight,
-            world_name=world,
             quantization=Quantization(quantization) if quantization else None,
             timeout_s=timeout_s,
         )
@@ -69,14 +68,14 @@ class ElasticPart(ElasticTorturePart):
             "success": outcome.success,
             "retries": outcome.retries,
             "size": outcome.world_size,
-            "took_part": list(outcome.took_part),
+            "contributors": list(outcome.contributors),
             "sent": outcome.bytes_sent,
             "received": outcome.bytes_received,
             **await self.elastic_held(),
         }
 
     async def elastic_held(self) -> dict[str, Any]:
-        """What the tensors of the last call hold: their bits as a digest, and one number each where all are alike."""
+        """The tensors of the last call: a digest of their bits, and one number per tensor if all its elements are equal."""
         digest = hashlib.blake2b(digest_size=16)
         for tensor in self._tensors:
             digest.update(tensor.numpy().tobytes())
@@ -87,41 +86,41 @@ class ElasticPart(ElasticTorturePart):
         return {"bits": digest.hexdigest(), "values": firsts}
 
     async def elastic_fault(self, signum: int, messages: int) -> None:
-        """Send that signal to ourselves when so many messages of all-reduces have been begun."""
-        send, begun = Post.send, 0
+        """Send this signal to this process after so many all-reduce messages have started."""
+        send, begun = TaggedChannel.send, 0
 
-        def count(post: Post, tensor: Tensor, rank: int) -> None:
+        def count(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
             nonlocal begun
             begun += 1
             if begun == messages:
                 os.kill(os.getpid(), signum)
             send(post, tensor, rank)
 
-        Post.send = count  # type: ignore[method-assign,assignment]
+        TaggedChannel.send = count  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_at_close(self) -> None:
-        """Be killed when all has finished here and everywhere, and only this member knows."""
-        judge = agreement.Round.judge
+        """Kill this process when the operation is finished on all members and only this member knows it."""
+        flags_agree = agreement.Round.flags_agree
 
-        def die(round_: agreement.Round, heads: list[bytes]) -> Any:
-            verdict = judge(round_, heads)
+        def die(round_: agreement.Round, summaries: list[bytes]) -> Any:
+            verdict = flags_agree(round_, summaries)
             if round_.complete:
                 os.kill(os.getpid(), signal.SIGKILL)
             return verdict
 
-        agreement.Round.judge = die  # type: ignore[method-assign,assignment]
+        agreement.Round.flags_agree = die  # type: ignore[method-assign,assignment]
 
     async def elastic_fault_before_close(self) -> None:
-        """Be killed when all has finished here, before any member is told."""
-        head = agreement.Round.head
+        """Kill this process when the operation is finished here, before any member is notified."""
+        summary = agreement.Round.summary
 
         def die(round_: agreement.Round) -> bytes:
             if round_.complete:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return head(round_)
+            return summary(round_)
 
-        agreement.Round.head = die  # type: ignore[method-assign,assignment]
+        agreement.Round.summary = die  # type: ignore[method-assign,assignment]
 
 
 def _described(world: ElasticWorld) -> dict[str, Any]:
-    return {"epoch": world.epoch, "rank": world.rank, "size": world.size, "id": world.member_id}
+    return {"view": world.view_number, "rank": world.rank, "size": world.size, "id": world.member_id}

@@ -1,4 +1,4 @@
-"""What members of the torture test of elastic worlds can be told: calls that are struck by faults (tests/chaos/elastic_torture.py)."""
+"""Commands for members in the torture test of elastic worlds: calls that are hit by faults (tests/chaos/elastic_torture.py)."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from multiworld import WorldError
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld, Quantization
 from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import Post
+from multiworld.elastic.allreduce.channel import TaggedChannel
 from multiworld.elastic.rendezvous_link import link_name
 from multiworld.world import World
 from tests.chaos.elastic_model import operand
@@ -38,7 +38,7 @@ class ElasticTorturePart:
         self._victim: Victim | None = None
 
     async def torture_host(self, state_file: str, **settings: Any) -> int:
-        """Be the rendezvous; gives its port."""
+        """Run the rendezvous server and return its port."""
         self._rendezvous = ElasticRendezvous(state_file=Path(state_file), **settings)
         await self._rendezvous.__aenter__()
         return self._rendezvous.port
@@ -61,8 +61,8 @@ class ElasticTorturePart:
     async def torture_reduce(
         self, member: int, call: dict[str, Any], results: str, fault: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """All-reduce, and write what the tensors hold then to the file `results`."""
-        ring.RING_FROM_BYTES = dict.fromkeys(range(2, 9), call["ring_from_bytes"])
+        """All-reduce, then write the contents of the tensors to the file `results`."""
+        ring.RING_MIN_BYTES = dict.fromkeys(range(2, 9), call["ring_min_bytes"])
         op, quantization = call["op"], call["quantization"]
         tensors = [
             operand(call["key"], member, index, dtype, count, op, quantization)
@@ -78,7 +78,7 @@ class ElasticTorturePart:
                 max_in_flight=call["max_in_flight"],
                 quantization=Quantization(quantization) if quantization else None,
             )
-            return {"success": outcome.success, "took_part": list(outcome.took_part), "retries": outcome.retries}
+            return {"success": outcome.success, "contributors": list(outcome.contributors), "retries": outcome.retries}
 
         reply = await self._victim.suffer(fault, reduce())
         _write(Path(results), tensors)
@@ -89,12 +89,12 @@ class ElasticTorturePart:
         world = self.elastic.world(self._victim.world)
 
         async def update() -> dict[str, Any]:
-            return {"epoch": await world.update_membership(timeout_s=90.0)}
+            return {"view": await world.update_membership(timeout_s=90.0)}
 
         return await self._victim.suffer(fault, update())
 
     async def torture_waits(self) -> list[str]:
-        """Where each task and each other thread of this member waits."""
+        """The stack of each task and each other thread of this member."""
         tasks = ["\n".join(_stack(task)) for task in asyncio.all_tasks()]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = [
@@ -114,7 +114,7 @@ def _stack(task: asyncio.Task[Any]) -> list[str]:
 
 
 class Victim:
-    """A member to which a fault happens during a call, or at its end."""
+    """A member that is hit by a fault during a call or at its end."""
 
     def __init__(self, elastic: ElasticManager, world: str) -> None:
         self.world = world
@@ -126,7 +126,7 @@ class Victim:
         self._count_events()
 
     async def suffer(self, fault: dict[str, Any] | None, call: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """Gives what the call returned, or its error."""
+        """Return the result of the call, or its error."""
         self._fault, self._events_left = fault, fault["after_events"] if fault else 0
         timer = None
         if fault and not fault["after_events"]:
@@ -144,10 +144,10 @@ class Victim:
         return reply
 
     def _count_events(self) -> None:
-        """Have the fault happen when so many messages and exchanges have begun."""
-        send, exchange = Post.send, ElasticWorld._exchange
+        """Trigger the fault after so many messages and exchanges have started."""
+        send, exchange = TaggedChannel.send, ElasticWorld._all_gather
 
-        def counted_send(post: Post, tensor: Tensor, rank: int) -> None:
+        def counted_send(post: TaggedChannel, tensor: Tensor, rank: int) -> None:
             self._on_event()
             send(post, tensor, rank)
 
@@ -155,8 +155,8 @@ class Victim:
             self._on_event()
             return await exchange(world, *arguments)
 
-        Post.send = counted_send  # type: ignore[method-assign,assignment]
-        ElasticWorld._exchange = counted_exchange  # type: ignore[method-assign,assignment]
+        TaggedChannel.send = counted_send  # type: ignore[method-assign,assignment]
+        ElasticWorld._all_gather = counted_exchange  # type: ignore[method-assign,assignment]
 
     def _on_event(self) -> None:
         if self._events_left:
@@ -189,16 +189,16 @@ class Victim:
 
 
 def _cut(world: World, choice: int) -> None:
-    """Shut one of our connections down, as the network may: the line to another member, or the connection of the heartbeats."""
-    lifelines = world._watch.lifelines.values() if world._watch is not None else ()
-    socks = [*(line._sock for line in world._traffic._lines.values()), *(lifeline._sock for lifeline in lifelines)]
+    """Shut down one of our connections, as a network failure would: a peer connection or the control connection."""
+    connections = world._monitor.connections.values() if world._monitor is not None else ()
+    socks = [*(line._sock for line in world._executor._connections.values()), *(each._sock for each in connections)]
     if socks:
         with contextlib.suppress(OSError):
             socks[choice % len(socks)].shutdown(socket.SHUT_RDWR)
 
 
 def _pause() -> None:
-    """Stop this process for a moment."""
+    """Stop this process briefly."""
     waker = subprocess.Popen(["sh", "-c", f"sleep {_PAUSE_S}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     waker.wait()

@@ -1,12 +1,12 @@
-"""Members of worlds as processes of their own, told what to do from a test.
+"""Members of worlds as separate processes that execute commands of a test.
 
-One process imports torch and then forks a member whenever a test wants one: a member costs milliseconds. Test and member talk in
-lines of JSON over a socket pair; every command of `Script` can be called on the `Member`:
+One process imports torch and forks the members; a fork costs milliseconds. Test and member exchange lines of JSON over a socket pair.
+Every command of `Script` can be called on a `Member`:
 
     await member.do("join", world="w", rank=1, size=2, port=port)
     values = await member.do("recv", world="w", src=0)
 
-An error of the library is raised in the test as it was in the member.
+Errors of the library are raised in the test as in the member.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from tests.integration.parts import Part
 from tests.torture.part import TorturePart
 
 PATIENCE_S = 60.0
-"""How long a test waits for what must happen. Generous: no test is about speed."""
+"""Time limit of every wait. Generous, because no test measures speed."""
 _REPOSITORY = Path(__file__).parents[2]
 
 
 def resources() -> dict[str, int]:
-    """Threads (but asyncio's pool, which fills as it likes), open descriptors and resident memory (KiB) of this process."""
+    """Threads (without asyncio's pool, which grows on demand), open descriptors and resident memory (KiB) of this process."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     pool = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
@@ -57,7 +57,7 @@ def resources() -> dict[str, int]:
 
 
 def _address_space_kib() -> int:
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not serve later
+    ctypes.CDLL(None).malloc_trim(0)  # poisons freed memory, so that reading it later is detected
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmSize"].split()[0])
 
@@ -66,7 +66,7 @@ def _address_space_kib() -> int:
 
 
 class Script(TorturePart, ElasticPart):
-    """What a member can be told. Each public method is a command; what it returns is sent back as JSON."""
+    """The commands of a member: each public method. The return value is sent back as JSON."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class Script(TorturePart, ElasticPart):
 
         async def collect() -> None:
             async for event in stream:
-                self.events.append([event.kind, event.world_name, event.epoch, event.cause, event.rank])
+                self.events.append([event.kind, event.world_name, event.generation, event.cause, event.rank])
 
         task = asyncio.get_running_loop().create_task(collect())
         self.tasks.add(task)
 
     async def configure(self, **settings: Any) -> None:
-        """Use another manager from now on."""
+        """Use a new manager with these settings."""
         self.manager = WorldManager(**settings)
         self._listen_to_events()
 
@@ -98,12 +98,14 @@ class Script(TorturePart, ElasticPart):
         size: int,
         port: int,
         addr: str = "127.0.0.1",
-        epoch: int = 0,
+        generation: int = 0,
         timeout: float = 60,
         backend: str = "gloo",
     ) -> int:
-        joined = await self.manager.initialize_world(world, rank, size, backend, addr, port, timeout, epoch=epoch)
-        return joined.epoch
+        joined = await self.manager.initialize_world(
+            world, rank, size, backend, addr, port, timeout, generation=generation
+        )
+        return joined.generation
 
     async def listen(self) -> int:
         return self.manager.listen()
@@ -112,13 +114,13 @@ class Script(TorturePart, ElasticPart):
         await self.manager.communicator.send(torch.full((count,), value), dst, world, tag=tag)
 
     async def recv(self, world: str, src: int, count: int = 4, tag: int = 0) -> list[float]:
-        """The distinct values of what came."""
+        """The distinct values of the received tensor."""
         tensor = torch.full((count,), float("nan"))
         await self.manager.communicator.recv(tensor, src, world, tag=tag)
         return sorted(set(tensor.tolist()))
 
     async def echo(self, world: str, peer: int) -> int:
-        """Send back what comes plus one, until the world ends. Gives how many."""
+        """Send each received value back plus one until the world ends. Returns the number of messages."""
         tensor, count = torch.zeros(4), 0
         with contextlib.suppress(multiworld.WorldError):
             while True:
@@ -128,11 +130,11 @@ class Script(TorturePart, ElasticPart):
         return count
 
     async def operate(self, world: str, operation: str, root: int = 0, count: int = 4) -> list[float]:
-        """Do this rank's part in an operation of any kind (parts.py)."""
+        """Run this rank's part of an operation of any kind (parts.py)."""
         return await Part(self.manager, world, root, count).perform(operation)
 
     async def repeat(self, world: str, operation: str, root: int, count: int, at_once: int) -> int:
-        """Perform `at_once` of this operation at a time until the world ends. Gives how many of them raised; the rest completed."""
+        """Run `at_once` of this operation concurrently until the world ends. Returns how many raised; all others completed."""
         while True:
             operations = (Part(self.manager, world, root, count).perform(operation) for _ in range(at_once))
             outcomes = await asyncio.gather(*operations, return_exceptions=True)
@@ -142,28 +144,28 @@ class Script(TorturePart, ElasticPart):
                 return len(failed)
 
     async def reclaimed(self, world: str) -> bool:
-        """Whether everything of this ended world was freed. Waits for that, and stops waiting after `PATIENCE_S`."""
+        """Whether all resources of this ended world are freed. Waits for it for at most `PATIENCE_S`."""
         return await asyncio.to_thread(self.manager.worlds[world].reclaimed.wait, PATIENCE_S)
 
     async def send_and_close(self, world: str, dst: int, value: float, count: int) -> None:
-        """Close in the same step of the event loop in which the send completes."""
+        """Close the world in the same event loop step in which the send completes."""
         await self.manager.communicator.send(torch.full((count,), value), dst, world)
         self.manager.remove_world(world)
 
     async def freeze_while_forming(self, published: bool) -> None:
-        """Stop this process in the next world that it joins, before or after its address is known to the others."""
+        """Stop this process during its next join, before or after its address is published to the others."""
         publish = ControlStore.set
 
         def freeze(self: ControlStore, key: str, value: str | bytes) -> None:
             if published:
                 publish(self, key, value)
-                time.sleep(0.1)  # the watchdog sends it meanwhile
+                time.sleep(0.1)  # the watchdog sends it in the meantime
             os.kill(os.getpid(), signal.SIGSTOP)
 
         ControlStore.set = freeze  # type: ignore[method-assign]
 
     async def freeze_while_connecting(self, connected: bool) -> None:
-        """Stop this process, once, before or after it has connected its first line."""
+        """Stop this process once, before or after it has opened its first peer connection."""
         connect = MeshConnector._connect
 
         def freeze(self: MeshConnector, rank: int, address: tuple[str, int]) -> socket.socket:
@@ -175,7 +177,7 @@ class Script(TorturePart, ElasticPart):
         MeshConnector._connect = freeze  # type: ignore[method-assign]
 
     async def starve(self, world: str, peer: int, left_kib: int) -> list[Any]:
-        """Do what needs memory and a thread, with so little address space left. Gives cause and rank of each answer."""
+        """Run operations that need memory and a thread with only this much address space left. Returns cause and rank of each error."""
         here = self.manager.communicator
         # A strided tensor is copied as a whole, which needs 512 MiB here.
         large, strided = torch.empty(1 << 27, 2)[:, 0], torch.zeros(4, 2)[:, 0]
@@ -213,7 +215,7 @@ class Script(TorturePart, ElasticPart):
         return self.manager.worlds[world].state
 
     async def told(self, kind: str, world: str) -> list[Any]:
-        """The event of that kind of that world, once it has come."""
+        """Wait for the event of this kind of this world and return it."""
         while True:
             for event in self.events:
                 if event[:2] == [kind, world]:
@@ -224,7 +226,7 @@ class Script(TorturePart, ElasticPart):
         self.events.clear()
 
     async def block(self, seconds: float) -> None:
-        """Hold up the event loop, and say so first where a test can see it."""
+        """Block the event loop; signals its start so that a test can observe it."""
         os.write(2, b"the loop stands still\n")
         time.sleep(seconds)  # noqa: ASYNC251
 
@@ -233,7 +235,7 @@ class Script(TorturePart, ElasticPart):
         return resources()
 
     async def flood(self, port: int, greetings: list[str], count: int) -> None:
-        """Open connections to that port, say one of `greetings` (in hex) on each, and leave them open until this process ends."""
+        """Open connections to this port, send one of `greetings` (hex) on each, and keep them open until this process ends."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         for number in range(count):
@@ -248,7 +250,7 @@ class Script(TorturePart, ElasticPart):
         return (await multiworld.ask("127.0.0.1", port, question, secret=secret.encode(), timeout_s=timeout_s)).decode()
 
     async def no_new_threads(self) -> None:
-        """As Python 3.12 is while it ends: no thread can be started."""
+        """Behave like Python 3.12 during shutdown: no thread can be started."""
 
         def start(_thread: threading.Thread) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -256,10 +258,10 @@ class Script(TorturePart, ElasticPart):
         def forbid() -> None:
             threading.Thread.start = start  # type: ignore[method-assign,assignment]
 
-        atexit.register(forbid)  # runs before what was registered earlier, as multiworld's own
+        atexit.register(forbid)  # runs before earlier registrations, such as multiworld's own
 
     async def fork_a_child_that_ends(self) -> int:
-        """The exit status of a child that ends as any program does."""
+        """Fork a child that exits normally and return its exit status."""
         pid = os.fork()
         if pid == 0:
             try:
@@ -274,7 +276,7 @@ class Script(TorturePart, ElasticPart):
         return os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])  # noqa: ASYNC222 - it has ended
 
     async def fork_a_child_that_stays(self) -> int:
-        """The process id of a child that does nothing until it is killed."""
+        """Fork a child that sleeps until it is killed and return its process id."""
         pid = os.fork()
         if pid == 0:
             while True:
@@ -283,7 +285,7 @@ class Script(TorturePart, ElasticPart):
 
 
 class ScriptError(Exception):
-    """What a program that fails ends with."""
+    """The exception with which a failing program ends."""
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -300,7 +302,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 async def _perform(sock: socket.socket) -> None:
-    """Do what the test says until it says `end` or goes away."""
+    """Execute commands until the test sends `end` or disconnects."""
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     script = Script()
     running: dict[int, asyncio.Task[None]] = {}
@@ -327,7 +329,7 @@ async def _perform(sock: socket.socket) -> None:
 
 
 def _nursery_main(control: socket.socket) -> None:
-    """Fork a member for each pair of descriptors that comes in, and tell on demand how a member ended."""
+    """Fork a member for each received pair of descriptors, and report on request how a member ended."""
     while True:
         message, fds, _, _ = socket.recv_fds(control, 64, 2)
         if not message:
@@ -343,7 +345,7 @@ def _nursery_main(control: socket.socket) -> None:
             os.dup2(stderr, 2)
             os.close(stderr)
             asyncio.run(_perform(socket.socket(fileno=talk)))
-            return  # ends as any program does, with a status and through atexit
+            return  # ends like a normal program, with an exit status and atexit handlers
         for fd in fds:
             os.close(fd)
         control.sendall(str(pid).encode())
@@ -371,18 +373,18 @@ class Member:
         self._reading = asyncio.create_task(self._read(reader))
 
     def start(self, command: str, **arguments: Any) -> asyncio.Task[Any]:
-        """Tell it, and await what it says later. Cancelling cancels it there."""
+        """Send a command and return a task that awaits its result. Cancelling the task cancels the command in the member."""
         self._last += 1
         number = self._last
         reply = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         self._tell(number, command, arguments)
         task = asyncio.create_task(self._answer(number, reply))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not every test asks
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # some tests never await the result
         return task
 
     async def do(self, command: str, **arguments: Any) -> Any:
-        """Tell it and await what it says. Raises what the command raised there."""
+        """Send a command and await its result. Raises what the command raised in the member."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.start(command, **arguments)
 
@@ -393,29 +395,29 @@ class Member:
         self.signal(signal.SIGKILL)
 
     async def stopped(self) -> None:
-        """Return once it has been stopped by SIGSTOP, all its threads."""
+        """Wait until SIGSTOP has stopped the process with all its threads."""
         async with asyncio.timeout(PATIENCE_S):
             while not _stopped(self.pid):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.005)
 
     async def end(self, how: str = "end") -> int:
-        """Let the program come to its end, or `fail`, without any clean-up of its own. Gives the exit status."""
+        """Let the program end normally, or `fail`, without explicit clean-up. Returns the exit status."""
         self._tell(0, how, {})
         return await self.ended()
 
     async def ended(self) -> int:
-        """Its exit status; negative for a signal, as `subprocess` has it."""
+        """Exit status; negative for a signal, as in `subprocess`."""
         async with asyncio.timeout(PATIENCE_S):
             await _readable(self._pidfd)
         return NURSERY.status_of(self.pid)
 
     @property
     def complaints(self) -> str:
-        """What it wrote to stderr."""
+        """The content of its stderr."""
         return self._stderr.read_text()
 
     async def dispose(self) -> None:
-        """Kill it, wherever it is, and free what it cost. Idempotent."""
+        """Kill the process and free its resources. Idempotent."""
         if self._disposed:
             return
         self._disposed = True
@@ -468,7 +470,7 @@ def _rebuild(kind: str, args: list[Any]) -> Exception:
             "ValueError": ValueError,
             "OSError": OSError,
             "PermissionError": PermissionError,
-            "CancelledError": InterruptedError,  # a CancelledError here would look like the test's own
+            "CancelledError": InterruptedError,  # a CancelledError here would look like a cancellation of the test itself
         }.get(kind, RuntimeError)
     )
     return known(*args)
@@ -490,7 +492,7 @@ async def _readable(fd: int) -> None:
 
 
 class Nursery:
-    """The process that forks members. Started by the first test that needs one, ended with the test run."""
+    """The process that forks members. Started on first use, ended with the test run."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -498,7 +500,7 @@ class Nursery:
         self._statuses: dict[int, int] = {}
 
     def fork(self, stderr: Path) -> tuple[int, socket.socket]:
-        """The pid of a new member and the socket to talk to it."""
+        """Fork a member. Returns its pid and the socket to talk to it."""
         control = self._running()
         ours, theirs = socket.socketpair()
         with theirs, stderr.open("wb") as log:
@@ -506,7 +508,7 @@ class Nursery:
             return int(control.recv(64)), ours
 
     def status_of(self, pid: int) -> int:
-        """How a member that has ended ended."""
+        """The exit status of an ended member."""
         if pid not in self._statuses:
             control = self._running()
             control.sendall(str(pid).encode())
@@ -533,12 +535,12 @@ class Nursery:
 NURSERY = Nursery()
 
 Spawn = Callable[..., Awaitable[Member]]
-"""Makes a member; keyword arguments are its WorldManager's."""
+"""Creates a member; keyword arguments are passed to its WorldManager."""
 
 
 @contextlib.asynccontextmanager
 async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
-    """Gives a function that makes members; all of them are gone afterwards. `defaults` are their WorldManagers'."""
+    """A function that creates members. All are killed at the end of the test. `defaults` are passed to their WorldManagers."""
     made: list[Member] = []
 
     async def make(**settings: Any) -> Member:
@@ -559,7 +561,7 @@ async def members(folder: Path, **defaults: Any) -> AsyncIterator[Spawn]:
 
 
 async def form(world: str, port: int, *everybody: Member | WorldManager, backend: str = "gloo") -> int:
-    """Let these join `world` as ranks 0, 1, 2, …; gives its epoch."""
+    """Join these members to `world` as ranks 0, 1, 2, …; returns its generation."""
     joining = [
         member.start("join", world=world, rank=rank, size=len(everybody), port=port, backend=backend)
         if isinstance(member, Member)
@@ -569,7 +571,7 @@ async def form(world: str, port: int, *everybody: Member | WorldManager, backend
         for rank, member in enumerate(everybody)
     ]
     joined = await asyncio.gather(*joining)
-    return max(epoch if isinstance(epoch, int) else epoch.epoch for epoch in joined)
+    return max(each if isinstance(each, int) else each.generation for each in joined)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each rank does in an operation, and what must come of it: the same for every test that needs operations of all kinds."""
+"""The part of each rank in each kind of operation, and the expected results."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,7 +13,7 @@ def _full(count: int, value: float) -> Tensor:
 
 
 class Part:
-    """One rank's part. Rank r brings the value r + 1, or 10 (r + 1) + place where it brings one for each place."""
+    """One rank's part. Rank r contributes the value r + 1, or 10 (r + 1) + index if it contributes one value per rank."""
 
     def __init__(self, manager: WorldManager, world: str, root: int, count: int) -> None:
         self._here = manager.communicator
@@ -25,7 +25,7 @@ class Part:
         self._places = [_full(count, 10.0 * (self._rank + 1) + place) for place in range(self._size)]
 
     async def perform(self, operation: str) -> list[float]:
-        """Do it; the values of the result, each element of a tensor being the same."""
+        """Run the operation and return the values of the result; all elements of a tensor are equal."""
         method: Callable[[], Awaitable[list[Tensor]]] = getattr(self, operation)
         results = await method()
         assert all(bool((each == each[0]).all()) for each in results if each.numel())
@@ -79,7 +79,7 @@ class Part:
         return []
 
     async def send_and_recv(self) -> list[Tensor]:
-        """The root sends to everybody."""
+        """The root sends to every rank."""
         if self._rank == self._root:
             for peer in set(range(self._size)) - {self._root}:
                 await self._here.send(self._mine, peer, self._world)
@@ -92,7 +92,7 @@ OPERATIONS = [name for name in vars(Part) if not name.startswith("_") and name !
 
 
 def expected(operation: str, size: int, rank: int, root: int) -> list[float]:
-    """What `perform` gives when nobody fails."""
+    """The result of `perform` when nothing fails."""
     own = [each + 1.0 for each in range(size)]
     match operation:
         case "broadcast" | "send_and_recv":

@@ -1,4 +1,4 @@
-"""A TCP proxy between members, to cut them off from each other without ending a process or a connection."""
+"""A TCP proxy between members, to interrupt their communication without ending a process or a connection."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ HOST = "127.0.0.5"
 
 
 class Proxy:
-    """Forwards what comes to its port to `target_port` of the same host, until it is frozen: each connection by itself."""
+    """Forwards connections to `target_port` of the same host until they are frozen, each connection separately."""
 
     def __init__(self, host: str, target_port: int) -> None:
         self.host = host
         self._target_port = target_port
-        self._flows: list[asyncio.Event] = []  # one a connection, in the order in which they came
+        self._flows: list[asyncio.Event] = []  # one per connection, in order of arrival
         self._tasks: set[asyncio.Task[None]] = set()
         self._sock = socket.create_server((host, 0))
         self._sock.setblocking(False)
@@ -23,7 +23,7 @@ class Proxy:
         self._spawn(self._accept())
 
     def freeze(self, connections: slice = slice(None)) -> None:
-        """Forward nothing any more on these connections; all stay open."""
+        """Stop forwarding on these connections; they stay open."""
         for flows in self._flows[connections]:
             flows.clear()
 
@@ -68,14 +68,14 @@ class Proxy:
 
 
 class Line:
-    """All that goes between two members of a world: behind one proxy the lifeline, which comes first, and the line of their messages."""
+    """All traffic between two members of a world: one proxy for the control connection (first) and the peer connection."""
 
     def __init__(self, join_port: int) -> None:
         self._joining = Proxy(HOST, join_port)
 
     @property
     def port(self) -> int:
-        """Where the other member joins."""
+        """The port at which the other member joins."""
         return self._joining.port
 
     def freeze_lifeline(self) -> None:

@@ -1,4 +1,4 @@
-"""A program as users of pymultiworld write them: nothing in it knows that the library is another one.
+"""A program as users of pymultiworld write it; it does not know that another library provides the API.
 
 python pymultiworld_program.py --worldinfo 1,0 --worldinfo 2,0 --base 29500 --steps 3
 """

@@ -1,4 +1,4 @@
-"""Small child processes for the tests of the supervisor: they start in a moment, and report through a named pipe."""
+"""Small child processes for the supervisor tests: they start quickly and report through a named pipe."""
 
 import asyncio
 import contextlib
@@ -53,10 +53,10 @@ FORK_SERVER = BECOME + "sys.exit(run_fork_server(become))"
 
 
 class Reports:
-    """What the children say, in order: [slot, pid, word, …] each.
+    """The reports of the children in order: [slot, pid, word, …] each.
 
     Args:
-        forking: whether supervisors made here fork their children from one that is there already.
+        forking: whether supervisors created here fork their children from a running fork server.
     """
 
     def __init__(self, fifo: Path, *, forking: bool) -> None:
@@ -102,22 +102,22 @@ class Reports:
 
 
 def children() -> set[int]:
-    """Process ids of this process's children, ended ones that nobody has reaped included."""
+    """Process ids of this process's children, including zombies."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that thread has ended meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the thread ended in the meantime
             found.update(map(int, (task / "children").read_text().split()))
     return found
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP a child and wait until it stands still: were SIGTERM pending as well, that would act first."""
+    """SIGSTOP a child and wait until it is stopped; otherwise a pending SIGTERM would be handled first."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def end_of(pid: int) -> None:
-    """Wait until a process, anybody's child, has ended."""
+    """Wait until a process (a child of any process) has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -134,14 +134,14 @@ async def end_of(pid: int) -> None:
 
 @contextlib.contextmanager
 def no_child_left() -> Iterator[None]:
-    """When the block ends there is no child that there was not before: those of other tests may share a service or a crew."""
+    """Check that the block leaves no new child process. Existing children may belong to other tests' services."""
     before = children()
     yield
     assert children() <= before
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Wait until that holds: a forked process may report before the supervisor is told its number."""
+    """Poll until the condition holds: a forked process may report before the supervisor receives its pid."""
     async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110  there is no event
             await asyncio.sleep(0.01)

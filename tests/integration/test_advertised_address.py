@@ -1,4 +1,4 @@
-"""A leader may tell its workers to join elsewhere than they ask: they do, and say what is wrong when nobody is there."""
+"""A leader can tell workers to join at another address; workers do so, and log an error if nothing listens there."""
 
 import asyncio
 import logging
@@ -24,10 +24,10 @@ WAIT_S = 60.0
 
 @asynccontextmanager
 async def member_of(port: int) -> AsyncIterator[None]:
-    """A worker's tie to the leader at that port, while the block lasts."""
+    """A worker's connection to the leader at this port, while the block lasts."""
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
-    async with WorldManager(checked=False) as manager:
+    async with WorldManager(verify_collectives=False) as manager:
         tie = LeaderConnection(Address("127.0.0.1", port), settings, engine, manager, stop, WorkerMetrics())
         task = asyncio.create_task(tie.run())
         try:
@@ -38,7 +38,7 @@ async def member_of(port: int) -> AsyncIterator[None]:
             engine.close()
 
 
-async def test_worker_joins_where_the_leader_tells_it_to() -> None:
+async def test_worker_joins_at_the_advertised_address() -> None:
     formed: asyncio.Future[World] = asyncio.get_running_loop().create_future()
     asked: list[JoinRequest] = []
 
@@ -46,32 +46,32 @@ async def test_worker_joins_where_the_leader_tells_it_to() -> None:
         if not formed.done():
             formed.set_result(forming.result())
 
-    async with WorldManager(checked=False) as leader:
+    async with WorldManager(verify_collectives=False) as leader:
         port = leader.listen()
         with Relay(f"127.0.0.1:{port}") as relay:
 
             async def offer(question: str, host: str) -> bytes:
                 asked.append(JoinRequest.from_json(question))
-                task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, epoch=1))
+                task = asyncio.create_task(leader.initialize_world("w", 0, 2, WORLD_BACKEND, port=port, generation=1))
                 task.add_done_callback(settle)
                 return JoinOffer("w", 1, address=relay.address).to_json().encode()
 
             leader.answer("127.0.0.1", port, offer)
             async with member_of(port), asyncio.timeout(WAIT_S):
                 assert isinstance(await formed, World)
-                assert relay.connections >= 2, "the lifeline and the line"
+                assert relay.connections >= 2, "the control connection and the peer connection"
                 assert asked[0].host == "gpu7"
                 leader.remove_world("w")
 
 
-def test_address_to_leave_from_is_refused_at_the_start_when_it_is_not_ours() -> None:
+def test_foreign_source_address_is_refused_at_start() -> None:
     settings = load(WorkerSettings, {"leader": "127.0.0.1:1", "bind_host": "192.0.2.7"})
     with pytest.raises(UserError, match=r"--bind-host 192\.0\.2\.7 cannot be used: Cannot assign requested address"):
         run(settings)
 
 
 class Complaints(logging.Handler):
-    """What is logged of joining in vain."""
+    """Log messages about failed joins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class Complaints(logging.Handler):
             self.first.set_result(record.getMessage())
 
 
-async def test_worker_names_the_leaders_setting_when_nobody_is_where_it_is_told_to_join() -> None:
+async def test_failed_join_names_the_setting_when_nothing_listens_at_the_advertised_address() -> None:
     complaints = Complaints()
     logger = logging.getLogger("multiworld_serving.workers.leader_connection")
-    async with WorldManager(checked=False) as leader:
+    async with WorldManager(verify_collectives=False) as leader:
         port = leader.listen()
 
         async def offer(question: str, host: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Checked mode: members that disagree break their world, where they would wait for each other, or get wrong results."""
+"""`verify_collectives`: members that disagree break their world instead of waiting for each other or computing wrong results."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from tests.integration.crew import Crew
 
 t = torch.zeros
 BIG = 3_000_000
-"""float32 elements: more than any socket buffer takes."""
+"""float32 elements: larger than any socket buffer."""
 Call = Callable[[WorldCommunicator, str], Awaitable[None]]
 
 DISAGREEMENTS: dict[str, tuple[str, Call, Call]] = {
@@ -56,7 +56,7 @@ CREW_FIRST: list[WorldCommunicator] = []
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_disagreement_breaks_the_world_at_all_members(crew: Crew, what: str) -> None:
+def test_mismatched_collectives_break_the_world_at_all_members(crew: Crew, what: str) -> None:
     words, usual, other = DISAGREEMENTS[what]
     CREW_FIRST[:] = [crew.managers[0].communicator]
 
@@ -74,7 +74,7 @@ def test_disagreement_breaks_the_world_at_all_members(crew: Crew, what: str) -> 
         crew.fresh(3, checked=True)
 
 
-def test_all_to_all_breaks_the_world_when_one_sends_more_than_expected(crew: Crew) -> None:
+def test_all_to_all_breaks_the_world_when_a_member_sends_too_much(crew: Crew) -> None:
     async def part(manager: WorldManager, world: World) -> Cause:
         inputs = [t(2), t(2), t(2)]
         if world.rank == 1:
@@ -103,10 +103,10 @@ def test_all_to_all_breaks_the_world_when_one_sends_more_than_expected(crew: Cre
     ids=lambda tensor: f"{tensor.dtype}-{tensor.numel()}",
 )
 @pytest.mark.parametrize("checked", [False, True])
-def test_message_of_another_size_or_dtype_breaks_the_world(
+def test_message_of_wrong_size_or_dtype_breaks_the_world(
     crew: Crew, sent: torch.Tensor, expected: torch.Tensor, checked: bool
 ) -> None:
-    """In either mode: a message says what it is before it is read."""
+    """In both modes: the signature of a message is checked before its data is read."""
 
     async def part(manager: WorldManager, world: World) -> Cause:
         here = manager.communicator
@@ -127,8 +127,8 @@ def test_message_of_another_size_or_dtype_breaks_the_world(
         crew.fresh(2, checked=checked)
 
 
-async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not() -> None:
-    async with WorldManager(checked=True) as first, WorldManager(checked=False) as second:
+async def test_world_does_not_form_when_only_one_member_verifies_collectives() -> None:
+    async with WorldManager(verify_collectives=True) as first, WorldManager(verify_collectives=False) as second:
         port = first.listen()
 
         async def join(manager: WorldManager, rank: int) -> Exception | None:
@@ -141,5 +141,5 @@ async def test_world_does_not_form_when_one_member_is_checked_and_the_other_not(
 
         host, guest = await asyncio.gather(join(first, 0), join(second, 1))
         assert isinstance(guest, JoinError)
-        assert "rank 0 is checked with backend cpu:tcp, we are unchecked with" in str(guest)
+        assert "verify_collectives=True, store=False; we have backend=cpu:tcp, verify_collectives=False" in str(guest)
         assert isinstance(host, JoinError | BrokenWorldException)

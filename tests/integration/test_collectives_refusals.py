@@ -1,4 +1,4 @@
-"""Arguments that cannot be right are refused before anything is sent, and the world goes on."""
+"""Invalid arguments are rejected before anything is sent, and the world stays usable."""
 
 import asyncio
 import re
@@ -17,9 +17,9 @@ t = torch.zeros
 Call = Callable[[WorldCommunicator, str], Awaitable[None]]
 
 WRONG: dict[str, tuple[type[Exception], str, Call]] = {
-    "send to oneself": (ValueError, "rank 0 is no peer", lambda c, w: c.send(t(1), 0, w)),
-    "send to nobody": (ValueError, "rank 3 is no peer", lambda c, w: c.send(t(1), 3, w)),
-    "recv from nobody": (ValueError, "rank -1 is no peer", lambda c, w: c.recv(t(1), -1, w)),
+    "send to oneself": (ValueError, "rank 0 is not a peer", lambda c, w: c.send(t(1), 0, w)),
+    "send to nobody": (ValueError, "rank 3 is not a peer", lambda c, w: c.send(t(1), 3, w)),
+    "recv from nobody": (ValueError, "rank -1 is not a peer", lambda c, w: c.recv(t(1), -1, w)),
     "recv into expanded": (ValueError, "expanded tensor", lambda c, w: c.recv(t(1).expand(4), 1, w)),
     "tag too high": (ValueError, "tag must be", lambda c, w: c.send(t(1), 1, w, tag=1 << 29)),
     "tag below zero": (ValueError, "tag must be", lambda c, w: c.recv(t(1), 1, w, tag=-1)),
@@ -28,14 +28,14 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "meta": (TypeError, "dense", lambda c, w: c.all_reduce(torch.zeros(3, device="meta"), world_name=w)),
     "broadcast root": (ValueError, "rank 3 does not exist", lambda c, w: c.broadcast(t(1), 3, w)),
     "reduce root": (ValueError, "rank -1 does not exist", lambda c, w: c.reduce(t(1), -1, world_name=w)),
-    "gather without list": (ValueError, "must give gather_list", lambda c, w: c.gather(t(1), None, 0, w)),
-    "gather list elsewhere": (ValueError, "for rank 1 alone", lambda c, w: c.gather(t(1), [t(1)] * 3, 1, w)),
+    "gather without list": (ValueError, "must pass gather_list", lambda c, w: c.gather(t(1), None, 0, w)),
+    "gather list elsewhere": (ValueError, "for rank 1 only", lambda c, w: c.gather(t(1), [t(1)] * 3, 1, w)),
     "gather list short": (ValueError, "list of 3 tensors", lambda c, w: c.gather(t(1), [t(1)] * 2, 0, w)),
     "gather sizes": (ValueError, "tensor 1 of the list", lambda c, w: c.gather(t(1), [t(1), t(2), t(1)], 0, w)),
     "gather dtypes": (TypeError, "int64", lambda c, w: c.gather(t(1), [t(1), t(1), t(1).long()], 0, w)),
     "gather aliases": (ValueError, "same memory", lambda c, w: c.gather(t(1), [t(1)] * 3, 0, w)),
-    "scatter without list": (ValueError, "must give scatter_list", lambda c, w: c.scatter(t(1), [], 0, w)),
-    "scatter list elsewhere": (ValueError, "for rank 2 alone", lambda c, w: c.scatter(t(1), [t(1)] * 3, 2, w)),
+    "scatter without list": (ValueError, "must pass scatter_list", lambda c, w: c.scatter(t(1), [], 0, w)),
+    "scatter list elsewhere": (ValueError, "for rank 2 only", lambda c, w: c.scatter(t(1), [t(1)] * 3, 2, w)),
     "scatter list long": (ValueError, "list of 3 tensors", lambda c, w: c.scatter(t(1), [t(1)] * 4, 0, w)),
     "all_gather list": (ValueError, "list of 3 tensors", lambda c, w: c.all_gather([t(1)], t(1), w)),
     "all_gather_into_tensor": (ValueError, "3 times", lambda c, w: c.all_gather_into_tensor(t(4), t(1), w)),
@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
     "all_to_all lists": (ValueError, "one input", lambda c, w: c.all_to_all([t(1)] * 3, [t(1)], w)),
     "all_to_all dtypes": (TypeError, "one dtype", lambda c, w: c.all_to_all([t(1), t(1), t(1)], [t(1).int()] * 3, w)),
     "all_to_all aliases": (ValueError, "same memory", lambda c, w: c.all_to_all([t(1)] * 3, [t(1)] * 3, w)),
-    "all_to_all own part": (ValueError, "to itself", lambda c, w: c.all_to_all([t(2), t(1), t(1)], [t(1)] * 3, w)),
+    "all_to_all own part": (ValueError, "the own rank", lambda c, w: c.all_to_all([t(2), t(1), t(1)], [t(1)] * 3, w)),
     "average of integers": (TypeError, "AVG", lambda c, w: c.all_reduce(t(1).int(), ReduceOp.AVG, w)),
     "bits of floats": (TypeError, "BAND", lambda c, w: c.all_reduce(t(1), ReduceOp.BAND, w)),
     "sum of bools": (TypeError, "SUM", lambda c, w: c.reduce(t(1).bool(), 0, ReduceOp.SUM, w)),
@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[type[Exception], str, Call]] = {
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments_are_refused_and_the_world_goes_on(crew: Crew, what: str, checked: bool) -> None:
+def test_invalid_arguments_are_rejected_and_the_world_stays_usable(crew: Crew, what: str, checked: bool) -> None:
     expected, words, call = WRONG[what]
 
     async def part(manager: WorldManager, world: World) -> float:
@@ -86,8 +86,8 @@ def test_wrong_arguments_are_refused_and_the_world_goes_on(crew: Crew, what: str
     assert crew.run(SIZE, part, checked=checked) == [3.0] * SIZE
 
 
-def test_world_without_such_a_backend_refuses_the_tensor(crew: Crew) -> None:
-    """Any device crosses to Gloo through host memory; what cannot is refused."""
+def test_tensor_is_rejected_when_no_backend_supports_its_device(crew: Crew) -> None:
+    """Gloo carries tensors of any device through host memory; other tensors are rejected."""
 
     async def part(manager: WorldManager, world: World) -> None:
         mixed = [torch.zeros(1), torch.zeros(1, device="meta")]
@@ -98,7 +98,7 @@ def test_world_without_such_a_backend_refuses_the_tensor(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_conjugated_and_negated_inputs_are_sent_as_what_they_stand_for(crew: Crew, checked: bool) -> None:
+def test_conjugated_and_negated_views_are_sent_by_value(crew: Crew, checked: bool) -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
 
     async def part(manager: WorldManager, world: World) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_conjugated_and_negated_inputs_are_sent_as_what_they_stand_for(crew: Cre
     assert crew.run(2, part, checked=checked)[1].tolist() == value.conj().resolve_conj().tolist()
 
 
-def test_tensors_that_require_gradients_are_filled(crew: Crew) -> None:
+def test_outputs_that_require_gradients_are_filled(crew: Crew) -> None:
     async def part(manager: WorldManager, world: World) -> list[float]:
         tensor = torch.full((4,), float(world.rank), requires_grad=True)
         strided = torch.full((4, 2), float(world.rank)).requires_grad_()[:, 0]

@@ -1,4 +1,4 @@
-"""Every operation gives what can be computed without communication: any size, dtype, shape, layout, root and reduction."""
+"""Every operation gives the locally computed result for any size, dtype, shape, layout, root and reduction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from multiworld import World, WorldManager
-from multiworld.collectives import allreduce as shares
-from multiworld.collectives import transfers
+from multiworld.collectives import allreduce, transfers
 from tests.integration.crew import MAX_SIZE, Crew, T
 from tests.integration.crew import Part as PartOf
 
@@ -39,7 +38,7 @@ some = settings(
 
 @dataclass(frozen=True)
 class Case:
-    """One world, and what its tensors are like."""
+    """One world and the properties of its tensors."""
 
     size: int
     root: int
@@ -52,18 +51,18 @@ class Case:
     seed: int
 
     def run(self, crew: Crew, part: PartOf[T]) -> list[T]:
-        """Let all ranks do their part; with `small_pieces` what is so small goes the ways that long tensors go."""
+        """Run all ranks; with `small_pieces`, short tensors use the algorithms for long tensors."""
         with pytest.MonkeyPatch.context() as patch:
             if self.small_pieces:
-                patch.setattr(shares, "WHOLE_BYTES", 8)
-                patch.setattr(shares, "PIECE_BYTES", 64)
-                patch.setattr(shares, "SERIAL", 5)
-                patch.setattr(transfers, "FLAT_BYTES", 8)
-                patch.setattr(transfers, "PIECE_BYTES", 100)
+                patch.setattr(allreduce, "ONE_SHOT_BYTES", 8)
+                patch.setattr(allreduce, "CHUNK_BYTES", 64)
+                patch.setattr(allreduce, "SLICE_ELEMENTS", 5)
+                patch.setattr(transfers, "DIRECT_BYTES", 8)
+                patch.setattr(transfers, "CHUNK_BYTES", 100)
             return crew.run(self.size, part, checked=self.checked, backend=self.backend)
 
     def values(self, *, powers: bool = False) -> list[Tensor]:
-        """One tensor a rank, contiguous, of numbers that every dtype can add, or multiply (`powers` of 2), exactly."""
+        """One contiguous tensor per rank whose values every dtype can add, or multiply (`powers` of 2), exactly."""
         generator = torch.Generator().manual_seed(self.seed)
         low, high = (0, 4) if not self.dtype.is_signed or self.dtype is torch.bool else (-3, 4)
         made = []
@@ -73,7 +72,7 @@ class Case:
         return made
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """A copy with this case's layout, the same in content."""
+        """A copy with the same content and this case's memory layout."""
         if self.layout == "transposed" and tensor.dim() > 1:
             return tensor.transpose(0, -1).contiguous().transpose(0, -1)
         if self.layout == "strided" and tensor.numel() and tensor.dim():
@@ -114,7 +113,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def reduced(name: str, tensors: Sequence[Tensor]) -> Tensor:
     if name == "AVG":
         total = reduced("SUM", tensors)
-        if total.is_complex():  # part by part: dividing complex numbers rounds otherwise
+        if total.is_complex():  # real and imaginary part separately: complex division rounds differently
             return torch.view_as_complex(torch.view_as_real(total).div(len(tensors)))
         return total.div(len(tensors))
     result = tensors[0]
@@ -133,7 +132,7 @@ reductions = st.one_of(
 
 @some
 @given(reduction=reductions)
-def test_all_reduce_gives_everybody_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
+def test_all_reduce_gives_every_rank_the_reduction(crew: Crew, reduction: tuple[str, Case]) -> None:
     name, case = reduction
     values = case.values(powers=name == "PRODUCT")
 
@@ -148,7 +147,7 @@ def test_all_reduce_gives_everybody_the_reduced(crew: Crew, reduction: tuple[str
 
 @some
 @given(reduction=reductions)
-def test_reduce_gives_the_root_the_reduced(crew: Crew, reduction: tuple[str, Case]) -> None:
+def test_reduce_gives_the_root_the_reduction(crew: Crew, reduction: tuple[str, Case]) -> None:
     name, case = reduction
     values = case.values(powers=name == "PRODUCT")
 
@@ -162,7 +161,7 @@ def test_reduce_gives_the_root_the_reduced(crew: Crew, reduction: tuple[str, Cas
 
 @some
 @given(reduction=reductions, whole=st.booleans())
-def test_reduce_scatter_gives_each_its_part_of_the_reduced(
+def test_reduce_scatter_gives_each_rank_its_chunk_of_the_reduction(
     crew: Crew, reduction: tuple[str, Case], whole: bool
 ) -> None:
     name, case = reduction
@@ -191,7 +190,7 @@ def test_reduce_scatter_gives_each_its_part_of_the_reduced(
 
 @some
 @given(case=cases(MOVED))
-def test_broadcast_gives_everybody_what_the_root_has(crew: Crew, case: Case) -> None:
+def test_broadcast_gives_every_rank_the_root_tensor(crew: Crew, case: Case) -> None:
     values = case.values()
 
     async def part(manager: WorldManager, world: World) -> Tensor:
@@ -204,7 +203,7 @@ def test_broadcast_gives_everybody_what_the_root_has(crew: Crew, case: Case) -> 
 
 @some
 @given(case=cases(MOVED))
-def test_all_gather_gives_everybody_everything(crew: Crew, case: Case) -> None:
+def test_all_gather_gives_every_rank_all_tensors(crew: Crew, case: Case) -> None:
     values = case.values()
 
     async def part(manager: WorldManager, world: World) -> list[Tensor]:
@@ -219,7 +218,7 @@ def test_all_gather_gives_everybody_everything(crew: Crew, case: Case) -> None:
 
 @some
 @given(case=cases(MOVED))
-def test_all_gather_into_tensor_gives_everybody_everything_in_one(crew: Crew, case: Case) -> None:
+def test_all_gather_into_tensor_gives_every_rank_one_combined_tensor(crew: Crew, case: Case) -> None:
     values = case.values()
 
     async def part(manager: WorldManager, world: World) -> Tensor:
@@ -233,7 +232,7 @@ def test_all_gather_into_tensor_gives_everybody_everything_in_one(crew: Crew, ca
 
 @some
 @given(case=cases(MOVED))
-def test_gather_gives_the_root_everything(crew: Crew, case: Case) -> None:
+def test_gather_gives_the_root_all_tensors(crew: Crew, case: Case) -> None:
     values = case.values()
 
     async def part(manager: WorldManager, world: World) -> list[Tensor]:
@@ -247,7 +246,7 @@ def test_gather_gives_the_root_everything(crew: Crew, case: Case) -> None:
 
 @some
 @given(case=cases(MOVED))
-def test_scatter_gives_each_its_tensor(crew: Crew, case: Case) -> None:
+def test_scatter_gives_each_rank_its_tensor(crew: Crew, case: Case) -> None:
     values = case.values()
 
     async def part(manager: WorldManager, world: World) -> Tensor:
@@ -262,7 +261,7 @@ def test_scatter_gives_each_its_tensor(crew: Crew, case: Case) -> None:
 
 @some
 @given(case=cases(MOVED), spread=st.integers(0, 5))
-def test_all_to_all_gives_each_what_each_sent_it(crew: Crew, case: Case, spread: int) -> None:
+def test_all_to_all_exchanges_tensors_between_all_ranks(crew: Crew, case: Case, spread: int) -> None:
     def message(src: int, dst: int) -> Tensor:
         count = (src * spread + dst) % 4 if spread else 3
         return torch.arange(src + dst, src + dst + count).remainder(4).to(case.dtype)
@@ -279,7 +278,7 @@ def test_all_to_all_gives_each_what_each_sent_it(crew: Crew, case: Case, spread:
 
 @some
 @given(case=cases(MOVED), tag=st.integers(0, 2**29 - 1))
-def test_recv_gets_what_was_sent_around_the_ring(crew: Crew, case: Case, tag: int) -> None:
+def test_send_recv_around_the_ring_delivers_each_tensor(crew: Crew, case: Case, tag: int) -> None:
     if case.size == 1:
         return
     values = case.values()
@@ -301,7 +300,7 @@ def test_recv_gets_what_was_sent_around_the_ring(crew: Crew, case: Case, tag: in
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("size", range(1, MAX_SIZE + 1))
-def test_barrier_lets_nobody_pass_before_all_came(crew: Crew, size: int, checked: bool) -> None:
+def test_barrier_waits_for_all_ranks(crew: Crew, size: int, checked: bool) -> None:
     came: list[int] = []
 
     async def part(manager: WorldManager, world: World) -> int:
@@ -313,7 +312,7 @@ def test_barrier_lets_nobody_pass_before_all_came(crew: Crew, size: int, checked
 
 
 @pytest.mark.parametrize("backend", ["gloo", "c10d-gloo"])
-def test_results_are_right_when_inputs_share_memory_with_outputs(crew: Crew, backend: str) -> None:
+def test_results_are_correct_when_inputs_and_outputs_share_memory(crew: Crew, backend: str) -> None:
     async def part(manager: WorldManager, world: World) -> list[list[float]]:
         here, name, rank = manager.communicator, world.name, world.rank
         places = [torch.full((5,), 10.0 * rank + place) for place in range(3)]

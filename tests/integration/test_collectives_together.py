@@ -1,4 +1,4 @@
-"""Operations of several worlds and several operations of one world run side by side; ending one world leaves the others alone."""
+"""Concurrent operations in several worlds and in one world; ending one world does not affect the others."""
 
 import asyncio
 import gc
@@ -16,8 +16,8 @@ BOTH = pytest.mark.parametrize("checked", [False, True])
 
 
 @BOTH
-def test_operations_of_one_world_complete_when_many_are_under_way(crew: Crew, checked: bool) -> None:
-    """Collectives in the order of the calls, messages in the order of their tag, both at once, small and large mixed."""
+def test_concurrent_operations_of_one_world_complete(crew: Crew, checked: bool) -> None:
+    """Collectives complete in call order, messages in the order of their tag; both run together, small and large mixed."""
     sizes = [3, 70_000, 0, 1, 5_000, 2, 300]
 
     async def part(manager: WorldManager, world: World) -> None:
@@ -40,8 +40,8 @@ def test_operations_of_one_world_complete_when_many_are_under_way(crew: Crew, ch
 
 
 @BOTH
-def test_other_worlds_run_on_when_one_waits(crew: Crew, checked: bool) -> None:
-    """A collective that waits for a member holds up nobody in another world of the same processes."""
+def test_other_worlds_continue_while_one_waits(crew: Crew, checked: bool) -> None:
+    """A collective that waits for a member does not delay other worlds of the same processes."""
 
     async def part(manager: WorldManager, world: World) -> None:
         waiting = None
@@ -72,7 +72,7 @@ def test_other_worlds_run_on_when_one_waits(crew: Crew, checked: bool) -> None:
 
 
 @BOTH
-def test_cancelling_a_collective_breaks_its_own_world_only(crew: Crew, checked: bool) -> None:
+def test_cancelled_collective_breaks_only_its_own_world(crew: Crew, checked: bool) -> None:
     async def part(manager: WorldManager, world: World) -> float:
         if world.rank == 0:
             with pytest.raises(TimeoutError):
@@ -133,8 +133,8 @@ def test_operation_within_its_timeout_leaves_no_timer(crew: Crew, checked: bool)
     crew.run(2, part, checked=checked)
 
 
-async def test_groups_timeout_never_ends_an_operation() -> None:
-    """Bootstrap had 15 s; a member that comes to a collective later than that is merely slow."""
+async def test_bootstrap_timeout_does_not_limit_operations() -> None:
+    """The bootstrap timeout was 15 s; a member that starts a collective later than that is slow, not failed."""
     async with WorldManager() as first, WorldManager() as second:
         port = first.listen()
 
@@ -159,7 +159,7 @@ async def test_groups_timeout_never_ends_an_operation() -> None:
 
         async def work(manager: WorldManager, rank: int, kind: str, checked: bool) -> None:
             name = f"{kind}-{checked}"
-            await manager.initialize_world(name, rank, 2, port=port, timeout=15, checked=checked)
+            await manager.initialize_world(name, rank, 2, port=port, timeout=15, verify_collectives=checked)
             if rank == 1:
                 await asyncio.sleep(15.5)
             await operations(manager, rank, name)[kind]()  # type: ignore[operator]
@@ -176,7 +176,7 @@ async def test_groups_timeout_never_ends_an_operation() -> None:
 
 
 @BOTH
-def test_pending_operations_end_when_the_world_is_removed(crew: Crew, checked: bool) -> None:
+def test_pending_operations_fail_when_the_world_is_removed(crew: Crew, checked: bool) -> None:
     async def part(manager: WorldManager, world: World) -> None:
         here, name = manager.communicator, world.name
         if world.rank == 0:
@@ -204,7 +204,7 @@ def test_pending_operations_end_when_the_world_is_removed(crew: Crew, checked: b
 
 
 @BOTH
-def test_tensors_are_let_go_when_their_operations_are_done(crew: Crew, checked: bool) -> None:
+def test_tensors_are_released_when_their_operations_complete(crew: Crew, checked: bool) -> None:
     async def part(manager: WorldManager, world: World) -> list[weakref.ref[torch.Tensor]]:
         tensor, message = torch.ones(2000), torch.ones(2000)
         await manager.communicator.all_reduce(tensor, world_name=world.name)
@@ -226,10 +226,10 @@ def test_tensors_are_let_go_when_their_operations_are_done(crew: Crew, checked: 
 
 
 @BOTH
-def test_tensors_of_another_device_cross_through_copies(
+def test_tensors_of_other_devices_are_staged_through_host_copies(
     crew: Crew, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU's do on Gloo; here tensors of the CPU are treated so, between others that are not."""
+    """As for GPU tensors on Gloo; here some CPU tensors are treated like this and others are not."""
     here_and_there = iter([True, False] * 1000)
     on_host = Ranks.on_host
     monkeypatch.setattr(

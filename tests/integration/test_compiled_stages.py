@@ -1,4 +1,4 @@
-"""Stages compiled for real, by this machine's C++ compiler: equal to the reference, kept on the disk, made by a process of its own."""
+"""Stages compiled by the C++ compiler: equal to the reference, cached on disk, compiled in a separate process."""
 
 import asyncio
 import copy
@@ -43,9 +43,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STAGE = 3
-"""Of ten: one residual block."""
+"""Of ten blocks: one residual block."""
 LARGEST = 4
-"""Batch; there is no code for one of 3."""
+"""Batch size; there is no compiled code for 3."""
 
 
 def request_of() -> CompileRequest:
@@ -57,7 +57,7 @@ def request_of() -> CompileRequest:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStageCache:
-    """With one stage in it, that a process beside us compiled."""
+    """A package folder with one stage, compiled by a separate process."""
     made = CompiledStageCache(tmp_path_factory.mktemp("compiled"))
     assert asyncio.run(Compiler(made).compile(request_of()))
     return made
@@ -81,7 +81,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: Comp
         compiled(torch.zeros(1, *request.sample_shape, dtype=torch.uint8))
 
 
-def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStageCache) -> None:
+def test_compiled_stage_is_used_when_its_output_matches(packages: CompiledStageCache) -> None:
     request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), request_of().spec))
     compiled = packages.load(request)
     made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
@@ -89,14 +89,14 @@ def test_worker_takes_what_is_compiled_when_it_is_close(packages: CompiledStageC
     auto = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
     assert "compiled/float32" in auto.why
     with torch.no_grad():
-        next(stage.parameters()).mul_(2)  # now it is another's
+        next(stage.parameters()).mul_(2)  # now it differs
     other = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(other.mode) != "compiled/float32"
     packages_of_others = CompileRequest(request.spec, request.sample_shape, LARGEST, "float32", request.weights + b" ")
     assert packages.load(packages_of_others) is None
 
 
-async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(packages: CompiledStageCache) -> None:
+async def test_engine_serves_cached_compiled_code_immediately(packages: CompiledStageCache) -> None:
     request, engine = request_of(), Engine(CPU, compiler=Compiler(packages))
     queue = engine.new_queue()
     try:
@@ -109,7 +109,7 @@ async def test_engine_serves_compiled_code_at_once_where_it_was_made_before(pack
         engine.close()
 
 
-def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: CompiledStageCache) -> None:
+def test_unpacked_files_of_a_killed_process_are_removed_by_the_next(packages: CompiledStageCache) -> None:
     unpacked = packages.folder / "unpacked"
     load = (
         "import sys, time; from pathlib import Path; from multiworld_serving.models.optimize import compiling\n"
@@ -136,9 +136,9 @@ def test_what_a_killed_process_had_unpacked_is_removed_by_the_next(packages: Com
         assert len(held() - before) == 2
         one.kill()
         one.wait()
-        assert len(held() - before) == 2, "it could not remove its own"
+        assert len(held() - before) == 2, "it could not remove its own files"
         start()
-        assert len(held() - before) == 2, "that of the one that lives, and the newcomer's"
+        assert len(held() - before) == 2, "those of the living process and of the new one"
         assert other.poll() is None
 
 
@@ -150,7 +150,7 @@ def test_nothing_is_compiled_twice(packages: CompiledStageCache) -> None:
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
-def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
+def test_worker_continues_without_a_damaged_package(
     packages: CompiledStageCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request, damaged = request_of(), CompiledStageCache(tmp_path)
@@ -164,11 +164,11 @@ def test_damaged_package_is_an_error_and_the_worker_goes_on_without(
         folder.mkdir()
         assert Compiler(damaged).load(request) is None
     assert "without compiled code" in caplog.text
-    assert not folder.exists(), "or it would be taken for made, and never be made anew"
+    assert not folder.exists(), "otherwise it would count as compiled and never be compiled again"
     assert damaged.load(request) is None
 
 
-def test_without_a_compiler_there_is_one_warning(
+def test_missing_compiler_logs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
@@ -193,7 +193,7 @@ def processes_of(session: int) -> Iterator[int]:
                 yield int(entry.name)
 
 
-async def test_compiling_ends_with_who_wanted_it_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_compilation_is_stopped_and_cleaned_up_when_its_caller_ends(tmp_path: Path) -> None:
     packages = CompiledStageCache(tmp_path / "compiled")
     task = asyncio.create_task(Compiler(packages).compile(request_of()))
     await asyncio.to_thread(wait_until, lambda: bool(list(packages.folder.glob("making-*"))))
@@ -217,7 +217,7 @@ def _children() -> list[int]:
     return [int(pid) for pid in text.split()]
 
 
-def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_packages_are_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = CompiledStageCache(tmp_path)
     for age, name in enumerate(["newest", "used", "forgotten", "making-left-behind"]):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Members of elastic worlds are killed, frozen and cut off in the middle of their all-reduces; the others finish, with the same bits."""
+"""Members of elastic worlds are killed, frozen and cut off during all-reduces; the others finish with identical bits."""
 
 import asyncio
 import contextlib
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from multiworld.elastic import DesyncError, ElasticRendezvous, EvictedError, ReformError, RendezvousError
+from multiworld.elastic import DesyncError, ElasticRendezvous, EvictedError, RendezvousError, ViewChangeError
 from tests.integration.members import PATIENCE_S, Member, Spawn, members
 from tests.integration.proxy import HOST, Proxy
 
 PULSE_S = 2.0
-"""After how long a silence a member counts as lost: longer than a busy machine makes one wait."""
+"""Heartbeat timeout of the members: longer than the delays of a busy machine."""
 COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
-"""Some go around the ring, in several chunks, and some by the world's own all-reduce."""
-RING_FROM_BYTES = 1_000_000
+"""Some use the ring, in several chunks, and some the world's own all-reduce."""
+RING_MIN_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
 
 
@@ -38,7 +38,7 @@ async def joined(spawn: Spawn, count: int, port: int, **settings: Any) -> list[M
     made = [await spawn() for _ in range(count)]
     for member in made:
         await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
-        await member.do("elastic_ring", from_bytes=RING_FROM_BYTES)
+        await member.do("elastic_ring", from_bytes=RING_MIN_BYTES)
     places = await asyncio.gather(*(member.do("elastic_join", world="w", port=port, **settings) for member in made))
     return [member for _, member in sorted(zip(places, made, strict=True), key=lambda each: int(each[0]["rank"]))]
 
@@ -50,18 +50,18 @@ def reduce_all(everybody: list[Member], counts: list[int] = COUNTS, **settings: 
     ]
 
 
-def values(weights: list[float], took_part: list[int], lost: float = 0.0) -> list[float]:
-    """What the tensors must hold: sums with the lost member's part where it took part."""
+def values(weights: list[float], contributors: list[int], lost: float = 0.0) -> list[float]:
+    """The expected tensors: sums that include the lost member's values if it contributed."""
     total = sum(weights)
-    return [(total + (lost if size > len(weights) else 0)) * (index + 1) for index, size in enumerate(took_part)]
+    return [(total + (lost if size > len(weights) else 0)) * (index + 1) for index, size in enumerate(contributors)]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("messages", [1, 9, 20])
-async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
+async def test_survivors_finish_with_identical_bits_when_one_of_four_is_killed(
     spawn: Spawn, victim: int, messages: int
 ) -> None:
-    async with rendezvous(first_size=4) as holder:
+    async with rendezvous(initial_members=4) as holder:
         everybody = await joined(spawn, 4, holder.port)
         await everybody[victim].do("elastic_fault", signum=signal.SIGKILL, messages=messages)
         tasks = reduce_all(everybody)
@@ -72,28 +72,30 @@ async def test_three_finish_with_the_same_bits_when_one_of_four_is_killed(
         for outcome in outcomes:
             assert (outcome["success"], outcome["size"]) == (True, 3)
             assert outcome["bits"] == outcomes[0]["bits"]
-            assert outcome["took_part"] == outcomes[0]["took_part"]
-            assert outcome["values"] == values(left, outcome["took_part"], WEIGHTS[victim])
+            assert outcome["contributors"] == outcomes[0]["contributors"]
+            assert outcome["values"] == values(left, outcome["contributors"], WEIGHTS[victim])
             assert outcome["retries"] >= 1
-        assert holder.view("w").epoch == 2
+        assert holder.view("w").number == 2
 
 
 @pytest.mark.parametrize("quantization", [None, "min_max"])
-async def test_averages_are_of_those_who_took_part_when_one_is_killed(spawn: Spawn, quantization: str | None) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_averages_use_the_number_of_contributors_when_one_is_killed(
+    spawn: Spawn, quantization: str | None
+) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[1].do("elastic_fault", signum=signal.SIGKILL, messages=4)
         tasks = reduce_all(everybody, op="AVG", quantization=quantization, counts=[300_000] * 3)
         outcomes = await asyncio.gather(tasks[0], tasks[2])
         assert outcomes[0]["bits"] == outcomes[1]["bits"]
-        for index, (value, size) in enumerate(zip(outcomes[0]["values"], outcomes[0]["took_part"], strict=True)):
+        for index, (value, size) in enumerate(zip(outcomes[0]["values"], outcomes[0]["contributors"], strict=True)):
             taking_part = [1.0, 100.0] if size == 2 else [1.0, 10.0, 100.0]
             assert value == pytest.approx(sum(taking_part) / size * (index + 1), rel=1e-6)
-        assert 2 in outcomes[0]["took_part"]
+        assert 2 in outcomes[0]["contributors"]
 
 
-async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_finished(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_survivors_finish_when_the_only_member_that_knew_of_completion_is_killed(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault_at_close")
         tasks = reduce_all(everybody)
@@ -101,26 +103,26 @@ async def test_the_survivors_finish_when_one_dies_that_alone_knew_that_all_was_f
         for outcome in outcomes:
             assert outcome["success"]
             assert outcome["bits"] == outcomes[0]["bits"]
-            assert outcome["took_part"] == [3] * len(COUNTS)
+            assert outcome["contributors"] == [3] * len(COUNTS)
 
 
-async def test_empty_tensors_have_the_participants_of_the_results_when_the_round_is_closed_by_fewer_members(
+async def test_empty_tensors_report_the_contributors_of_the_results_when_members_are_lost(
     spawn: Spawn,
 ) -> None:
-    async with rendezvous(first_size=3) as holder:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault_before_close")
         tasks = reduce_all(everybody, [0, 5, 0])
         outcomes = await asyncio.gather(*tasks[1:])
         for outcome in outcomes:
             assert (outcome["success"], outcome["size"]) == (True, 2)
-            assert outcome["took_part"] == [3, 3, 3]
+            assert outcome["contributors"] == [3, 3, 3]
 
 
-async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_comes_back_at_a_boundary(
+async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
     spawn: Spawn,
 ) -> None:
-    async with rendezvous(first_size=3) as holder:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         await everybody[0].do("elastic_fault", signum=signal.SIGSTOP, messages=5)
         tasks = reduce_all(everybody)
@@ -131,7 +133,7 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
         with pytest.raises(EvictedError):
             await tasks[0]
         held = await everybody[0].do("elastic_held")
-        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "it holds what it held"
+        assert held["values"] == [WEIGHTS[0] * (index + 1) for index in range(len(COUNTS))], "its tensors are unchanged"
 
         await everybody[0].do("elastic_leave", world="w")
         coming = everybody[0].start("elastic_join", world="w", port=holder.port)
@@ -139,63 +141,63 @@ async def test_frozen_member_is_done_without_and_is_told_so_when_it_wakes_and_co
             while not holder.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
-        assert [outcome["size"] for outcome in again] == [2, 2], "nobody comes in before a boundary"
-        epochs = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
+        assert [outcome["size"] for outcome in again] == [2, 2], "no member is admitted before a boundary"
+        views = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
         place = await coming
-        assert (place["epoch"], place["size"], place["rank"]) == (epochs[0], 3, 2)
+        assert (place["view"], place["size"], place["rank"]) == (views[0], 3, 2)
         outcomes = await asyncio.gather(*reduce_all([*everybody[1:], everybody[0]]))
         assert len({outcome["bits"] for outcome in outcomes}) == 1
-        assert outcomes[0]["took_part"] == [3] * len(COUNTS)
+        assert outcomes[0]["contributors"] == [3] * len(COUNTS)
 
 
-async def test_the_last_one_says_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_last_member_reports_that_it_is_alone_when_all_others_are_killed(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         for member in everybody[:2]:
             await member.do("elastic_fault", signum=signal.SIGKILL, messages=3)
         outcome = await reduce_all(everybody)[2]
         assert (outcome["success"], outcome["size"]) == (False, 1)
-        assert 0 in outcome["took_part"]
-        for index, (value, size) in enumerate(zip(outcome["values"], outcome["took_part"], strict=True)):
-            assert size or value == WEIGHTS[2] * (index + 1), "what has no result holds what it held"
+        assert 0 in outcome["contributors"]
+        for index, (value, size) in enumerate(zip(outcome["values"], outcome["contributors"], strict=True)):
+            assert size or value == WEIGHTS[2] * (index + 1), "tensors without a result are unchanged"
         again = await reduce_all(everybody[2:])[0]
-        assert (again["success"], again["size"], set(again["took_part"])) == (False, 1, {0})
+        assert (again["success"], again["size"], set(again["contributors"])) == (False, 1, {0})
 
 
-async def test_a_world_forms_again_when_its_rendezvous_is_restarted_and_then_a_member_is_killed(
+async def test_world_regroups_when_the_rendezvous_is_restarted_and_a_member_is_killed(
     spawn: Spawn, tmp_path: Path
 ) -> None:
     state = tmp_path / "state.json"
-    async with rendezvous(first_size=3, state_file=state) as holder:
+    async with rendezvous(initial_members=3, state_file=state) as holder:
         port = holder.port
         everybody = await joined(spawn, 3, port)
     outcomes = await asyncio.gather(*reduce_all(everybody))
-    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it goes on without"
+    assert [outcome["retries"] for outcome in outcomes] == [0, 0, 0], "it continues without it"
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
     tasks = reduce_all(everybody)
     assert await everybody[0].ended() == -signal.SIGKILL
-    async with rendezvous(first_size=3, state_file=state, port=port, patience_s=2.0) as holder:
+    async with rendezvous(initial_members=3, state_file=state, port=port, regroup_timeout_s=2.0) as holder:
         outcomes = await asyncio.gather(*tasks[1:])
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
         assert outcomes[0]["bits"] == outcomes[1]["bits"]
-        assert holder.view("w").epoch == 2
+        assert holder.view("w").number == 2
 
 
 async def test_no_member_is_lost_when_the_rendezvous_cannot_write_its_state(
     spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with rendezvous(first_size=2, state_file=tmp_path / "gone" / "state.json") as holder:
+    async with rendezvous(initial_members=2, state_file=tmp_path / "gone" / "state.json") as holder:
         everybody = await joined(spawn, 2, holder.port)
         outcomes = await asyncio.gather(*reduce_all(everybody))
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
-    assert "the state cannot be written" in caplog.text
+    assert "the state file cannot be written" in caplog.text
 
 
-async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_all_survivors_fail_alike_when_the_rendezvous_lost_its_state(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         port = holder.port
         everybody = await joined(spawn, 3, port)
-    async with rendezvous(first_size=3, port=port):
+    async with rendezvous(initial_members=3, port=port):
         await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
         tasks = reduce_all(everybody)
         for task in tasks[1:]:
@@ -203,24 +205,24 @@ async def test_all_survivors_fail_alike_when_the_rendezvous_has_forgotten_them(s
                 await task
 
 
-async def test_all_survivors_fail_alike_in_the_time_that_was_given_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
-        everybody = await joined(spawn, 3, holder.port, reform_timeout_s=3.0)
+async def test_all_survivors_fail_within_the_regroup_timeout_when_the_rendezvous_is_gone(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
+        everybody = await joined(spawn, 3, holder.port, view_change_timeout_s=3.0)
     await everybody[0].do("elastic_fault", signum=signal.SIGKILL, messages=3)
     for task in reduce_all(everybody)[1:]:
-        with pytest.raises((RendezvousError, ReformError)):
+        with pytest.raises((RendezvousError, ViewChangeError)):
             await task
 
 
-async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3, addr=HOST) as holder:
+async def test_minority_does_not_continue_when_cut_off_from_the_rendezvous(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3, addr=HOST) as holder:
         proxy = Proxy(HOST, holder.port)
         try:
             everybody = [await spawn() for _ in range(3)]
             joining = []
             for member, port in zip(everybody, (proxy.port, holder.port, holder.port), strict=True):
                 await member.do("elastic_configure", heartbeat_timeout_s=PULSE_S)
-                settings = {"world": "w", "port": port, "addr": HOST, "host": "127.0.0.1", "reform_timeout_s": 4.0}
+                settings = {"world": "w", "port": port, "addr": HOST, "host": "127.0.0.1", "view_change_timeout_s": 4.0}
                 joining.append(member.start("elastic_join", **settings))
             await asyncio.gather(*joining)
             assert all(outcome["success"] for outcome in await asyncio.gather(*reduce_all(everybody, counts=[10])))
@@ -229,7 +231,7 @@ async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rende
                 while len(holder.view("w").members) == 3:  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)
             tasks = reduce_all(everybody)
-            with pytest.raises((RendezvousError, ReformError, EvictedError)):
+            with pytest.raises((RendezvousError, ViewChangeError, EvictedError)):
                 await tasks[0]
             outcomes = await asyncio.gather(*tasks[1:])
             assert [outcome["size"] for outcome in outcomes] == [2, 2]
@@ -237,8 +239,8 @@ async def test_the_smaller_side_does_not_go_on_when_it_is_cut_off_from_the_rende
             await proxy.close()
 
 
-async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_all_members_fail_alike_when_their_calls_differ(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         tasks = [
             member.start("elastic_reduce", world="w", weight=1.0, counts=[10, count])
@@ -249,18 +251,18 @@ async def test_all_fail_alike_when_they_do_not_do_the_same(spawn: Spawn) -> None
                 await task
 
 
-async def test_the_others_go_on_when_one_is_late_for_its_own_time_limit(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_others_continue_when_one_member_exceeds_its_own_timeout(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         hasty = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS, timeout_s=0.5)
-        with pytest.raises(ReformError, match=r"over 0\.5 s"):
+        with pytest.raises(ViewChangeError, match=r"over 0\.5 s"):
             await hasty
         outcomes = await asyncio.gather(*reduce_all(everybody[1:]))
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_others_continue_when_one_member_cancels_its_call(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         waiting = everybody[0].start("elastic_reduce", world="w", weight=1.0, counts=COUNTS)
         await everybody[0].do("elastic_state", world="w")
@@ -269,12 +271,12 @@ async def test_the_others_go_on_when_the_call_of_one_is_cancelled(spawn: Spawn) 
         assert [outcome["size"] for outcome in outcomes] == [2, 2]
 
 
-async def test_survivors_form_again_by_themselves_when_nothing_is_under_way(spawn: Spawn) -> None:
-    async with rendezvous(first_size=3) as holder:
+async def test_survivors_regroup_when_no_operation_is_in_flight(spawn: Spawn) -> None:
+    async with rendezvous(initial_members=3) as holder:
         everybody = await joined(spawn, 3, holder.port)
         everybody[0].kill()
         async with asyncio.timeout(PATIENCE_S):
             for rank, member in enumerate(everybody[1:]):
                 while (state := await member.do("elastic_state", world="w"))["size"] != 2:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.01)
-                assert (state["epoch"], state["rank"]) == (2, rank)
+                assert (state["view"], state["rank"]) == (2, rank)

@@ -1,4 +1,4 @@
-"""What elastic all-reduces compute when nothing fails: around the ring, exchanged directly, quantised; and that all have the same bits."""
+"""Results of elastic all-reduces without failures (ring, direct exchange, quantized); all members have identical bits."""
 
 import asyncio
 import functools
@@ -21,14 +21,14 @@ from multiworld.elastic import (
     ElasticRendezvous,
     ElasticWorld,
     Quantization,
-    ReformError,
     RendezvousError,
+    ViewChangeError,
 )
 from multiworld.elastic.allreduce import ring as ring_module
-from multiworld.elastic.allreduce.bucket import BUNDLE_BYTES
-from multiworld.elastic.allreduce.channel import Epoch, Traffic
+from multiworld.elastic.allreduce.bucket import BUCKET_BYTES
+from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
 from multiworld.elastic.allreduce.quantization import BLOCK
-from multiworld.elastic.allreduce.quantized import quantised_all_reduce
+from multiworld.elastic.allreduce.quantized import quantized_all_reduce
 from multiworld.elastic.allreduce.reduction import DTYPES, Reduction, copy
 from multiworld.elastic.allreduce.ring import ring_all_reduce
 from multiworld.elastic.protocol.messages import View
@@ -45,7 +45,7 @@ def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def reference(operands: list[Tensor], op: str) -> Tensor:
-    """In float64, or in whole numbers."""
+    """Computed in float64, or with integers."""
     wide = [each.double() if each.is_floating_point() else each for each in operands]
     if op == "AVG":
         total = functools.reduce(operator.add, wide)
@@ -56,8 +56,8 @@ def reference(operands: list[Tensor], op: str) -> Tensor:
     return functools.reduce(combine[op], wide)
 
 
-def epoch_of(manager: WorldManager, world: World) -> Epoch:
-    return Epoch(1, world.rank, world.size, world)
+def view_world(world: World) -> ViewWorld:
+    return ViewWorld(world.rank, world.size, world)
 
 
 def check_equal(results: list[Tensor], expected: Tensor) -> None:
@@ -73,7 +73,7 @@ def check_equal(results: list[Tensor], expected: Tensor) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("count", [1, 7, 300])
-def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
+def test_ring_reduces_when_chunks_are_small_uneven_or_empty(
     crew: Crew, size: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_module, "CHUNK_BYTES", 256)
@@ -84,22 +84,22 @@ def test_ring_reduces_when_pieces_are_small_uneven_or_empty(
 
             async def reduce(
                 manager: WorldManager, world: World, operands: list[Tensor] = operands, op: str = op
-            ) -> tuple[Tensor, Traffic]:
-                result, traffic = torch.empty_like(operands[world.rank]), Traffic()
-                await ring_all_reduce(epoch_of(manager, world), operands[world.rank], result, Reduction(op), 3, traffic)
-                return result, traffic
+            ) -> tuple[Tensor, ByteCounters]:
+                result, counters = torch.empty_like(operands[world.rank]), ByteCounters()
+                await ring_all_reduce(view_world(world), operands[world.rank], result, Reduction(op), 3, counters)
+                return result, counters
 
             came = crew.run(size, reduce)
             check_equal([result for result, _ in came], reference(before, op))
             assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True)), "operands are only read"
-            sent = sum(traffic.sent for _, traffic in came)
-            assert sent == sum(traffic.received for _, traffic in came) == 2 * (size - 1) * count * dtype.itemsize
+            sent = sum(counters.sent for _, counters in came)
+            assert sent == sum(counters.received for _, counters in came) == 2 * (size - 1) * count * dtype.itemsize
 
 
 @pytest.mark.parametrize("quantization", Quantization)
 @pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
+def test_quantized_result_is_within_its_bound_and_identical_on_all_members(
     crew: Crew, size: int, op: str, quantization: Quantization
 ) -> None:
     count = 3 * size * BLOCK // 2 + 5
@@ -107,8 +107,8 @@ def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
 
     async def reduce(manager: WorldManager, world: World) -> Tensor:
         result = torch.empty(count)
-        await quantised_all_reduce(
-            epoch_of(manager, world), operands[world.rank], result, Reduction(op), quantization, 9, Traffic()
+        await quantized_all_reduce(
+            view_world(world), operands[world.rank], result, Reduction(op), quantization, 9, ByteCounters()
         )
         return result
 
@@ -125,7 +125,7 @@ def test_quantised_result_is_within_its_bound_and_the_same_everywhere(
 
 
 def bound(values: Tensor, quantization: Quantization) -> float:
-    """The stated error of quantising a tensor, taken over the whole of it."""
+    """The documented error bound of quantization for a whole tensor."""
     low, high = float(values.min()), float(values.max())
     match quantization:
         case Quantization.MIN_MAX:
@@ -141,7 +141,7 @@ def bound(values: Tensor, quantization: Quantization) -> float:
 @pytest.fixture
 async def worlds() -> AsyncIterator[list[ElasticWorld]]:
     """The three members of a world, by rank."""
-    async with ElasticRendezvous(first_size=3) as rendezvous:
+    async with ElasticRendezvous(initial_members=3) as rendezvous:
         managers = [ElasticManager() for _ in range(3)]
         joined = await asyncio.gather(*(manager.join("w", port=rendezvous.port) for manager in managers))
         yield sorted(joined, key=lambda world: world.rank)
@@ -150,7 +150,7 @@ async def worlds() -> AsyncIterator[list[ElasticWorld]]:
 
 
 @pytest.mark.parametrize("op", OPS)
-async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
+async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
     def tensors(rank: int) -> list[Tensor]:
         made = [
             operand(10 * rank + i, count, dtype) for dtype in DTYPES for i, count in enumerate((3, 1000, 0, 400_000))
@@ -167,30 +167,30 @@ async def test_tensors_of_all_kinds_are_reduced_in_one_call(worlds: list[Elastic
         check_equal([own[index].detach().contiguous().view(-1) for own in everybody], right.reshape(-1))
     for outcome in outcomes:
         assert (outcome.success, outcome.retries, outcome.world_size) == (True, 0, 3)
-        assert outcome.took_part == (3,) * len(expected)
+        assert outcome.contributors == (3,) * len(expected)
         assert outcome.bytes_sent > 0 < outcome.bytes_received
 
 
-async def test_no_more_than_max_in_flight_are_under_way(
+async def test_at_most_max_in_flight_operations_run(
     worlds: list[ElasticWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = 0, 0
     real = ring_module.ring_all_reduce
 
-    async def counted(epoch: Epoch, *arguments: object) -> None:
+    async def counted(world: ViewWorld, *arguments: object) -> None:
         nonlocal running, most
-        if epoch.rank:
-            return await real(epoch, *arguments)  # type: ignore[arg-type]
+        if world.rank:
+            return await real(world, *arguments)  # type: ignore[arg-type]
         running += 1
         most = max(most, running)
         try:
-            await real(epoch, *arguments)  # type: ignore[arg-type]
+            await real(world, *arguments)  # type: ignore[arg-type]
         finally:
             running -= 1
 
-    monkeypatch.setattr("multiworld.elastic.retry.ring_all_reduce", counted)
-    monkeypatch.setattr("multiworld.elastic.retry.prefers_ring", lambda *_: True)
-    count = BUNDLE_BYTES // 4
+    monkeypatch.setattr("multiworld.elastic.operations.ring_all_reduce", counted)
+    monkeypatch.setattr("multiworld.elastic.operations.prefers_ring", lambda *_: True)
+    count = BUCKET_BYTES // 4
     tensors = [[torch.ones(count) for _ in range(9)] for _ in worlds]
     await asyncio.gather(
         *(w.all_reduce_multiple_with_retry(own, max_in_flight=4) for w, own in zip(worlds, tensors, strict=True))
@@ -198,14 +198,14 @@ async def test_no_more_than_max_in_flight_are_under_way(
     assert most == 4
 
 
-async def test_handles_tell_how_far_they_are_and_agree_closes_a_round(worlds: list[ElasticWorld]) -> None:
+async def test_handles_report_progress_and_agree_completes_a_round(worlds: list[ElasticWorld]) -> None:
     tensors = [torch.full((4,), float(world.rank)) for world in worlds]
     first = worlds[0].all_reduce_async(tensors[0], tag=7)
     await asyncio.sleep(0)
     assert (first.status, first.done()) == ("pending", False)
     others = [world.all_reduce_async(own, tag=7) for world, own in zip(worlds[1:], tensors[1:], strict=True)]
     await asyncio.gather(*(_await(handle) for handle in (first, *others)))
-    assert (first.status, first.world_size, first.epoch) == ("done", 3, 1)
+    assert (first.status, first.world_size, first.view_number) == ("done", 3, 1)
     assert [own.tolist() for own in tensors] == [[3.0] * 4] * 3
 
     flags = [[True, True, False], [True, False, False], [True, True, True]]
@@ -224,7 +224,7 @@ async def _await(handle: "asyncio.Future[None] | object") -> None:
 
 async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> None:
     async with (
-        ElasticRendezvous(first_size=2) as rendezvous,
+        ElasticRendezvous(initial_members=2) as rendezvous,
         ElasticManager() as one,
         ElasticManager() as two,
         ElasticManager() as late,
@@ -246,7 +246,7 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [world.rank for world in (first, second, third)] == [0, 1, 2]
         assert first.members == second.members == third.members
         assert await asyncio.gather(*(w.update_membership() for w in (first, second, third))) == [2, 2, 2], (
-            "nobody waits"
+            "no newcomer waits"
         )
         sums = [torch.ones(3) for _ in range(3)]
         await asyncio.gather(
@@ -255,7 +255,15 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         assert [own.tolist() for own in sums] == [[3.0] * 3] * 3
 
 
-async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
+async def test_leave_succeeds_when_it_is_called_twice_at_once_and_again() -> None:
+    async with ElasticRendezvous() as rendezvous, ElasticManager() as manager:
+        await manager.join("w", port=rendezvous.port)
+        await asyncio.gather(manager.leave("w"), manager.leave("w"))
+        await manager.leave("w")
+        assert (await manager.join("w", port=rendezvous.port)).size == 1
+
+
+async def test_member_with_a_wrong_secret_is_refused() -> None:
     async with ElasticRendezvous(secret="open sesame") as rendezvous:
         async with ElasticManager(secret="open barley") as stranger:
             with pytest.raises(RendezvousError, match="wrong secret"):
@@ -267,15 +275,15 @@ async def test_who_does_not_know_the_secret_does_not_get_in() -> None:
                 await guest.join("w", port=rendezvous.port)
 
 
-async def test_newcomer_is_told_so_when_no_epoch_takes_it_in_and_can_try_again() -> None:
-    async with ElasticRendezvous(first_size=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
-        with pytest.raises(ReformError, match="no epoch began with us"):
+async def test_newcomer_gets_an_error_when_no_view_admits_it_and_can_retry() -> None:
+    async with ElasticRendezvous(initial_members=2) as rendezvous, ElasticManager() as one, ElasticManager() as two:
+        with pytest.raises(ViewChangeError, match="no view included this member"):
             await one.join("w", port=rendezvous.port, timeout_s=0.5)
         worlds = await asyncio.gather(*(each.join("w", port=rendezvous.port) for each in (one, two)))
         assert [world.size for world in worlds] == [2, 2]
 
 
-async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds: list[ElasticWorld]) -> None:
+async def test_invalid_arguments_are_rejected_without_affecting_others(worlds: list[ElasticWorld]) -> None:
     world, one = worlds[0], torch.ones(3)
     for tensors, settings, error, words in (
         ([one], {"op": ReduceOp.BAND}, ValueError, "only SUM, AVG"),
@@ -284,7 +292,7 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
         ([torch.ones(3, dtype=torch.bool)], {}, TypeError, "expected one of float32"),
         ([torch.ones(1).expand(4)], {}, ValueError, "expanded"),
         ([torch.ones(4, dtype=torch.complex64).conj().imag], {}, ValueError, "negated view"),
-        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantised"),
+        ([torch.ones(3, dtype=torch.int32)], {"quantization": Quantization.MIN_MAX}, TypeError, "cannot be quantized"),
         ([one], {"quantization": Quantization.MIN_MAX, "op": ReduceOp.PRODUCT}, ValueError, "no bound"),
     ):
         with pytest.raises(error, match=words):
@@ -293,23 +301,23 @@ async def test_arguments_that_cannot_be_right_are_refused_and_harm_nobody(worlds
     assert all(outcome.success for outcome in outcomes)
 
 
-async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_the_next() -> None:
-    """Both have the same name."""
+async def test_late_operation_of_an_ended_view_fails_and_does_not_run_in_the_next() -> None:
+    """Both operations have the same name."""
     async with WorldManager() as one, WorldManager() as other:
         port = one.listen()
         for number in (1, 2):
             world, _ = await asyncio.gather(
-                one.initialize_world("w", 0, 2, port=port, epoch=number),
-                other.initialize_world("w", 1, 2, port=port, epoch=number),
+                one.initialize_world("w", 0, 2, port=port, generation=number),
+                other.initialize_world("w", 1, 2, port=port, generation=number),
             )
             if number == 1:
-                epoch = Epoch(1, 0, 2, world)
+                ended = ViewWorld(0, 2, world)
                 for manager in (one, other):
                     manager.remove_world("w")
-        for late in (epoch.send, epoch.receive):
+        for late in (ended.send, ended.recv):
             with pytest.raises(WorldError):
                 late(torch.ones(4), 1, 3)
-        for result in (epoch.all_reduce(torch.ones(4), ReduceOp.SUM), epoch.all_gather(torch.ones(8), torch.ones(4))):
+        for result in (ended.all_reduce(torch.ones(4), ReduceOp.SUM), ended.all_gather(torch.ones(8), torch.ones(4))):
             with pytest.raises(WorldError):
                 await result
         arriving = other.communicator.irecv(come := torch.zeros(4), 0, "w", tag=3)
@@ -319,7 +327,7 @@ async def test_what_begins_late_in_an_epoch_that_is_over_fails_there_and_not_in_
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_results_are_combined_whatever_mode_another_task_was_in_when_they_were_made(op: str) -> None:
+def test_results_do_not_depend_on_the_grad_mode_of_the_finishing_task(op: str) -> None:
     with torch.inference_mode():
         total = torch.full((4,), 3.0)
     Reduction(op).combine(total, torch.full((4,), 5.0), out=total)
@@ -329,17 +337,21 @@ def test_results_are_combined_whatever_mode_another_task_was_in_when_they_were_m
     assert not total.any()
 
 
-async def test_all_fail_alike_when_one_is_at_another_operation(worlds: list[ElasticWorld]) -> None:
+async def test_all_members_fail_alike_when_one_calls_another_operation(worlds: list[ElasticWorld]) -> None:
     ops = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.SUM)
     results = await asyncio.gather(
         *(world.all_reduce_with_retry(torch.ones(2), op) for world, op in zip(worlds, ops, strict=True)),
         return_exceptions=True,
     )
     assert [type(result) for result in results] == [DesyncError] * 3
-    assert {str(result) for result in results} == {"world 'w': rank 1: its 1 operations are not those of rank 0, 1"}
+    assert {str(result) for result in results} == {
+        "world 'w': rank 1: its 1 operations differ from the 1 operations of rank 0"
+    }
 
 
-async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(worlds: list[ElasticWorld]) -> None:
+async def test_all_members_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(
+    worlds: list[ElasticWorld],
+) -> None:
     results = await asyncio.gather(
         worlds[0].all_reduce_with_retry(torch.ones(2)),
         worlds[1].update_membership(timeout_s=5.0),
@@ -347,10 +359,12 @@ async def test_all_fail_alike_when_one_is_at_a_boundary_and_the_others_reduce(wo
         return_exceptions=True,
     )
     assert [type(result) for result in results] == [DesyncError] * 3, results
-    assert {str(result) for result in results} == {"world 'w': rank 1: its 0 operations are not those of rank 0, 1"}
+    assert {str(result) for result in results} == {
+        "world 'w': rank 1: its 0 operations differ from the 1 operations of rank 0"
+    }
 
 
-async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: list[ElasticWorld]) -> None:
+async def test_empty_tensors_are_compared_between_members(worlds: list[ElasticWorld]) -> None:
     calls = [[torch.ones(2), torch.ones(0)], [torch.ones(2)], [torch.ones(2), torch.ones(0)]]
     results = await asyncio.gather(
         *(world.all_reduce_multiple_with_retry(own) for world, own in zip(worlds, calls, strict=True)),
@@ -359,24 +373,24 @@ async def test_empty_tensors_are_part_of_what_the_members_must_agree_on(worlds: 
     assert [type(result) for result in results] == [DesyncError] * 3, results
 
 
-async def test_call_with_only_empty_tensors_says_how_many_took_part(worlds: list[ElasticWorld]) -> None:
+async def test_call_with_only_empty_tensors_returns_the_contributors(worlds: list[ElasticWorld]) -> None:
     outcomes = await asyncio.gather(
         *(world.all_reduce_multiple_with_retry([torch.ones(0), torch.ones(0, dtype=torch.int64)]) for world in worlds)
     )
-    assert [(outcome.success, outcome.took_part) for outcome in outcomes] == [(True, (3, 3))] * 3
+    assert [(outcome.success, outcome.contributors) for outcome in outcomes] == [(True, (3, 3))] * 3
 
 
-async def test_second_question_of_a_member_is_put_off_when_it_comes_in_the_same_iteration(
+async def test_second_request_of_a_member_in_one_iteration_is_deferred(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     question = json.dumps({"elastic": "w", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
     async with ElasticRendezvous() as rendezvous:
-        answers = await asyncio.gather(*(rendezvous._answer(question, "h") for _ in range(2)))
-        assert [list(json.loads(answer)) for answer in answers] == [["link"], ["later"]]
+        answers = await asyncio.gather(*(rendezvous._reply(question, "h") for _ in range(2)))
+        assert [list(json.loads(answer)) for answer in answers] == [["link"], ["retry"]]
         assert rendezvous.connected("w") == 1
 
 
-async def test_other_worlds_are_served_and_nobody_is_told_before_when_the_disk_is_slow(
+async def test_slow_disk_delays_only_its_own_world_and_its_replies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
@@ -394,13 +408,13 @@ async def test_other_worlds_are_served_and_nobody_is_told_before_when_the_disk_i
                 await asyncio.sleep(0.01)
         question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
         assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
-        assert not ended.is_set(), "the rendezvous stood still"
-        assert not joining.done(), "told before it was written down"
+        assert not ended.is_set(), "the rendezvous server was blocked"
+        assert not joining.done(), "sent before it was persisted"
         may_end.set()
         assert (await joining).size == 1
 
 
-async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
+async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("multiworld.elastic.rendezvous._MAX_WORLDS", 2)
@@ -408,16 +422,16 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
     async with ElasticRendezvous(state_file=state) as rendezvous, ElasticManager() as manager:
 
         async def come_and_go(name: str) -> int:
-            epoch = (await manager.join(name, port=rendezvous.port)).epoch
+            number = (await manager.join(name, port=rendezvous.port)).view_number
             await manager.leave(name)
             async with asyncio.timeout(PATIENCE_S):
                 while rendezvous.connected(name):  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.01)
-            return epoch
+            return number
 
-        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "epochs only grow"
-        assert rendezvous.view("a") == View(0, ()), "the one that was empty for the longest is forgotten"
-        assert rendezvous.view("b").epoch == 1
+        assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "view numbers only increase"
+        assert rendezvous.view("a") == View(0, ()), "the world that was empty for the longest time is dropped"
+        assert rendezvous.view("b").number == 1
         assert set(StateFile(state, 1.0).load()) == {"b", "c"}
         await manager.join("d", port=rendezvous.port)
         await manager.join("e", port=rendezvous.port)
@@ -425,7 +439,7 @@ async def test_worlds_without_members_are_forgotten_when_there_are_too_many(
             await manager.join("f", port=rendezvous.port)
 
 
-def test_the_ring_is_chosen_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_module, "RING_FROM_BYTES", {2: 0, 4: 1000})
+def test_ring_is_selected_by_size_and_number_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "RING_MIN_BYTES", {2: 0, 4: 1000})
     assert [ring_module.prefers_ring(999, members) for members in (1, 2, 3, 4)] == [False, True, False, False]
     assert [ring_module.prefers_ring(1000, members) for members in (1, 2, 3, 4)] == [False, True, False, True]

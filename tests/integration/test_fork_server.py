@@ -1,4 +1,4 @@
-"""Workers that are forked from one process that has imported everything, and what becomes of them when that process does not serve."""
+"""Workers forked from a process that has imported everything, and the fallback when that process fails."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from multiworld_serving.deploy.processes import fork_server
 from multiworld_serving.deploy.processes.supervisor import Backoff
-from multiworld_serving.testing.chaos.processes import parent
+from multiworld_serving.testing.chaos.system.processes import parent
 from tests.integration.small_processes import (
     BECOME,
     EXIT_WITH_PARENT,
@@ -62,7 +62,7 @@ def no_child_is_left() -> Iterator[None]:
         yield
 
 
-async def test_workers_are_the_supervisors_children_and_lead_their_sessions(reports: Reports) -> None:
+async def test_workers_are_children_of_the_supervisor_and_lead_their_sessions(reports: Reports) -> None:
     async with reports.supervisor(WHOSE, 3) as supervisor:
         ups = [await reports.next() for _ in range(3)]
         assert all(pid == session for _, pid, _, session in ups)
@@ -72,7 +72,7 @@ async def test_workers_are_the_supervisors_children_and_lead_their_sessions(repo
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGSEGV)"])
-async def test_supervisor_knows_how_a_worker_ended_though_the_server_is_gone(
+async def test_supervisor_gets_the_exit_status_when_the_fork_server_is_gone(
     reports: Reports, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     forks = reports.fork_server()
@@ -91,7 +91,7 @@ async def test_supervisor_knows_how_a_worker_ended_though_the_server_is_gone(
     assert ("status=3" if "exit" in end else "status=SIGSEGV") in caplog.text
 
 
-async def test_worker_is_started_without_the_server_when_that_has_died_and_the_next_one_is_forked_again(
+async def test_worker_is_spawned_when_the_fork_server_died_and_the_next_is_forked(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     forks = reports.fork_server()
@@ -110,7 +110,7 @@ async def test_worker_is_started_without_the_server_when_that_has_died_and_the_n
         assert caplog.text.count("has failed") == 1
 
 
-async def test_worker_is_started_without_the_server_when_that_is_frozen(
+async def test_worker_is_spawned_when_the_fork_server_is_frozen(
     reports: Reports, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forks = reports.fork_server()
@@ -144,17 +144,17 @@ async def test_worker_is_started_without_the_server_when_that_is_frozen(
     ],
     ids=[
         "ends",
-        "babbles",
-        "babbles later",
-        "says a number",
-        "says nothing",
-        "gives away others",
+        "sends garbage",
+        "sends garbage later",
+        "sends a number",
+        "is silent",
+        "returns foreign pids",
         "hangs",
         "has threads",
         "cannot fork",
     ],
 )
-async def test_workers_are_started_without_a_server_that_does_not_serve(
+async def test_workers_are_spawned_when_the_fork_server_misbehaves(
     reports: Reports, server: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if server == HANGS:
@@ -166,7 +166,7 @@ async def test_workers_are_started_without_a_server_that_does_not_serve(
     assert said in caplog.text
 
 
-async def test_workers_are_started_without_a_server_that_cannot_be_started(
+async def test_workers_are_spawned_when_the_fork_server_cannot_start(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     forks = reports.servers.enter_context(fork_server.ForkServer(["/nowhere/to/be/found"], os.environ))
@@ -176,7 +176,7 @@ async def test_workers_are_started_without_a_server_that_cannot_be_started(
     assert "cannot start the fork server" in caplog.text
 
 
-async def test_leaving_does_not_wait_for_a_server_that_still_imports(reports: Reports) -> None:
+async def test_shutdown_does_not_wait_for_the_fork_server_to_import(reports: Reports) -> None:
     server = "report('importing'); time.sleep(1000)"
     async with reports.supervisor(FOREVER, 2, fork_server=reports.fork_server(server), stop_timeout_s=1000):
         await reports.next()
@@ -184,8 +184,8 @@ async def test_leaving_does_not_wait_for_a_server_that_still_imports(reports: Re
     assert time.monotonic() - left_s < 100, "it waited for the server"
 
 
-async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: Reports) -> None:
-    # Slow forks, as on a machine that hardly moves: the supervisor goes before it is told the number.
+async def test_worker_reads_end_of_file_when_its_supervisor_gave_up(reports: Reports) -> None:
+    # Slow forks, as on an overloaded machine: the supervisor ends before it gets the pid.
     script = "report('up'); report(f'read={sys.stdin.read()!r}')"
     server = BECOME + (
         "fork = os.fork\n"
@@ -207,9 +207,7 @@ async def test_worker_that_nobody_waits_for_any_more_reads_end_of_file(reports: 
     assert set(said) == {"forking", "up", "read=''"}
 
 
-async def test_no_zombie_is_left_when_a_fork_is_answered_too_late(
-    reports: Reports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_zombie_is_left_when_the_fork_reply_is_late(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "FORK_TIMEOUT_S", 1.0)
     forks = reports.fork_server(ANSWERS_TOO_LATE)
     before = children() - {forks.pid}
@@ -217,17 +215,17 @@ async def test_no_zombie_is_left_when_a_fork_is_answered_too_late(
     await until(lambda: children() - before <= {forks.pid})
 
 
-async def test_others_do_not_wait_for_a_server_that_was_of_no_use_to_one(
+async def test_failed_fork_server_does_not_delay_other_workers(
     reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "IMPORT_TIMEOUT_S", 5.0)
     forks = reports.fork_server("time.sleep(1000)")
     began_s = time.monotonic()
     assert await asyncio.gather(*(forks.fork(["anything"]) for _ in range(20))) == [None] * 20
-    assert time.monotonic() - began_s < 50, "each waited for a server of its own"
+    assert time.monotonic() - began_s < 50, "each waited for its own fork server"
 
 
-def test_process_is_shown_as_what_it_became() -> None:
+def test_forked_process_has_its_own_title() -> None:
     code = (
         "import sys; from multiworld_serving.deploy.processes.fork_server import set_process_title; "
         "set_process_title(sys.argv[1]); print(open('/proc/self/cmdline').read())"

@@ -1,4 +1,4 @@
-"""Stages on a real GPU: recorded as graphs, fed by copies that run beside computing, and equal to the reference."""
+"""Stages on a GPU: captured as CUDA graphs, with copies that overlap computation, and equal to the reference."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ pytestmark = [
 LARGEST = 5
 
 
-def test_recorded_stages_equal_the_reference_for_every_batch_size() -> None:
+def test_captured_stages_equal_the_reference_for_every_batch_size() -> None:
     device = torch.device("cuda", 0)
     model = load_model("resnet18", "random:0", image_size=64)
     for spec in split_model(model, 2):
@@ -41,7 +41,7 @@ def test_recorded_stages_equal_the_reference_for_every_batch_size() -> None:
             assert deviation(output, expected) <= 100 * TOLERANCE["float32"], "TF32 in the convolutions"
 
 
-def test_batches_arrive_and_results_come_back_whole_while_others_are_computed() -> None:
+def test_batches_and_results_are_intact_when_copies_overlap_computation() -> None:
     device = torch.device("cuda", 0)
     way = transfers_for(device)
     batches = [torch.full((16, 3, 224, 224), float(value)) for value in range(32)]
@@ -54,7 +54,7 @@ def test_batches_arrive_and_results_come_back_whole_while_others_are_computed() 
 
 
 @pytest.mark.parametrize("optimize", ["eager", "compile", "auto"])
-async def test_engine_computes_what_the_reference_does(optimize: str) -> None:
+async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     model = load_model("resnet18", "random:0", image_size=64)
     (spec,) = split_model(model, 1)

@@ -1,4 +1,4 @@
-"""What a leader makes of questions for work that nobody should ask: it refuses each, and says why."""
+"""A leader refuses invalid join requests and gives the reason."""
 
 import json
 import logging
@@ -58,14 +58,14 @@ async def assert_refused(leader: Leader, question: str, reason: str, caplog: pyt
 
 
 @pytest.mark.parametrize("why", BAD)
-async def test_join_request_is_refused_with_a_reason_when_it_has(
+async def test_invalid_join_request_is_refused_with_a_reason(
     leader: Leader, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     request, reason = BAD[why]
     await assert_refused(leader, json.dumps(request), reason, caplog)
 
 
-async def test_join_request_is_refused_with_a_reason_when_it_is_deeply_nested(
+async def test_deeply_nested_join_request_is_refused_with_a_reason(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
     await assert_refused(leader, "[" * 30_000, "not JSON", caplog)

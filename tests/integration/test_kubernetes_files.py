@@ -1,10 +1,9 @@
-"""What a cluster is told: valid by the schemas of Kubernetes, agreeing with the settings, and made from one source."""
+"""Kubernetes manifests: valid by the schemas, consistent with the settings, and generated from one source."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,19 @@ import yaml
 
 from multiworld_serving.common.config import load
 from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
-from tests.integration.test_prometheus_files import check, tool
+from tests.integration.test_prometheus_files import check
+from tests.programs import program
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 OVERLAYS = ("cpu", "gpu")
 VERSIONS = ("1.30.0", "1.33.0")
-"""The oldest with all that is used here, and a later one."""
+"""The oldest version with all used features, and a later one."""
 OLDEST_KUBECTL = (1, 21)
+PROGRAMS = ("multiworld-leader", "multiworld-frontend", "multiworld-worker")
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
 Resource = dict[str, Any]
@@ -57,7 +58,7 @@ def overlay(request: pytest.FixtureRequest) -> list[Resource]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr, "kustomize warns of what it will not understand some day"
+    assert not done.stderr, "kustomize warns about deprecated syntax"
     return documents(done.stdout)
 
 
@@ -67,21 +68,27 @@ def find(resources: list[Resource], kind: str, name: str) -> Resource:
 
 
 def pod(resources: list[Resource], name: str) -> Resource:
-    template: Resource = find(resources, "Deployment", name)["spec"]["template"]
+    kind = "StatefulSet" if name == "multiworld-leader" else "Deployment"
+    template: Resource = find(resources, kind, name)["spec"]["template"]
     return template
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_base_is_valid_by_the_strict_schemas(version: str) -> None:
+def test_base_matches_the_strict_schemas(version: str) -> None:
     checked = [each for each in of_base() if each["apiVersion"] != OPERATOR]
-    assert {"Deployment", "Service", "HorizontalPodAutoscaler", "PodDisruptionBudget", "NetworkPolicy"} <= {
-        each["kind"] for each in checked
-    }
+    assert {
+        "Deployment",
+        "StatefulSet",
+        "Service",
+        "HorizontalPodAutoscaler",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+    } <= {each["kind"] for each in checked}
     for resource in checked:
         kubernetes_validate.validate(resource, version, strict=True)
 
 
-def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
+def test_strict_schemas_reject_a_misspelled_field() -> None:
     (deployment,) = [
         each for each in of_base() if each["metadata"]["name"] == "multiworld-worker" and each["kind"] == "Deployment"
     ]
@@ -90,7 +97,7 @@ def test_strict_schemas_refuse_a_field_that_is_misspelt() -> None:
         kubernetes_validate.validate(deployment, VERSIONS[0], strict=True)
 
 
-def test_overlay_is_valid_by_the_strict_schemas(overlay: list[Resource]) -> None:
+def test_overlay_matches_the_strict_schemas(overlay: list[Resource]) -> None:
     for resource in overlay:
         if resource["apiVersion"] != OPERATOR:
             kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
@@ -105,67 +112,90 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: lis
     assert container["image"].startswith("registry.example/multiworld-serving:")
     assert (gpus, devices) in [("1", ["cuda:0"]), (None, [])]
     assert (gpus == "1") == container["image"].endswith("-cuda")
-    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, (
-        "the patch adds, and takes nothing away"
-    )
+    assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
 
 
-def settings() -> tuple[ServeSettings, WorkerSettings]:
+def settings() -> tuple[LeaderSettings, FrontendSettings, WorkerSettings]:
     file = BASE / "multiworld.toml"
-    programs = (ServeSettings, WorkerSettings)
-    return load(ServeSettings, {}, config_file=file, programs=programs), load(
-        WorkerSettings, {}, config_file=file, programs=programs
+    programs = (LeaderSettings, FrontendSettings, WorkerSettings)
+    return (
+        load(LeaderSettings, {}, config_file=file, programs=programs),
+        load(FrontendSettings, {}, config_file=file, programs=programs),
+        load(WorkerSettings, {}, config_file=file, programs=programs),
     )
 
 
-def test_settings_are_ones_that_the_programs_take_and_ports_are_theirs() -> None:
-    serve, worker = settings()
-    assert tomllib.loads((BASE / "multiworld.toml").read_text())["serve"]["external_workers"] is True
-    leader_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-leader"))}
-    assert leader_ports == {"http": serve.http_port, "join": serve.join_port, "metrics": serve.metrics_port}
-    worker_ports = {port["name"]: port["containerPort"] for port in ports(pod(of_base(), "multiworld-worker"))}
-    assert worker_ports == {"metrics": worker.metrics_port}
-    (address,) = worker.leaders
-    join = find(of_base(), "Service", address.host)
-    assert {"name": "join", "port": address.port, "targetPort": "join"} in join["spec"]["ports"]
-    assert join["spec"]["publishNotReadyAddresses"], "it is the workers that make the leader ready"
+def test_settings_and_ports_match_the_programs() -> None:
+    leader, frontend, worker = settings()
+    expected = {
+        "multiworld-leader": {"join": leader.join_port, "metrics": leader.metrics_port},
+        "multiworld-frontend": {"http": frontend.http_port, "metrics": frontend.metrics_port},
+        "multiworld-worker": {"metrics": worker.metrics_port},
+    }
+    for name, wanted in expected.items():
+        assert {port["name"]: port["containerPort"] for port in ports(pod(of_base(), name))} == wanted
+
+
+def test_frontends_and_workers_connect_to_every_leader_by_its_stable_name() -> None:
+    leader, frontend, worker = settings()
+    leaders = find(of_base(), "StatefulSet", "multiworld-leader")["spec"]
+    service = leaders["serviceName"]
+    hosts = [f"multiworld-leader-{number}.{service}" for number in range(leaders["replicas"])]
+    assert leaders["replicas"] == 2
+    for each_program in (frontend, worker):
+        assert [(each.host, each.port) for each in each_program.leaders] == [(host, leader.join_port) for host in hosts]
+    join = find(of_base(), "Service", service)["spec"]
+    assert join["clusterIP"] == "None"
+    assert {"name": "join", "port": leader.join_port, "targetPort": "join"} in join["ports"]
+    assert join["publishNotReadyAddresses"], "a leader is ready only with its workers"
+
+
+def test_rolling_updates_replace_one_leader_at_a_time_and_keep_all_frontends() -> None:
+    leaders = find(of_base(), "StatefulSet", "multiworld-leader")["spec"]
+    assert leaders["updateStrategy"] == {"type": "RollingUpdate"}, "one at a time"
+    frontends = find(of_base(), "Deployment", "multiworld-frontend")["spec"]
+    assert frontends["replicas"] == 2
+    assert frontends["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    for name in PROGRAMS:
+        assert find(of_base(), "PodDisruptionBudget", name)["spec"]["maxUnavailable"] == 1
 
 
 def ports(template: Resource) -> list[Resource]:
     return [port for container in template["spec"]["containers"] for port in container["ports"]]
 
 
-def test_number_of_workers_is_what_the_pipeline_wants_and_the_autoscaler_never_goes_below() -> None:
-    serve, _ = settings()
+def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
+    leader, *_ = settings()
     workers = find(of_base(), "Deployment", "multiworld-worker")["spec"]
-    assert "replicas" not in workers, "each `kubectl apply` would take back what the autoscaler has added"
+    assert "replicas" not in workers, "each `kubectl apply` would undo the autoscaler"
     scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
-    assert scaler["minReplicas"] == serve.num_workers < scaler["maxReplicas"]
-    assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(serve.max_batch_size)
+    assert scaler["minReplicas"] == leader.stages * leader.replicas + leader.spares < scaler["maxReplicas"]
+    assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(leader.max_batch_size)
 
 
-@pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_of_a_lost_node_are_made_anew_soon(overlay: list[Resource], name: str) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pods_of_a_lost_node_are_replaced_soon(overlay: list[Resource], name: str) -> None:
     tolerated = {each["key"]: each.get("tolerationSeconds") for each in pod(overlay, name)["spec"]["tolerations"]}
     assert {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}.items() <= tolerated.items()
 
 
-def test_worker_computes_on_as_many_cores_as_it_requests(overlay: list[Resource]) -> None:
-    _, worker = settings()
+def test_worker_uses_as_many_threads_as_it_requests_cores(overlay: list[Resource]) -> None:
+    *_, worker = settings()
     (container,) = pod(overlay, "multiworld-worker")["spec"]["containers"]
     assert container["resources"]["requests"]["cpu"] == str(worker.threads)
 
 
-def test_pods_are_given_the_time_that_draining_takes() -> None:
-    serve, _ = settings()
-    leader = pod(of_base(), "multiworld-leader")["spec"]
-    before = int(leader["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert leader["terminationGracePeriodSeconds"] >= before + serve.drain_timeout_s + 10
+def test_termination_grace_period_covers_draining() -> None:
+    leader, frontend, _ = settings()
+    pods = pod(of_base(), "multiworld-frontend")["spec"]
+    before = int(pods["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pods["terminationGracePeriodSeconds"] >= before + frontend.drain_timeout_s + 10
+    assert pod(of_base(), "multiworld-leader")["spec"]["terminationGracePeriodSeconds"] >= leader.drain_timeout_s + 10
     assert pod(of_base(), "multiworld-worker")["spec"]["terminationGracePeriodSeconds"] >= DRAIN_S + 10
 
 
-@pytest.mark.parametrize("name", ["multiworld-leader", "multiworld-worker"])
-def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_pods_meet_the_namespace_security_restrictions(name: str) -> None:
     spec = pod(of_base(), name)["spec"]
     assert (
         find(of_base(), "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
@@ -183,23 +213,25 @@ def test_pods_are_as_restricted_as_the_namespace_demands(name: str) -> None:
             "capabilities": {"drop": ["ALL"]},
         }
         assert "memory" in container["resources"]["limits"]
+        assert "/var/cache/multiworld" in {mount["mountPath"] for mount in container["volumeMounts"]}, (
+            "torch writes to it"
+        )
     mounted = {volume["name"] for volume in spec["volumes"]}
     assert mounted == {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
 
 
-def test_probes_ask_what_there_is() -> None:
-    leader, worker = (
-        pod(of_base(), name)["spec"]["containers"][0] for name in ("multiworld-leader", "multiworld-worker")
-    )
-    for container, port in ((leader, "http"), (worker, "metrics")):
+def test_probes_use_existing_routes() -> None:
+    for name in PROGRAMS:
+        container = pod(of_base(), name)["spec"]["containers"][0]
+        port = "http" if name == "multiworld-frontend" else "metrics"
         assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": port}
         for probe in ("startupProbe", "livenessProbe"):
             assert container[probe]["httpGet"] == {"path": "/healthz", "port": port}
 
 
 def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
-    """The deployments whose pods have these labels."""
-    deployments = [each for each in resources if each["kind"] == "Deployment"]
+    """The deployments and stateful sets whose pods have these labels."""
+    deployments = [each for each in resources if each["kind"] in ("Deployment", "StatefulSet")]
     return {
         each["metadata"]["name"]
         for each in deployments
@@ -207,31 +239,32 @@ def selected(resources: list[Resource], labels: dict[str, str]) -> set[str]:
     }
 
 
-def test_selectors_find_the_pods_that_they_are_meant_for() -> None:
+def test_selectors_match_the_intended_pods() -> None:
     base = of_base()
-    leader, worker = {"multiworld-leader"}, {"multiworld-worker"}
-    assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == leader
-    assert selected(base, find(base, "Service", "multiworld-join")["spec"]["selector"]) == leader
-    assert (
-        selected(base, find(base, "PodDisruptionBudget", "multiworld-worker")["spec"]["selector"]["matchLabels"])
-        == worker
-    )
-    assert selected(base, find(base, "PodMonitor", "multiworld-worker")["spec"]["selector"]["matchLabels"]) == worker
-    for name in ("multiworld-leader", "multiworld-worker"):
+    assert selected(base, find(base, "Service", "multiworld")["spec"]["selector"]) == {"multiworld-frontend"}
+    assert selected(base, find(base, "Service", "multiworld-leader")["spec"]["selector"]) == {"multiworld-leader"}
+    for name in ("multiworld-frontend", "multiworld-worker"):
+        assert selected(base, find(base, "PodMonitor", name)["spec"]["selector"]["matchLabels"]) == {name}
+    for name in PROGRAMS:
+        assert selected(base, find(base, "PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"]) == {name}
         assert selected(base, find(base, "NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]) == {name}
     monitored = find(base, "ServiceMonitor", "multiworld-leader")["spec"]
-    labels = find(base, "Service", "multiworld-join")["metadata"]["labels"]
+    labels = find(base, "Service", "multiworld-leader")["metadata"]["labels"]
     assert monitored["selector"]["matchLabels"].items() <= labels.items()
     assert labels[monitored["jobLabel"]] == "multiworld-leader", "the job's name in rules and dashboards"
 
 
-def test_network_policies_let_only_workers_join_and_only_the_leader_be_joined() -> None:
+def test_network_policies_allow_only_workers_and_frontends_to_join_and_only_at_leaders() -> None:
     base = of_base()
     leader = find(base, "NetworkPolicy", "multiworld-leader")["spec"]
+    monitoring = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in leader["ingress"]}
-    assert by_port["http"] is None, "open"
-    assert selected(base, by_port["join"][0]["podSelector"]["matchLabels"]) == {"multiworld-worker"}
-    assert by_port["metrics"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    joining = [selected(base, each["podSelector"]["matchLabels"]) for each in by_port.pop("join")]
+    assert joining == [{"multiworld-worker"}, {"multiworld-frontend"}]
+    assert by_port == {"metrics": monitoring}
+    frontend = find(base, "NetworkPolicy", "multiworld-frontend")["spec"]
+    by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in frontend["ingress"]}
+    assert by_port == {"http": None, "metrics": monitoring}, "HTTP is open"
     worker = find(base, "NetworkPolicy", "multiworld-worker")["spec"]
     assert worker["policyTypes"] == ["Ingress", "Egress"]
     assert [port["port"] for rule in worker["ingress"] for port in rule["ports"]] == ["metrics"]
@@ -246,12 +279,21 @@ MONITOR_FIELDS = {
     "PodMonitor": {"jobLabel", "selector", "podMetricsEndpoints", "namespaceSelector"},
     "PrometheusRule": {"groups"},
 }
-ENDPOINT_FIELDS = {"port", "path", "interval", "scrapeTimeout", "relabelings", "metricRelabelings", "honorLabels"}
+ENDPOINT_FIELDS = {
+    "port",
+    "params",
+    "path",
+    "interval",
+    "scrapeTimeout",
+    "relabelings",
+    "metricRelabelings",
+    "honorLabels",
+}
 RELABELING_FIELDS = {"sourceLabels", "targetLabel", "replacement", "regex", "action", "separator"}
 
 
-def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None:
-    """Its schemas are not in the package of Kubernetes': these are the fields of its API reference that are in use here."""
+def test_operator_resources_have_only_documented_fields() -> None:
+    """The Kubernetes schema package does not contain these resources; the allowed fields come from the operator's API reference."""
     customs = [each for each in of_base() if each["apiVersion"] == OPERATOR]
     assert {each["kind"] for each in customs} == set(MONITOR_FIELDS)
     for resource in customs:
@@ -264,17 +306,17 @@ def test_resources_of_the_operator_have_fields_that_it_documents_alone() -> None
                 assert relabeling.keys() <= RELABELING_FIELDS
 
 
-def test_rules_are_those_of_prometheus_and_promtool_takes_them(tmp_path: Path) -> None:
+def test_rules_equal_the_prometheus_rules_and_pass_promtool(tmp_path: Path) -> None:
     assert RESOURCE.read_text() == rendered(), "python -m multiworld_serving.deploy.kubernetes.rules"
     spec = yaml.safe_load(RESOURCE.read_text())["spec"]
     sources = sorted((KUBERNETES.parent / "prometheus" / "rules").glob("*.yml"))
     assert spec["groups"] == [group for path in sources for group in yaml.safe_load(path.read_text())["groups"]]
     rules = tmp_path / "rules.yml"
     rules.write_text(yaml.safe_dump(spec))
-    check(tool("promtool"), "check", "rules", rules)
+    check(program("promtool"), "check", "rules", rules)
 
 
-def test_adapter_gives_the_metric_that_the_autoscaler_asks_for() -> None:
+def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
     wanted = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]["metrics"][0]["external"][
         "metric"

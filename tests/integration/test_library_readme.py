@@ -1,4 +1,4 @@
-"""The programs in the library's README run as they stand, and print what it says."""
+"""The programs in the library's README run unchanged and print the documented output."""
 
 import re
 import socket
@@ -15,13 +15,13 @@ PATIENCE_S = 100.0
 DOCUMENTED_PORT = "29500"
 
 
-def test_every_block_of_code_is_a_program_with_its_output() -> None:
+def test_every_python_block_is_followed_by_its_output() -> None:
     assert len(BLOCKS) == README.count("```python\n") > 0
 
 
 @pytest.mark.parametrize(("code", "printed"), [block.groups() for block in BLOCKS], ids=TITLES)
-def test_program_of_the_readme_prints_what_stands_below_it(code: str, printed: str, tmp_path: Path) -> None:
-    with socket.socket() as reserved:  # not listening: nobody else is given its port, and the program may take it
+def test_readme_program_prints_its_documented_output(code: str, printed: str, tmp_path: Path) -> None:
+    with socket.socket() as reserved:  # bound but not listening: reserves the port, and the program can reuse it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = str(reserved.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A leader's link and a worker's session over a real world: coming up, computing, failing, leaving."""
+"""A leader's link and a worker's session over a real world: joining, computing, failing and leaving."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfT
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
-from tests.chaos.lies import LIES, lying, raw_header
+from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -48,7 +48,7 @@ def second() -> tuple[StagePlan, ...]:
 
 @dataclass
 class Heard:
-    """A listener that writes down what it hears."""
+    """A listener that records its calls."""
 
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
@@ -75,7 +75,7 @@ class Heard:
 
 @dataclass
 class Pair:
-    """A leader's and a worker's manager in one process, which is enough: they share nothing."""
+    """The managers of a leader and a worker in one process; they share no state."""
 
     leader: WorldManager
     worker: WorldManager
@@ -94,7 +94,7 @@ class Pair:
     async def session(self, link: WorkerLink) -> Session:
         offer = JoinOffer(link.world_name, link.epoch)
         world = await self.worker.initialize_world(
-            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, epoch=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.epoch
         )
         session = Session(world, self.engine)
         self.tasks.append(asyncio.create_task(session.run()))
@@ -103,7 +103,10 @@ class Pair:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with WorldManager(secret="s", checked=False) as leader, WorldManager(secret="s", checked=False) as worker:
+    async with (
+        WorldManager(secret="s", verify_collectives=False) as leader,
+        WorldManager(secret="s", verify_collectives=False) as worker,
+    ):
         made = Pair(leader, worker, leader.listen("127.0.0.1", 0), Engine(torch.device("cpu")))
         yield made
         for task in made.tasks:
@@ -113,9 +116,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_link_computes_what_the_reference_does_when_it_is_ready(
-    pair: Pair, plan: tuple[StagePlan, ...], stage: int
-) -> None:
+async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[StagePlan, ...], stage: int) -> None:
     link = pair.link(plan[stage])
     await pair.session(link)
     await pair.heard.until("ready")
@@ -136,7 +137,7 @@ async def test_link_computes_what_the_reference_does_when_it_is_ready(
             assert answer.compute_ns > 0
 
 
-async def test_worker_goes_on_when_its_stage_raises(
+async def test_worker_continues_when_its_stage_raises(
     pair: Pair, plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = pair.link(plan[0])
@@ -172,7 +173,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_link_breaks_when_a_result_is_not_what_was_asked_for(
+async def test_link_breaks_when_a_result_does_not_match_its_batch(
     pair: Pair, plan: tuple[StagePlan, ...], lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = pair.link(plan[0])
@@ -188,7 +189,7 @@ async def test_link_breaks_when_a_result_is_not_what_was_asked_for(
 
 
 def lying_worker(link: WorkerLink, lie: str) -> Any:
-    """In place of `Channel.send`: the leader's end, in this same process, goes on to tell the truth."""
+    """Replaces `Channel.send` for the worker only; the leader in the same process still sends correct messages."""
     truth, lies = Channel.send, lying(lie)
 
     async def send(self: Channel, message: Message) -> None:
@@ -198,59 +199,57 @@ def lying_worker(link: WorkerLink, lie: str) -> Any:
 
 
 BATCH = (MessageKind.BATCH, 1, torch.uint8)
-LEADERS_LIES: dict[str, tuple[list[torch.Tensor], str]] = {
-    "size 0": ([raw_header(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0)], "0 bytes are not torch.uint8"),
+LEADERS_LIES: dict[str, tuple[RawMessage, str]] = {
+    "size 0": (claim(*BATCH, (1, 3, IMAGE_SIZE, IMAGE_SIZE), 0), "0 bytes are not torch.uint8"),
     "more rows than ordered": (
-        [raw_header(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32)],
+        claim(*BATCH, (5, 3, 32, 32), 5 * 3 * 32 * 32),
         "expected torch.uint8, 1 to 4 rows",
     ),
-    "no rows": ([raw_header(*BATCH, (0, 3, 32, 32), 0)], "expected torch.uint8, 1 to 4 rows"),
-    "other image size": ([raw_header(*BATCH, (1, 3, 33, 33), 3 * 33 * 33)], r"rows of \(3, 32, 32\), got"),
+    "no rows": (claim(*BATCH, (0, 3, 32, 32), 0), "expected torch.uint8, 1 to 4 rows"),
+    "other image size": (claim(*BATCH, (1, 3, 33, 33), 3 * 33 * 33), r"rows of \(3, 32, 32\), got"),
     "other dtype": (
-        [raw_header(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32)],
+        claim(MessageKind.BATCH, 1, torch.float32, (1, 3, 32, 32), 4 * 3 * 32 * 32),
         "expected torch.uint8",
     ),
-    "no payload": ([Message(MessageKind.BATCH, 1, version=1).header()], "got no payload"),
+    "no payload": (whole(Message(MessageKind.BATCH, 1, version=1)), "got no payload"),
     "stage that was not ordered": (
-        [Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1).header()],
+        whole(Message(MessageKind.BATCH, 1, torch.zeros(1, 64, 8, 8), stage=1, version=1)),
         "stage 1, version 1, which is not assigned",
     ),
     "weights without an order": (
-        [raw_header(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        claim(MessageKind.WEIGHTS, 0, torch.uint8, (1 << 30,), 1 << 30),
         "WEIGHTS was not",
     ),
-    "long order": ([raw_header(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 65536 rows"),
-    "long trace": ([raw_header(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30)], "0 to 24576 rows"),
+    "long order": (claim(MessageKind.ASSIGN, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 65536 rows"),
+    "long trace": (claim(MessageKind.TRACE, 0, torch.uint8, (1 << 30,), 1 << 30), "0 to 24576 rows"),
     "drop with a payload": (
-        [raw_header(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30)],
+        claim(MessageKind.UNLOAD, 0, torch.uint8, (1 << 30,), 1 << 30),
         "expected no payload",
     ),
 }
 
 
 @pytest.mark.parametrize("lie", LEADERS_LIES)
-async def test_session_ends_when_its_leader_sends_what_was_not_announced(
+async def test_session_ends_when_the_leader_sends_an_unannounced_batch(
     pair: Pair, plan: tuple[StagePlan, ...], lie: str
 ) -> None:
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
-    tensors, refusal = LEADERS_LIES[lie]
+    message, rejection = LEADERS_LIES[lie]
     assert link._world is not None
-    for tensor in tensors:
-        await link._world.send(tensor, 1)
+    with contextlib.suppress(BrokenWorldException):
+        await message.send(link._world, 1)
     ending = await pair.tasks[-1]
     assert isinstance(ending, BrokenWorldException)
-    assert ending.cause == Cause.ABORTED
-    assert re.search(refusal, ending.detail)
+    assert ending.cause == Cause.ERROR
+    assert re.search(rejection, ending.detail)
 
 
-async def test_session_ends_when_there_are_more_weights_than_were_announced(
-    pair: Pair, plan: tuple[StagePlan, ...]
-) -> None:
+async def test_session_ends_when_more_weights_arrive_than_announced(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     class Lying(StagePlan):
-        def order(self, max_batch_size: int, window: int) -> StageAssignment:
-            return dataclasses.replace(super().order(max_batch_size, window), weights_bytes=4)
+        def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
+            return dataclasses.replace(super().assignment(max_batch_size, window), weights_bytes=4)
 
     await pair.session(pair.link(Lying(**vars(plan[0]))))
     ending = await pair.tasks[-1]
@@ -281,7 +280,7 @@ async def test_link_breaks_at_once_when_a_result_cannot_be_sent(
     assert link.leader_unresponsive is False
 
 
-async def test_link_never_serves_when_the_self_test_comes_back_wrong(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     weights = safetensors.torch.load(plan[1].weights)
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
     lying = dataclasses.replace(plan[1], weights=safetensors.torch.save(weights))
@@ -301,7 +300,7 @@ async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: 
 
 
 async def take_order(channel: Channel) -> None:
-    """Read one order and its weights as a worker does, and keep nothing."""
+    """Read one assignment and its weights as a worker does, and discard them."""
     left = StageAssignment.from_json((await channel.receive()).text()).weights_bytes
     while left:
         piece = (await channel.receive()).payload
@@ -310,20 +309,21 @@ async def take_order(channel: Channel) -> None:
 
 
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
-    """A worker that says what the test says."""
+    """A worker that sends what the test specifies."""
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, epoch=link.epoch
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.epoch
     )
     return Channel(world, 0, lambda _: None)
 
 
 async def serving_script(pair: Pair, link: WorkerLink, plan: StagePlan) -> Channel:
-    """A scripted worker that has come to serve."""
+    """A scripted worker that has become ready."""
     channel = await scripted_worker(pair, link)
     await take_order(channel)
-    await channel.send(Message.from_text(MessageKind.READY, "{}"))
+    about = {"stage": plan.spec.index, "version": plan.number}
+    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
     await channel.receive()
-    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output))
+    await channel.send(Message(MessageKind.RESULT, payload=plan.self_test_output, **about))
     await pair.heard.until("ready")
     return channel
 
@@ -340,18 +340,20 @@ async def test_link_copies_no_weights_when_a_worker_joins(pair: Pair, plan: tupl
     assert peak_bytes < len(plan[1].weights) / 4
 
 
-async def test_link_breaks_when_a_worker_that_loads_a_version_answers_twice(
+async def test_link_breaks_when_a_loading_worker_answers_twice(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
 ) -> None:
     link = pair.link(plan[0])
     channel = await serving_script(pair, link, plan[0])
     loading = asyncio.create_task(link.load(second[:1]))
-    await channel.receive()  # the order; its weights stay unread, so that the answers come before anything is asked
+    await (
+        channel.receive()
+    )  # Read the assignment but not its weights, so that both answers are sent before the leader asks anything.
     with contextlib.suppress(
         BrokenWorldException
-    ):  # the second one breaks the world, perhaps before it is seen to have arrived
+    ):  # the second answer breaks the world, possibly before it is received
         for _ in range(2):
-            await channel.send(Message.from_text(MessageKind.READY, "{}"))
+            await channel.send(Message.from_text(MessageKind.READY, "{}", version=second[0].number))
     await pair.heard.until("broken")
     assert link.cause == "error"
     assert "has not asked for another reply" in link.detail
@@ -360,7 +362,7 @@ async def test_link_breaks_when_a_worker_that_loads_a_version_answers_twice(
             await loading
 
 
-async def test_link_breaks_when_a_worker_says_something_else_while_it_loads_a_version(
+async def test_link_breaks_when_a_loading_worker_sends_an_unexpected_message(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...]
 ) -> None:
     link = pair.link(plan[0])
@@ -376,7 +378,22 @@ async def test_link_breaks_when_a_worker_says_something_else_while_it_loads_a_ve
     assert (link.state, link.cause) == ("broken", "error")
 
 
-async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+@pytest.mark.parametrize("about", [{"version": 1}, {"stage": 1, "version": 2}])
+async def test_load_fails_when_the_worker_answers_about_another_stage_or_version(
+    pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], about: dict[str, int]
+) -> None:
+    link = pair.link(plan[0])
+    channel = await serving_script(pair, link, plan[0])
+    loading = asyncio.create_task(link.load(second[:1]))
+    await take_order(channel)
+    await channel.send(Message.from_text(MessageKind.READY, "{}", **about))
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(LinkEndedError, match=r"READY of stage \d, version \d; expected stage 0, version 2"):
+            await loading
+    assert (link.state, link.cause) == ("broken", "error")
+
+
+async def test_link_breaks_when_the_worker_violates_the_protocol(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     channel = await scripted_worker(pair, link)
     await take_order(channel)
@@ -386,7 +403,7 @@ async def test_link_breaks_when_the_worker_talks_nonsense(pair: Pair, plan: tupl
     assert "not a message" in link.detail
 
 
-async def test_link_tells_when_the_worker_leaves_and_closes_when_told(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+async def test_link_reports_a_leaving_worker_and_closes_when_told(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
@@ -399,7 +416,7 @@ async def test_link_tells_when_the_worker_leaves_and_closes_when_told(pair: Pair
     assert link.cause == Cause.LEFT
 
 
-async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]) -> None:
+async def test_link_ends_when_the_worker_never_joins(plan: tuple[StagePlan, ...]) -> None:
     heard = Heard()
     async with WorldManager() as leader:
         port = leader.listen("127.0.0.1", 0)
@@ -409,20 +426,18 @@ async def test_link_ends_when_the_worker_never_comes(plan: tuple[StagePlan, ...]
     assert link.cause == Cause.TIMEOUT
 
 
-async def test_link_is_over_at_once_when_it_is_given_up_while_it_forms(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
+async def test_link_ends_at_once_when_aborted_while_forming(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     former = pair.link(plan[0])
     await asyncio.sleep(0)
     former.fail(Cause.EXIT, "its worker has joined again")
     assert (former.state, former.cause) == ("broken", Cause.EXIT)
-    again = pair.link(plan[0])  # the same world, by name and epoch
+    again = pair.link(plan[0])  # the same world, by name and generation
     await pair.session(again)
     await pair.heard.until("ready")
     assert former.cause == Cause.EXIT
 
 
-async def test_link_is_over_at_once_when_it_is_given_up_while_it_serves(
-    pair: Pair, plan: tuple[StagePlan, ...]
-) -> None:
+async def test_link_ends_at_once_when_aborted_while_serving(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
     link = pair.link(plan[0])
     await pair.session(link)
     await pair.heard.until("ready")
@@ -479,7 +494,7 @@ BAD_VERSIONS = {
 
 
 @pytest.mark.parametrize("why", BAD_VERSIONS)
-async def test_link_serves_on_when_a_version_cannot_be_loaded(
+async def test_link_continues_serving_when_a_version_cannot_be_loaded(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = second[0]
@@ -508,7 +523,7 @@ async def test_load_ends_when_the_link_breaks(
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())  # it never comes back
+    monkeypatch.setattr(session.queue, "load", lambda *_: asyncio.Event().wait())  # it never returns
     loading = asyncio.create_task(link.load(second[:1]))
     await answered(pair, link, 1, version=1)
     link.fail(Cause.HANG, "no answer")
@@ -534,7 +549,7 @@ async def test_load_ends_when_the_worker_leaves(
     assert link.state == "draining"
 
 
-async def test_worker_that_leaves_while_it_loads_a_version_is_no_faulty_one(
+async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
     pair: Pair, plan: tuple[StagePlan, ...], second: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = pair.link(plan[0])
@@ -555,19 +570,19 @@ async def test_worker_that_leaves_while_it_loads_a_version_is_no_faulty_one(
         proceed.set()
         while not session.queue.has_stage(2, 0):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
-    await answered(pair, link, 7, 1)  # behind what it says of the version
+    await answered(pair, link, 7, 1)  # after its reply about the version
     assert link.state == "draining"
 
 
 @pytest.mark.parametrize("tuning", [Tuning(optimize="eager"), Tuning("bfloat16", "eager"), Tuning("auto", "auto")])
-async def test_link_serves_when_its_worker_computes_another_way(pair: Pair, tuning: Tuning) -> None:
+async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pair, tuning: Tuning) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, tuning)
     link = pair.link(*plan, slot=SlotId(None, 0))
     await pair.session(link)
     await pair.heard.until("ready")
 
 
-async def test_link_never_serves_when_the_self_test_is_wrong_and_precision_was_left_to_the_worker(pair: Pair) -> None:
+async def test_link_never_serves_when_the_self_test_fails_at_the_workers_precision(pair: Pair) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, Tuning("auto", "auto"))
     weights = safetensors.torch.load(plan[1].weights)
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))

@@ -1,4 +1,4 @@
-"""What one GPU can show of NCCL worlds, and of Gloo worlds with tensors on the GPU; docs/gpu.md lists what is still open."""
+"""Tests of NCCL worlds, and of Gloo worlds with GPU tensors, on one GPU; docs/gpu.md lists what is not tested."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,36 +28,38 @@ def _device() -> torch.device:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_nccl_is_refused_in_plain_words_when_there_is_no_gpu() -> None:
+def test_nccl_is_refused_with_a_clear_error_without_a_gpu() -> None:
     with pytest.raises(UnsupportedBackendError, match="needs a CUDA device"):
         parse_backend("nccl")
 
 
-def test_gloo_takes_the_tensors_of_every_device() -> None:
+def test_gloo_accepts_tensors_of_every_device() -> None:
     assert parse_backend("cuda:gloo") == {"cuda": "tcp"}
     assert parse_backend("cpu:gloo, cuda:gloo") == {"cpu": "tcp", "cuda": "tcp"}
 
 
 ON_SECOND = Ranks("w", 0, 2, {"cuda": "nccl"}, torch.device("cuda", 1))
-"""Of a world on the second device, of which tensors without memory are enough to see what is made and checked."""
+"""Of a world on the second device; meta tensors suffice to test which tensors are created and checked."""
 
 
-def test_barrier_uses_the_device_of_its_world_when_another_one_is_current() -> None:
+def test_barrier_uses_the_device_of_its_world_when_another_is_current() -> None:
     with FakeTensorMode():
         assert [token.device for token in reductions.barrier(ON_SECOND).tensors] == [torch.device("cuda", 1)]
 
 
-def test_operation_is_refused_when_its_tensor_is_on_a_device_that_its_world_does_not_use() -> None:
+def test_tensor_on_another_device_than_the_worlds_is_rejected() -> None:
     with FakeTensorMode():
         ours, other = torch.zeros(4, device="cuda:1"), torch.zeros(4, device="cuda:0")
         assert not reductions.all_reduce(ON_SECOND, ours, ReduceOp.SUM).staged
-        with pytest.raises(ValueError, match="all_reduce: the tensors are on cuda:0, world 'w' of 2 uses cuda:1"):
+        with pytest.raises(
+            ValueError, match="all_reduce: the tensors are on cuda:0, but world 'w' of size 2 uses cuda:1"
+        ):
             reductions.all_reduce(ON_SECOND, other, ReduceOp.SUM)
         with pytest.raises(ValueError, match="send: the tensors are on cuda:0"):
             messages.send(ON_SECOND, other, 1, 0)
 
 
-def test_nccl_uses_the_callers_current_device_when_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_uses_the_current_device_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for device in ("cpu", "cuda", "cuda:1"):
@@ -68,9 +70,7 @@ def test_nccl_uses_the_callers_current_device_when_none_is_named(monkeypatch: py
 
 
 @needs_gpu
-async def test_nccl_world_says_that_it_is_experimental_when_it_is_made(
-    manager: WorldManager, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_nccl_world_logs_that_it_is_experimental(manager: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
     await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
     assert "world=w uses NCCL, which is experimental: see docs/gpu.md" in caplog.messages
 
@@ -102,7 +102,7 @@ async def test_every_collective_gives_its_result_in_a_world_of_one(manager: Worl
 
 
 @needs_gpu
-async def test_operation_waits_for_what_was_queued_on_the_stream_before(manager: WorldManager) -> None:
+async def test_operation_waits_for_earlier_work_on_the_stream(manager: WorldManager) -> None:
     await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
     tensor = torch.zeros(1 << 20, device=_device())
     stream = torch.cuda.Stream(_device())  # type: ignore[no-untyped-call]
@@ -114,13 +114,13 @@ async def test_operation_waits_for_what_was_queued_on_the_stream_before(manager:
 
 
 @needs_gpu
-async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) -> None:
-    for epoch in range(1, 6):
+async def test_broken_world_can_be_formed_again(manager: WorldManager) -> None:
+    for generation in range(1, 6):
         world = await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
-        assert world.epoch == epoch
+        assert world.generation == generation
         tensor = torch.ones(1024, device=_device())
         await manager.communicator.all_reduce(tensor, world_name="w")
-        world.break_(Cause.ABORTED, 0, "test")
+        world.fail(Cause.ABORTED, 0, "test")
         assert await asyncio.to_thread(world.reclaimed.wait, 60)
         assert world.state is WorldState.BROKEN
         with pytest.raises(BrokenWorldException):
@@ -130,8 +130,8 @@ async def test_world_can_be_made_broken_and_made_again(manager: WorldManager) ->
 @needs_gpu
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo", "c10d-gloo"])
 @pytest.mark.parametrize("checked", [False, True])
-async def test_gloo_carries_tensors_of_the_gpu(backend: str, checked: bool) -> None:
-    async with WorldManager(checked=checked) as first, WorldManager(checked=checked) as second:
+async def test_gloo_carries_gpu_tensors(backend: str, checked: bool) -> None:
+    async with WorldManager(verify_collectives=checked) as first, WorldManager(verify_collectives=checked) as second:
         port = first.listen()
 
         async def part(manager: WorldManager, rank: int) -> torch.Tensor:

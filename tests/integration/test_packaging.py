@@ -69,7 +69,7 @@ def test_command_runs_when_other_projects_have_packages_named_config_and_models(
     assert ended.stdout.startswith(str(installed))
 
 
-def test_client_wheel_has_one_package_and_needs_httpx_only(tmp_path: Path) -> None:
+def test_client_wheel_has_one_package_and_needs_only_httpx(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md"):

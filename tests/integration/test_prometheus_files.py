@@ -1,4 +1,4 @@
-"""What Prometheus and Alertmanager are told: valid, tested by promtool, and every alert explained."""
+"""Prometheus and Alertmanager files: valid, tested with promtool, and every alert documented."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.server.observability.metrics import Metrics
+from tests.programs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
 ALERTS = re.findall(r"- alert: (\w+)", (PROMETHEUS / "rules" / "alerts.yml").read_text())
-
-
-def tool(name: str) -> str:
-    """Where a program of Debian's packages `prometheus` and `prometheus-alertmanager` is."""
-    path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus prometheus-alertmanager")
-    return path
 
 
 def check(*command: str | Path, stdin: bytes | None = None) -> None:
@@ -32,37 +25,37 @@ def check(*command: str | Path, stdin: bytes | None = None) -> None:
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus.docker.yml", "prometheus.compose.yml"])
 def test_configuration_is_valid(name: str) -> None:
-    check(tool("promtool"), "check", "config", name)
+    check(program("promtool"), "check", "config", name)
 
 
-def test_kubernetes_configuration_is_valid_but_for_the_discovery_that_debian_leaves_out(tmp_path: Path) -> None:
+def test_kubernetes_configuration_is_valid_except_for_its_discovery(tmp_path: Path) -> None:
     text = (PROMETHEUS / "prometheus.kubernetes.yml").read_text()
     without, removed = re.subn(r"    kubernetes_sd_configs:\n(?:      .*\n)+", "", text)
-    assert removed == 2, "of leaders and of workers"
+    assert removed == 3, "of leaders, frontends and workers"
     shutil.copytree(PROMETHEUS / "rules", tmp_path / "rules")
     (tmp_path / "prometheus.yml").write_text(without)
-    check(tool("promtool"), "check", "config", tmp_path / "prometheus.yml")
+    check(program("promtool"), "check", "config", tmp_path / "prometheus.yml")
 
 
 def test_alertmanager_configuration_is_valid() -> None:
-    check(tool("amtool"), "check-config", DEPLOY / "alertmanager" / "alertmanager.yml")
+    check(program("amtool"), "check-config", DEPLOY / "alertmanager" / "alertmanager.yml")
 
 
 @pytest.mark.parametrize("file", RULES, ids=lambda file: file.name)
 def test_rules_are_valid(file: Path) -> None:
-    check(tool("promtool"), "check", "rules", file)
+    check(program("promtool"), "check", "rules", file)
 
 
 @pytest.mark.parametrize("file", sorted((PROMETHEUS / "tests").glob("*.yml")), ids=lambda file: file.name)
-def test_rules_do_what_their_tests_say(file: Path) -> None:
-    check(tool("promtool"), "test", "rules", file)
+def test_rules_pass_their_unit_tests(file: Path) -> None:
+    check(program("promtool"), "test", "rules", file)
 
 
-def test_exposed_metrics_are_named_as_prometheus_wants() -> None:
+def test_metric_names_follow_the_prometheus_conventions() -> None:
     metrics = Metrics({"version": "1"})
     metrics.world_ready("s0.r0", 0, 0)
     metrics.batch_answered(0, 0, compute_s=0.1, transfer_s=0.1, payload_bytes=1)
-    check(tool("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
+    check(program("promtool"), "check", "metrics", stdin=metrics.exposition()[0])
 
 
 @pytest.mark.parametrize("alert", ALERTS)

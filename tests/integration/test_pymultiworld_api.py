@@ -1,4 +1,4 @@
-"""The API of pymultiworld as its users know it: names, signatures, errors, and what is true after a failure."""
+"""pymultiworld's public API: names, signatures, errors, and the state after a failure."""
 
 import asyncio
 import inspect
@@ -36,11 +36,11 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_operations_take_what_they_take_in_pymultiworld(name: str) -> None:
+def test_operations_have_the_signatures_of_pymultiworld(name: str) -> None:
     assert _signature(getattr(WorldCommunicator, name)) == SIGNATURES[name]
 
 
-def test_manager_takes_what_it_takes_in_pymultiworld() -> None:
+def test_manager_has_the_signatures_of_pymultiworld() -> None:
     assert _signature(WorldManager) == [("enable_monitor", True)]
     assert _signature(WorldManager.initialize_world) == [
         ("world_name", REQUIRED),
@@ -57,14 +57,14 @@ def test_manager_takes_what_it_takes_in_pymultiworld() -> None:
     assert _signature(WorldManager.cleanup) == []
 
 
-def test_modules_offer_what_they_offer_in_pymultiworld() -> None:
+def test_modules_have_the_names_of_pymultiworld() -> None:
     assert multiworld.manager.WorldManager is multiworld.WorldManager
     assert multiworld.communicator.WorldCommunicator is multiworld.WorldCommunicator
     assert multiworld.communicator.BrokenWorldException is multiworld.BrokenWorldException
     assert isinstance(multiworld.__version__, str)
 
 
-def test_broken_world_exception_is_made_as_in_pymultiworld() -> None:
+def test_broken_world_exception_has_the_constructor_of_pymultiworld() -> None:
     error = BrokenWorldException("world1", "exception raised by watchdog")
     assert str(error) == "world1 broken: exception raised by watchdog"
     assert error.args == ("world1", "exception raised by watchdog")
@@ -109,11 +109,11 @@ async def test_unknown_and_removed_worlds_are_broken_and_raise() -> None:
     assert communicator.is_broken("world1")
     with pytest.raises(BrokenWorldException):
         await communicator.broadcast(torch.zeros(1), 0, "world1")
-    await manager.initialize_world("world1", 0, 1, port=0)  # a name is free again
+    await manager.initialize_world("world1", 0, 1, port=0)  # the name is free again
     manager.cleanup()
 
 
-async def test_world_is_not_broken_from_its_announcement_on() -> None:
+async def test_announced_world_is_not_broken() -> None:
     manager = WorldManager()
     manager.add_world("world1", "gloo")
     assert not manager.communicator.is_broken("world1")
@@ -130,7 +130,7 @@ async def test_world_is_not_broken_from_its_announcement_on() -> None:
     manager.cleanup()
 
 
-async def test_who_retries_on_a_broken_world_starves_nobody() -> None:
+async def test_retry_loop_on_a_broken_world_yields_to_the_event_loop() -> None:
     manager = WorldManager()
     other = 0
 
@@ -149,7 +149,7 @@ async def test_who_retries_on_a_broken_world_starves_nobody() -> None:
     assert other == 20
 
 
-async def test_cleanup_returns_inside_the_loop_and_ends_what_is_pending() -> None:
+async def test_cleanup_inside_the_loop_ends_pending_operations() -> None:
     first, second = WorldManager(), WorldManager()
     port = first.listen()
     await asyncio.gather(

@@ -1,15 +1,15 @@
-"""Programs written for pymultiworld run unchanged: processes of their own that know nothing else of this library."""
+"""Programs written for pymultiworld run unchanged, as separate processes that know nothing else of this library."""
 
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.programs import free_port
 
 PROGRAM = Path(__file__).with_name("pymultiworld_program.py")
 REPOSITORY = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ Start = Callable[..., "Program"]
 
 
 class Program:
-    """One process of a pymultiworld application. What it prints goes to a file."""
+    """One process of a pymultiworld application. Its output goes to a file."""
 
     def __init__(self, folder: Path, index: int, *arguments: str) -> None:
         self._out, self._err = folder / f"{index}.out", folder / f"{index}.err"
@@ -34,7 +34,7 @@ class Program:
 
     @property
     def complaints(self) -> list[str]:
-        """What it wrote to stderr, without torch's own warnings."""
+        """Its stderr without torch's own warnings."""
         return [line for line in self._err.read_text().splitlines() if "Warning" not in line and "NumPy" not in line]
 
     def prints(self, words: str) -> None:
@@ -63,15 +63,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         program.process.wait()
 
 
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port for a program that must be told one. Held until the programs start, so that nobody else here takes it."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    yield port
-
-
 @pytest.mark.parametrize(
     ("leader_last", "more"),
     [(False, ("--own_ports", "--cleanup")), (True, ())],
@@ -80,8 +71,7 @@ def free_port() -> Iterator[int]:
 def test_every_operation_gives_its_result_in_two_worlds_of_three(
     start: Start, leader_last: bool, more: tuple[str, ...]
 ) -> None:
-    with free_port() as port:
-        common = ("--base", str(port), *more)
+    common = ("--base", str(free_port()), *more)
     members = [("--worldinfo", f"{world},{rank}") for world in (2, 1) for rank in (2, 1)]
     leader = ("--worldinfo", "1,0", "--worldinfo", "2,0")
     programs = [start(*each, *common) for each in ([*members, leader] if leader_last else [leader, *members])]
@@ -104,8 +94,7 @@ def test_every_operation_gives_its_result_in_two_worlds_of_three(
 
 
 def test_other_world_finishes_when_a_member_of_one_is_killed(start: Start) -> None:
-    with free_port() as port:
-        common = ("--base", str(port), "--size", "2", "--steps", "12", "--cleanup")
+    common = ("--base", str(free_port()), "--size", "2", "--steps", "12", "--cleanup")
     leader = start("--worldinfo", "1,0", "--worldinfo", "2,0", *common)
     victim, member = start("--worldinfo", "1,1", *common), start("--worldinfo", "2,1", *common)
     leader.prints("done with step: 3 in world1")

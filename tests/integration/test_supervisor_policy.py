@@ -1,32 +1,56 @@
-"""What the supervisor decides and what it tells the workers, without starting any."""
+"""The supervisor's decisions and the settings it passes to workers, without processes."""
 
+import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes.child_process import status_text
-from multiworld_serving.deploy.processes.environment import fair_threads, worker_environment
-from multiworld_serving.deploy.processes.local_workers import local_workers
-from multiworld_serving.deploy.processes.supervisor import Backoff
+from multiworld_serving.deploy.processes.environment import fair_threads, program_environment, worker_environment
+from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.service import _Service
+from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
 from multiworld_serving.server.settings import ServeSettings
 
-SETTINGS = ServeSettings(token=SecretStr("of-the-leader"), stages=2, replicas=3, worker_threads=2, log_format="json")
+SETTINGS = ServeSettings(
+    token=SecretStr("of-the-operator"),
+    local_token=SecretStr("of-the-service"),
+    stages=2,
+    replicas=3,
+    worker_threads=2,
+    log_format="json",
+    http_port=0,
+    join_port=0,
+    metrics_port=0,
+)
+NOTIFY = {"NOTIFY_SOCKET": "@of-the-service", "WATCHDOG_USEC": "2000000"}
 
 
-def test_delay_is_zero_when_it_is_the_first_failure() -> None:
+@contextlib.contextmanager
+def local_workers(settings: ServeSettings) -> Iterator[Supervisor]:
+    """The supervisor of the local workers of a service."""
+    with contextlib.ExitStack() as stack:
+        service = _Service(settings, stack)
+        [workers] = service._workers(cast(ForkServer, None))
+        yield workers
+
+
+def test_first_restart_has_no_delay() -> None:
     assert Backoff(initial_s=1).delay_s(1, jitter=0) == 0
 
 
-def test_delay_doubles_up_to_its_limit_when_failures_go_on() -> None:
+def test_delay_doubles_up_to_its_limit_when_failures_continue() -> None:
     backoff = Backoff(initial_s=0.1, max_s=5)
     assert [backoff.delay_s(n, jitter=0) for n in range(2, 10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]
     assert backoff.delay_s(1_000_000, jitter=0) == 5
 
 
-def test_delay_is_shortened_by_up_to_a_half_when_jittered() -> None:
+def test_jitter_shortens_the_delay_by_up_to_half() -> None:
     assert Backoff(initial_s=4, max_s=4).delay_s(2, jitter=1) == 2
 
 
@@ -34,52 +58,68 @@ def test_delay_is_shortened_by_up_to_a_half_when_jittered() -> None:
     ("returncode", "text"),
     [(0, "0"), (2, "2"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-64, "SIGRTMAX"), (-99, "signal 99")],
 )
-def test_status_names_the_signal_when_there_was_one(returncode: int, text: str) -> None:
+def test_status_names_the_signal(returncode: int, text: str) -> None:
     assert status_text(returncode) == text
 
 
-def test_threads_share_the_cores_when_workers_are_few_or_many() -> None:
+def test_threads_are_divided_among_workers() -> None:
     cores = len(os.sched_getaffinity(0))
     assert fair_threads(1) == cores
     assert fair_threads(10 * cores) == 1
 
 
-def test_environment_has_the_token_and_none_of_the_leaders_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "/of/the/leader")
+def test_environment_has_the_token_and_no_leader_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "/of/the/service")
     monkeypatch.setenv("multiworld_name", "leader")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/of/systemd")
+    monkeypatch.setenv("WATCHDOG_PID", "1")
     monkeypatch.setenv("COLOUR", "blue")
-    environment = worker_environment(SETTINGS)
-    ours = {name: value for name, value in environment.items() if name.upper().startswith("MULTIWORLD_")}
-    assert ours == {"MULTIWORLD_TOKEN": "of-the-leader"}
-    assert environment["COLOUR"] == "blue"
-    assert environment["OMP_NUM_THREADS"] == "2"
+    for environment, token in (
+        (worker_environment(SETTINGS, NOTIFY), "of-the-service"),
+        (program_environment(NOTIFY), None),
+    ):
+        ours = {name: value for name, value in environment.items() if name.upper().startswith("MULTIWORLD_")}
+        assert ours == ({"MULTIWORLD_TOKEN": token} if token else {})
+        assert environment["COLOUR"] == "blue"
+        assert environment.items() >= NOTIFY.items()
+        assert "WATCHDOG_PID" not in environment, "it would make the child believe that nobody watches it"
+        assert environment["OMP_NUM_THREADS"] == ("2" if token else "1")
 
 
-def test_command_is_understood_by_the_worker_and_does_not_show_the_token() -> None:
-    supervisor = local_workers(SETTINGS, "127.0.0.1:8001")
+def test_worker_accepts_the_command_and_the_token_is_not_in_it() -> None:
+    with local_workers(SETTINGS) as supervisor:
+        command = supervisor._command(4)
     assert sorted(supervisor.restarts) == list(range(6))
-    command = supervisor._command(4)
     assert command[0] == sys.executable
     assert command[command.index("worker") :][1:5] == ["--name", "local-4", "--device", "cpu"]
     assert "--exit-with-parent" in command
-    assert not any("of-the-leader" in part for part in command)
+    assert not any("of-the" in part for part in command)
     said = dict(itertools.pairwise(command))
-    assert said["--leader"] == "127.0.0.1:8001"
+    assert said["--leader"].startswith("127.0.0.1:")
     assert said["--threads"] == "2"
     assert said["--log-format"] == "json"
 
 
-def test_workers_share_the_cores_unless_they_were_given_threads() -> None:
-    assert "--cores-file" not in local_workers(SETTINGS, "127.0.0.1:8001")._command(0)
-    supervisor = local_workers(SETTINGS.replace("worker_threads", 0, "test"), "127.0.0.1:8001")
-    said = [dict(itertools.pairwise(supervisor._command(slot))) for slot in range(6)]
-    assert {each["--cores-file"] for each in said} == {said[0]["--cores-file"]}
-    assert [each["--cores-index"] for each in said] == [str(slot) for slot in range(6)]
-    assert os.path.exists(said[0]["--cores-file"])
+def test_workers_divide_the_cores_by_default() -> None:
+    with local_workers(SETTINGS) as supervisor:
+        assert "--cores-file" not in supervisor._command(0)
+    with local_workers(SETTINGS.replace("worker_threads", 0, "test")) as supervisor:
+        said = [dict(itertools.pairwise(supervisor._command(slot))) for slot in range(6)]
+        assert {each["--cores-file"] for each in said} == {said[0]["--cores-file"]}
+        assert [each["--cores-index"] for each in said] == [str(slot) for slot in range(6)]
+        assert os.path.exists(said[0]["--cores-file"])
 
 
-def test_threads_give_up_their_core_soon_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_has_no_local_workers_when_they_come_from_elsewhere() -> None:
+    with (
+        pytest.raises(ValueError, match="not enough values"),
+        local_workers(SETTINGS.replace("external_workers", True, "test")),
+    ):
+        pass
+
+
+def test_threads_release_their_core_soon_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert int(worker_environment(SETTINGS)["GOMP_SPINCOUNT"]) > 0
+    assert int(worker_environment(SETTINGS, NOTIFY)["GOMP_SPINCOUNT"]) > 0
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert worker_environment(SETTINGS)["GOMP_SPINCOUNT"] == "7"
+    assert worker_environment(SETTINGS, NOTIFY)["GOMP_SPINCOUNT"] == "7"

@@ -1,12 +1,14 @@
-"""The supervisor with real, small child processes, which report through a named pipe: started as programs, and forked."""
+"""The supervisor with small child processes, spawned and forked, that report through a named pipe."""
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess
-from multiworld_serving.deploy.processes.supervisor import Backoff, Supervisor
+from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.supervisor import _POLL_S, Backoff, Supervisor
 from tests.integration.small_processes import (
     DEAF,
     EXIT_WITH_PARENT,
@@ -30,6 +33,14 @@ from tests.integration.small_processes import (
     until,
 )
 
+ONE_SIGN_OF_LIFE = """
+import socket
+name = os.environ['NOTIFY_SOCKET']
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'READY=1', chr(0) + name[1:])
+report('up')
+signal.pause()
+"""
+
 
 @pytest.fixture(params=["programs", "forks"])
 async def reports(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Reports]:
@@ -43,7 +54,7 @@ def no_child_is_left() -> Iterator[None]:
         yield
 
 
-async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
+async def test_every_slot_has_a_process_on_entry(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, 3) as supervisor:
         ups = [await reports.next() for _ in range(3)]
         pids = {int(slot): int(pid) for slot, pid, _ in ups}
@@ -51,9 +62,9 @@ async def test_every_slot_has_a_process_when_entered(reports: Reports) -> None:
     assert supervisor.pids == {}
 
 
-async def test_process_is_started_again_at_once_when_killed(reports: Reports) -> None:
+async def test_killed_process_is_restarted_at_once(reports: Reports) -> None:
     restarted: list[int] = []
-    # A backoff that would outlast the test, did it apply to the first end.
+    # The backoff would exceed the test's time limit if it applied to the first failure.
     backoff = Backoff(initial_s=1000, max_s=1000)
     async with reports.supervisor(FOREVER, 2, backoff=backoff, on_restart=restarted.append) as supervisor:
         first = {int(slot): int(pid) for slot, pid, _ in [await reports.next(), await reports.next()]}
@@ -67,9 +78,7 @@ async def test_process_is_started_again_at_once_when_killed(reports: Reports) ->
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-async def test_process_is_started_again_when_it_exits(
-    reports: Reports, status: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_exited_process_is_restarted(reports: Reports, status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with reports.supervisor(f"report('up'); sys.exit({status})", backoff=Backoff(initial_s=0)) as supervisor:
         pids = {await reports.next_pid() for _ in range(4)}
     assert len(pids) == 4
@@ -77,22 +86,14 @@ async def test_process_is_started_again_when_it_exits(
     assert f"ended status={status}" in caplog.text
 
 
-async def test_backoff_is_forgotten_when_reset(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
-        for _ in range(5):
-            os.kill(await reports.next_pid(), signal.SIGKILL)
-            supervisor.proven("local-0")
-        await reports.next()
-
-
-async def test_backoff_is_forgotten_when_it_lived_long_enough(reports: Reports) -> None:
+async def test_backoff_restarts_at_zero_after_a_long_run(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000, reset_after_s=0)):
         for _ in range(5):
             os.kill(await reports.next_pid(), signal.SIGKILL)
         await reports.next()
 
 
-async def test_leaving_does_not_wait_for_the_backoff(reports: Reports) -> None:
+async def test_shutdown_does_not_wait_for_the_backoff(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
         os.kill(await reports.next_pid(), signal.SIGKILL)
         pid = await reports.next_pid()
@@ -101,7 +102,7 @@ async def test_leaving_does_not_wait_for_the_backoff(reports: Reports) -> None:
     assert supervisor.restarts == {0: 1}
 
 
-async def test_process_may_finish_when_stopped(reports: Reports) -> None:
+async def test_stopped_process_may_finish(reports: Reports) -> None:
     async with reports.supervisor(SAY_GOODBYE, 2):
         await reports.next()
         await reports.next()
@@ -122,7 +123,7 @@ async def test_process_is_killed_when_it_does_not_stop_in_time(
     assert "stopped status=SIGKILL" in caplog.text
 
 
-async def test_process_is_killed_at_once_when_leaving_is_cancelled(reports: Reports) -> None:
+async def test_process_is_killed_at_once_when_shutdown_is_cancelled(reports: Reports) -> None:
     async def run() -> None:
         async with reports.supervisor(DEAF, stop_timeout_s=1000):
             await reports.next()
@@ -137,12 +138,12 @@ async def test_process_is_killed_at_once_when_leaving_is_cancelled(reports: Repo
         await task
 
 
-async def test_nothing_is_left_when_the_block_ends_before_a_process_was_started(reports: Reports) -> None:
+async def test_nothing_is_left_when_the_block_ends_before_a_process_starts(reports: Reports) -> None:
     async with reports.supervisor(FOREVER, 2):
         pass
 
 
-async def test_error_of_the_block_is_raised_when_it_fails(reports: Reports) -> None:
+async def test_error_of_the_block_is_raised(reports: Reports) -> None:
     async def run() -> None:
         async with reports.supervisor(FOREVER, 2):
             await reports.next()
@@ -166,14 +167,14 @@ async def test_slot_is_kept_when_the_restart_callback_fails(reports: Reports, ca
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """Until the block ends, everything that needs a new descriptor fails with EMFILE."""
+    """Make every call that needs a new descriptor fail with EMFILE until the block ends."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     taken = []
     try:
-        with contextlib.suppress(OSError):  # gaps below
+        with contextlib.suppress(OSError):  # unused numbers below the limit
             while True:
                 taken.append(os.open("/dev/null", os.O_RDONLY))
         yield
@@ -183,7 +184,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_end_is_seen_and_reaped_when_no_descriptor_is_left(reports: Reports) -> None:
+async def test_ended_process_is_reaped_when_no_descriptor_is_free(reports: Reports) -> None:
     command = reports.command(FOREVER, 0)
     child = await reports.fork_server().fork(command) if reports.forking else ChildProcess.spawn(command, os.environ)
     assert child is not None
@@ -198,22 +199,20 @@ async def test_end_is_seen_and_reaped_when_no_descriptor_is_left(reports: Report
         assert child.reap() == -signal.SIGKILL
 
 
-async def test_process_is_tried_again_when_it_cannot_be_started(
-    reports: Reports, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     commands = iter([["/nowhere/to/be/found"], reports.command(FOREVER, 0)])
     async with Supervisor(lambda _: next(commands), 1):
         await reports.next()
     assert "cannot be started" in caplog.text
 
 
-async def test_process_leads_its_own_session_so_that_ctrl_c_does_not_reach_it(reports: Reports) -> None:
+async def test_process_leads_its_own_session_and_ctrl_c_does_not_reach_it(reports: Reports) -> None:
     async with reports.supervisor(FOREVER):
         pid = await reports.next_pid()
         assert os.getsid(pid) == pid != os.getsid(0)
 
 
-async def test_what_a_process_started_is_killed_when_it_ends(reports: Reports) -> None:
+async def test_descendants_are_killed_when_their_process_ends(reports: Reports) -> None:
     async with reports.supervisor(WITH_GRANDCHILD) as supervisor:
         _, pid, _, grandchild = await reports.next()
         await until(lambda: supervisor.pids)
@@ -222,7 +221,7 @@ async def test_what_a_process_started_is_killed_when_it_ends(reports: Reports) -
         await reports.next()
 
 
-async def test_environment_is_the_one_given(reports: Reports) -> None:
+async def test_process_gets_the_given_environment(reports: Reports) -> None:
     script = "report(os.environ.get('COLOUR', 'none')); signal.pause()"
     async with reports.supervisor(script, environment={"COLOUR": "blue"}):
         assert (await reports.next())[2] == "blue"
@@ -256,7 +255,7 @@ async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: 
         await end_of(pid)
 
 
-async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: Reports) -> None:
+async def test_repeated_kills_leak_nothing(reports: Reports) -> None:
     def open_fds() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -271,12 +270,77 @@ async def test_nothing_grows_when_a_process_is_killed_again_and_again(reports: R
     assert supervisor.restarts == {0: 20}
 
 
-async def test_process_that_lives_and_never_comes_to_the_leader_is_killed_and_started_again(reports: Reports) -> None:
-    async with reports.supervisor(FOREVER, 2, absent_timeout_s=5.0, backoff=Backoff(initial_s=0)) as supervisor:
-        pids = {slot: int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
-        supervisor.present({"local-1"})
-        slot, pid, _ = await reports.next()
-        assert slot == "0"
-        assert int(pid) != pids["0"]
-        assert supervisor.pids[1] == pids["1"]
-        supervisor.present({"local-0", "local-1"})
+async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_of_life(
+    reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    with NotifyListener() as notify, notify.receiving():
+        environment = {**os.environ, **notify.environment}
+        async with reports.supervisor(
+            ONE_SIGN_OF_LIFE,
+            environment=environment,
+            notify=notify,
+            blocked_timeout_s=0.5,
+            backoff=Backoff(initial_s=0),
+        ) as supervisor:
+            first = await reports.next_pid()
+            assert await reports.next_pid() != first
+            await until(lambda: supervisor.restarts == {0: 1})
+            assert notify.silent_s(first) == 0, "its pid may be reused"
+    assert "gave no sign of life" in caplog.text
+    assert "ended status=SIGKILL" in caplog.text
+
+
+async def test_process_is_left_alone_when_it_has_never_given_a_sign_of_life(reports: Reports) -> None:
+    with NotifyListener() as notify, notify.receiving():
+        environment = {**os.environ, **notify.environment}
+        async with reports.supervisor(
+            FOREVER, 2, environment=environment, notify=notify, blocked_timeout_s=0.001
+        ) as supervisor:
+            pids = {int(slot): int(pid) for slot, pid, _ in [await reports.next() for _ in range(2)]}
+            await until(lambda: supervisor.pids == pids)
+            await asyncio.sleep(2 * _POLL_S)  # at least one look at them
+            assert supervisor.pids == pids, "one that still imports its modules is not blocked"
+
+
+@pytest.mark.parametrize(("ends", "invalid"), [("2", True), ("3", False), ("3 2", False)])
+async def test_settings_are_invalid_only_when_the_first_start_of_a_process_says_so(
+    reports: Reports, tmp_path: Path, ends: str, invalid: bool
+) -> None:
+    statuses = tmp_path / "statuses"
+    statuses.write_text(ends)
+    script = (
+        f"file = {str(statuses)!r}; first, *rest = open(file).read().split() or ['run']; open(file, 'w').write(' '.join(rest))\n"
+        "if first != 'run': sys.exit(int(first))\n"
+        "report('up'); signal.pause()"
+    )
+    async with reports.supervisor(script, backoff=Backoff(initial_s=0)) as supervisor:
+        await reports.next()
+        await until(lambda: supervisor.restarts == {0: len(ends.split())})
+        assert supervisor.invalid_input.is_set() == invalid
+
+
+async def test_process_inherits_the_descriptors_of_its_slot_under_the_same_numbers(reports: Reports) -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        file.write("of the supervisor")
+        file.flush()
+        fd = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 200)
+        try:
+            script = f"report(os.pread({fd}, 100, 0).decode().split()[-1] if slot == '1' else os.path.exists('/proc/self/fd/{fd}'))"
+            async with reports.supervisor(
+                script + "\nsignal.pause()", 2, fds=lambda slot: [fd] if slot else []
+            ) as supervisor:
+                found = {slot: word for slot, _, word in [await reports.next() for _ in range(2)]}
+                await until(lambda: len(supervisor.pids) == 2)
+        finally:
+            os.close(fd)
+    assert found == {"0": "False", "1": "supervisor"}
+
+
+async def test_every_process_gets_a_signal_that_is_sent_to_all(reports: Reports) -> None:
+    script = "signal.signal(signal.SIGHUP, lambda *_: report('reloaded'))\nreport('up')\nwhile True: signal.pause()"
+    async with reports.supervisor(script, 2) as supervisor:
+        for _ in range(2):
+            await reports.next()
+        await until(lambda: len(supervisor.pids) == 2)
+        supervisor.signal_all(signal.SIGHUP)
+        assert sorted([(await reports.next())[::2] for _ in range(2)]) == [["0", "reloaded"], ["1", "reloaded"]]

@@ -1,4 +1,4 @@
-"""The units for machines without containers: valid, and in agreement with what the programs take."""
+"""The systemd units are valid and match the programs' options."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import pytest
 
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 PROGRAM = "/opt/multiworld/bin/multiworld"
-NAMES = ("multiworld-leader.service", "multiworld-worker@.service")
+PROGRAMS: dict[str, tuple[str, type[Settings]]] = {
+    "multiworld-leader.service": ("leader", LeaderSettings),
+    "multiworld-frontend.service": ("frontend", FrontendSettings),
+    "multiworld-worker@.service": ("worker", WorkerSettings),
+}
+NAMES = tuple(PROGRAMS)
 
 
 def value(name: str, key: str) -> str:
@@ -27,14 +32,12 @@ def value(name: str, key: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unit_is_valid_by_systemds_own_check(name: str, tmp_path: Path) -> None:
+def test_unit_passes_systemd_analyze_verify(name: str, tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
     unit = tmp_path / name.replace("@.", "@0.")
-    unit.write_text(
-        (UNITS / name).read_text().replace(PROGRAM, "/bin/true")
-    )  # the check is of the unit, not of this machine
+    unit.write_text((UNITS / name).read_text().replace(PROGRAM, "/bin/true"))  # checks the unit, not this machine
     done = subprocess.run(
         [analyze, "verify", "--man=no", unit], capture_output=True, text=True, check=False, timeout=60
     )
@@ -42,7 +45,7 @@ def test_unit_is_valid_by_systemds_own_check(name: str, tmp_path: Path) -> None:
     assert (done.returncode, ours) == (0, []), done.stderr
 
 
-def test_systemds_check_finds_a_misspelt_line(tmp_path: Path) -> None:
+def test_systemd_analyze_detects_a_misspelled_line(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
@@ -54,12 +57,9 @@ def test_systemds_check_finds_a_misspelt_line(tmp_path: Path) -> None:
     assert "RestartSecs" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "verb", "settings"), [(NAMES[0], "serve", ServeSettings), (NAMES[1], "worker", WorkerSettings)]
-)
-def test_unit_gives_options_and_variables_that_the_program_takes(
-    name: str, verb: str, settings: type[Settings]
-) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_unit_uses_options_and_variables_of_the_program(name: str) -> None:
+    verb, settings = PROGRAMS[name]
     program, given, *arguments = value(name, "ExecStart").split()
     assert (program, given) == (PROGRAM, verb)
     known = {option(field) for field in settings.model_fields}
@@ -68,17 +68,17 @@ def test_unit_gives_options_and_variables_that_the_program_takes(
     assert {variable.lower() for variable in variables} - {"config"} <= settings.model_fields.keys()
 
 
-def test_units_watch_event_loops_and_give_the_other_side_time_to_see_a_stall_first() -> None:
+def test_watchdog_timeouts_exceed_the_stall_detection_of_peers() -> None:
     stall_s = Settings.model_fields["loop_stall_timeout_s"].default
     for name in NAMES:
         assert value(name, "Type") == "notify"
         assert int(value(name, "WatchdogSec")) >= 2 * stall_s
 
 
-def test_units_are_given_the_time_that_draining_takes() -> None:
-    drain_s = ServeSettings.model_fields["drain_timeout_s"].default
-    assert int(value(NAMES[0], "TimeoutStopSec")) >= drain_s + 10
-    assert int(value(NAMES[1], "TimeoutStopSec")) >= DRAIN_S + 10
+def test_stop_timeouts_cover_draining() -> None:
+    drain_s = LeaderSettings.model_fields["drain_timeout_s"].default
+    for name, at_least_s in zip(NAMES, (drain_s, drain_s, DRAIN_S), strict=True):
+        assert int(value(name, "TimeoutStopSec")) >= at_least_s + 10
     assert {value(name, "Restart") for name in NAMES} == {"always"}, (
-        "a worker that was asked to restart ends with status 0"
+        "a worker that is told to restart exits with status 0"
     )

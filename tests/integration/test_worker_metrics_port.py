@@ -1,9 +1,8 @@
-"""A real worker's own metrics, scraped over HTTP while it serves a real leader."""
+"""A worker's own metrics, scraped over HTTP while it serves a leader."""
 
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,23 +10,24 @@ from pathlib import Path
 import httpx
 import pytest
 
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
-from tests.integration.test_prometheus_files import check, tool
-from tests.worker_process import MeteredWorker, metered_service
+from tests.integration.test_prometheus_files import check
+from tests.programs import program
+from tests.worker_process import metered_service
 
 REQUESTS = 3
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalService, MeteredWorker]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalService, str]]:
     """A worker that has answered some requests."""
-    with metered_service(tmp_path_factory.mktemp("served")) as (service, worker):
+    with metered_service(tmp_path_factory.mktemp("served")) as (service, metrics_url):
         for _ in range(REQUESTS):
             assert predict(service) == 200
-        yield service, worker
+        yield service, metrics_url
 
 
 def predict(service: LocalService) -> int:
@@ -36,15 +36,15 @@ def predict(service: LocalService) -> int:
     ).status_code
 
 
-def scrape(worker: MeteredWorker) -> dict[str, float]:
-    """Value by series."""
-    text = httpx.get(worker.metrics_url, timeout=30).text
+def scrape(metrics_url: str) -> dict[str, float]:
+    """Values by series."""
+    text = httpx.get(metrics_url, timeout=30).text
     return {match[1]: float(match[2]) for match in re.finditer(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE)}
 
 
-def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalService, MeteredWorker]) -> None:
+def test_worker_exports_its_batches_worlds_and_process(served: tuple[LocalService, str]) -> None:
     found = scrape(served[1])
-    # The leader's canary is a batch as well.
+    # The leader's join self-test is a batch as well.
     answered = found['multiworld_worker_batches_total{stage="0",outcome="answered"}']
     assert answered >= REQUESTS + 1
     assert found['multiworld_worker_batches_total{stage="0",outcome="failed"}'] == 0
@@ -53,7 +53,7 @@ def test_worker_tells_of_its_batches_worlds_and_process(served: tuple[LocalServi
     assert found["multiworld_worker_leaders_connected"] == found["multiworld_worker_worlds_joined_total"] == 1
     assert found["multiworld_worker_busy"] in {0, 1}
     assert found["process_cpu_seconds_total"] > 0
-    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone is more"
+    assert found["process_resident_memory_bytes"] > 50 * 2**20, "torch alone uses more"
     assert found["process_open_fds"] > 5
     assert any(series.startswith("multiworld_build_info{version=") for series in found)
     assert not any(series.startswith("multiworld_gpu_") for series in found), "it computes on the CPU"
@@ -65,45 +65,35 @@ async def test_worker_without_a_leader_is_alive_and_not_ready() -> None:
         assert [(await client.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
 
 
-def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, MeteredWorker]) -> None:
-    service, worker = served
-    before = scrape(worker)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+def test_worker_and_leader_count_the_same_batches(served: tuple[LocalService, str]) -> None:
+    service, metrics_url = served
+    before = scrape(metrics_url)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
     of_leader = service.metric("multiworld_stage_duration_seconds_count", phase="compute")
     for _ in range(REQUESTS):
         predict(service)
-    after = scrape(worker)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
+    after = scrape(metrics_url)['multiworld_worker_batches_total{stage="0",outcome="answered"}']
     assert after - before == REQUESTS
     assert service.metric("multiworld_stage_duration_seconds_count", phase="compute") - of_leader == REQUESTS
 
 
-def test_worker_metrics_are_named_as_prometheus_wants(served: tuple[LocalService, MeteredWorker]) -> None:
-    check(tool("promtool"), "check", "metrics", stdin=httpx.get(served[1].metrics_url, timeout=30).content)
+def test_metric_names_follow_the_prometheus_conventions(served: tuple[LocalService, str]) -> None:
+    check(program("promtool"), "check", "metrics", stdin=httpx.get(served[1], timeout=30).content)
 
 
-def probe(worker: MeteredWorker, path: str) -> int:
-    return httpx.get(worker.metrics_url.removesuffix("/metrics") + path, timeout=30).status_code
+def probe(metrics_url: str, path: str) -> int:
+    return httpx.get(metrics_url.removesuffix("/metrics") + path, timeout=30).status_code
 
 
-def test_worker_is_alive_and_ready_while_it_serves(served: tuple[LocalService, MeteredWorker]) -> None:
+def test_serving_worker_is_alive_and_ready(served: tuple[LocalService, str]) -> None:
     assert [probe(served[1], path) for path in ("/healthz", "/readyz", "/elsewhere")] == [200, 200, 404]
 
 
-def test_worker_serves_without_metrics_and_says_so_when_the_port_is_busy(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with metered_service(tmp_path, port) as (service, worker):
-            assert worker.metrics_url == ""
-            assert f"cannot listen on 127.0.0.1:{port}" in worker.complaint
-            assert "--metrics-port" in worker.complaint
-            assert predict(service) == 200
-
-
-def test_worker_counts_the_end_of_a_world_and_goes_on_answering_scrapes_when_the_leader_is_gone(tmp_path: Path) -> None:
-    with metered_service(tmp_path) as (service, worker):
+def test_lost_leader_is_counted_and_scrapes_continue(tmp_path: Path) -> None:
+    with metered_service(tmp_path) as (service, metrics_url):
         service.stop()
         deadline_s = time.monotonic() + 60
-        while (found := scrape(worker))["multiworld_worker_leaders_connected"] != 0:
+        while (found := scrape(metrics_url))["multiworld_worker_leaders_connected"] != 0:
             assert time.monotonic() < deadline_s, found
         ended = {series: value for series, value in found.items() if "worlds_ended_total" in series and value}
         assert list(ended.values()) == [1], ended
-        assert [probe(worker, path) for path in ("/healthz", "/readyz")] == [200, 503]
+        assert [probe(metrics_url, path) for path in ("/healthz", "/readyz")] == [200, 503]

@@ -1,4 +1,4 @@
-"""What becomes of a world that does not form: nobody there, the wrong secret, death and second thoughts on the way."""
+"""Worlds that fail to form: no host, a wrong secret, a failed member, a cancelled join."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from tests.integration.members import PATIENCE_S, Spawn, form, members
 
 PATIENT_S = 10.0
 PULSE_S = 2.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def exchange(manager: WorldManager, world: str, peer_answers: asyncio.Task
     assert await peer_answers == [1.0]
 
 
-async def test_join_is_refused_at_once_when_the_guest_has_the_wrong_secret(
+async def test_join_is_refused_at_once_when_the_secret_is_wrong(
     manager: WorldManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with WorldManager(secret="right") as host, WorldManager(secret="wrong") as guest:
@@ -69,7 +69,7 @@ async def test_join_is_refused_at_once_when_the_guest_has_the_wrong_secret(
 
 
 async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
-    """A host that does not know the secret: it greets, and then says `frames`. Gives all it is told before the end."""
+    """A host without the secret: it greets, then sends `frames`. Returns all bytes that it receives."""
     loop = asyncio.get_running_loop()
     sock, _ = await loop.sock_accept(listener)
     sock.setblocking(False)
@@ -86,10 +86,10 @@ async def impostor(listener: socket.socket, *frames: Frame) -> bytes:
     return heard
 
 
-async def test_join_is_given_up_when_the_host_does_not_know_the_secret(manager: WorldManager) -> None:
+async def test_join_fails_when_the_host_does_not_know_the_secret(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as listener:
         posing = asyncio.create_task(impostor(listener, Frame(Kind.WELCOME, (b"\0" * 32,))))
-        with pytest.raises(JoinError, match="the host does not know the secret"):
+        with pytest.raises(JoinError, match="the server does not know the secret"):
             await manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600)
         await posing
 
@@ -97,8 +97,8 @@ async def test_join_is_given_up_when_the_host_does_not_know_the_secret(manager: 
 @pytest.mark.parametrize(
     "kind", [Kind.START, Kind.STORE_SET, Kind.MEMBER_FAILED, Kind.CLOSE_ACK, Kind.HEARTBEAT], ids=lambda kind: kind.name
 )
-async def test_nothing_is_taken_from_a_host_that_has_not_proven_itself(manager: WorldManager, kind: Kind) -> None:
-    """Left out, the welcome must not be skipped: the group would be built with whoever sits there."""
+async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManager, kind: Kind) -> None:
+    """Skipping the welcome must not work: the group would be built with the unauthenticated host."""
     fields = {Kind.START: (b"1",), Kind.STORE_SET: (b"k", b"v"), Kind.MEMBER_FAILED: (b"0", b"exit", b"")}.get(kind, ())
     with bind("127.0.0.1", 0) as listener:
         joining = asyncio.create_task(manager.initialize_world("w", 1, 2, port=listener.getsockname()[1], timeout=3600))
@@ -109,28 +109,30 @@ async def test_nothing_is_taken_from_a_host_that_has_not_proven_itself(manager: 
         await asyncio.gather(joining, return_exceptions=True)
 
 
-async def test_join_fails_after_its_timeout_naming_what_was_tried(manager: WorldManager) -> None:
+async def test_join_times_out_and_names_the_address(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(JoinError, match=rf"did not form within 0.3 s as rank 1 of 2 at 127.0.0.1:{port}.*refused"):
         await manager.initialize_world("w", 1, 2, port=port, timeout=0.3)
     with pytest.raises(JoinError, match=r"does-not-exist\.invalid cannot be resolved"):
         await manager.initialize_world("w", 1, 2, addr="does-not-exist.invalid", port=port, timeout=3)
-    with pytest.raises(JoinError, match=r"ranks 1, 2 did not come"):
+    with pytest.raises(JoinError, match=r"ranks 1, 2 did not join"):
         await manager.initialize_world("w", 0, 3, port=manager.listen(), timeout=0.3)
     assert manager.worlds["w"].state is WorldState.BROKEN
 
 
-async def test_join_says_that_the_host_answered_when_only_the_world_did_not_start(manager: WorldManager) -> None:
+async def test_join_timeout_says_that_the_host_answered_when_only_the_world_did_not_start(
+    manager: WorldManager,
+) -> None:
     port = manager.listen()
     async with WorldManager() as guest:
         with pytest.raises(JoinError, match="rank 0 answered, but the world did not start there"):
             await guest.initialize_world("w", 1, 2, port=port, timeout=1)
-        with pytest.raises(JoinError, match="rank 0 answered, but epoch 7 did not start there"):
-            await guest.initialize_world("w", 1, 2, port=port, timeout=1, epoch=7)
+        with pytest.raises(JoinError, match="rank 0 answered, but generation 7 did not start there"):
+            await guest.initialize_world("w", 1, 2, port=port, timeout=1, generation=7)
 
 
-async def test_hosting_on_a_busy_port_says_which_and_leaves_the_name_free(manager: WorldManager) -> None:
+async def test_busy_port_is_named_and_the_world_name_stays_free(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(OSError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
@@ -142,15 +144,15 @@ async def test_hosting_on_a_busy_port_says_which_and_leaves_the_name_free(manage
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"rank": 2}, ValueError, "rank 2 does not exist in a world of 2"),
+        ({"rank": 2}, ValueError, "rank 2 does not exist in a world of size 2"),
         ({"rank": -1}, ValueError, "rank -1 does not exist"),
-        ({"world_size": 0}, ValueError, "in a world of 0"),
-        ({"port": 65536}, ValueError, "65536 is no port"),
+        ({"world_size": 0}, ValueError, "in a world of size 0"),
+        ({"port": 65536}, ValueError, "65536 is not a port"),
         ({"backend": "mpi"}, UnsupportedBackendError, "unknown backend 'mpi'"),
         ({"addr": "192.0.2.1"}, OSError, "cannot listen on 192.0.2.1"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_leaves_nothing_behind(
+async def test_invalid_join_is_rejected_and_leaves_nothing_behind(
     manager: WorldManager, arguments: dict[str, object], error: type[Exception], text: str
 ) -> None:
     with bind("127.0.0.1", 0) as free:
@@ -160,15 +162,15 @@ async def test_what_cannot_be_is_refused_and_leaves_nothing_behind(
         await manager.initialize_world("w", **wanted)
     assert "w" not in manager.worlds
     bind("127.0.0.1", port).close()
-    assert (await manager.initialize_world("w", 0, 1, port=port)).epoch == 1
+    assert (await manager.initialize_world("w", 0, 1, port=port)).generation == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["host", "guest"])
-async def test_a_cancelled_join_frees_name_and_seat(spawn: Spawn, manager: WorldManager, rank: int) -> None:
+async def test_cancelled_join_frees_the_name_and_the_rank(spawn: Spawn, manager: WorldManager, rank: int) -> None:
     async with WorldManager() as other:
         port = manager.listen() if rank == 0 else other.listen()
         joining = asyncio.create_task(manager.initialize_world("w", rank, 3, port=port))
-        await asyncio.sleep(0.1)  # on its way: which step does not matter
+        await asyncio.sleep(0.1)  # in progress; the exact step does not matter
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
             await joining
@@ -178,7 +180,7 @@ async def test_a_cancelled_join_frees_name_and_seat(spawn: Spawn, manager: World
 
 @pytest.mark.parametrize("how", ["close", "cleanup"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["host", "guest"])
-async def test_a_join_raises_closed_when_its_world_is_closed_meanwhile(rank: int, how: str) -> None:
+async def test_join_raises_closed_when_its_world_is_closed(rank: int, how: str) -> None:
     manager = WorldManager()
     joining = asyncio.create_task(manager.initialize_world("w", rank, 2, port=manager.listen()))
     await asyncio.sleep(0)
@@ -194,16 +196,16 @@ async def test_a_join_raises_closed_when_its_world_is_closed_meanwhile(rank: int
 
 
 async def until_missing(manager: WorldManager, world: str, ranks: list[int]) -> None:
-    """Return once exactly these ranks have no seat yet in the world that we host."""
+    """Return once exactly these ranks are missing in the world that we host."""
     while True:
-        watch = manager.worlds[world]._watch if world in manager.worlds else None
-        if isinstance(watch, HostSession) and watch.missing() == ranks:
+        monitor = manager.worlds[world]._monitor if world in manager.worlds else None
+        if isinstance(monitor, HostSession) and monitor.missing() == ranks:
             return
         await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "freezes"])
-async def test_a_seat_is_free_again_before_the_start_when_its_member(
+async def test_rank_is_free_again_when_its_member_ends_before_the_start(
     spawn: Spawn, manager: WorldManager, signum: signal.Signals
 ) -> None:
     port = manager.listen()
@@ -222,10 +224,10 @@ async def test_a_seat_is_free_again_before_the_start_when_its_member(
 @pytest.mark.parametrize(("how", "cause"), [("killed", Cause.EXIT), ("frozen", Cause.HANG)])
 @pytest.mark.parametrize("victim_rank", [0, 1])
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
-async def test_a_world_breaks_when_a_member_fails_while_it_forms(
+async def test_world_breaks_when_a_member_fails_while_it_forms(
     spawn: Spawn, manager: WorldManager, how: str, cause: Cause, victim_rank: int, published: bool
 ) -> None:
-    """A group's constructor cannot be interrupted once it waits for a connection; the caller must not have to wait for it."""
+    """A group's constructor cannot be interrupted while it waits for a connection; the caller must not wait for it."""
     victim = await spawn()
     port = await victim.do("listen") if victim_rank == 0 else manager.listen()
     await victim.do("freeze_while_forming", published=published)
@@ -236,20 +238,20 @@ async def test_a_world_breaks_when_a_member_fails_while_it_forms(
     await victim.stopped()
     if how == "killed":
         victim.kill()
-    with contextlib.suppress(BrokenWorldException):  # it forms all the same where only the victim's side was not done
+    with contextlib.suppress(BrokenWorldException):  # it still forms if only the victim's side was incomplete
         await joining
     with pytest.raises(BrokenWorldException) as raised:
         await manager.communicator.recv(torch.zeros(4), victim_rank, "w")
     assert (raised.value.cause, raised.value.rank) == (cause, victim_rank)
-    # And it is no burden to what comes next.
+    # The broken world does not affect the next one.
     peer = await spawn()
     port = manager.listen()
     await form("w", port, manager, peer)
     await exchange(manager, "w", peer.start("recv", world="w", src=0))
 
 
-async def test_a_port_serves_worlds_while_strangers_flood_it(spawn: Spawn) -> None:
-    """Random bytes, HTTP, silence, and a thousand connections: a member gets in all the same."""
+async def test_worlds_form_on_a_port_that_is_flooded_with_connections(spawn: Spawn) -> None:
+    """Random bytes, HTTP, silence, and a thousand connections do not keep a member from joining."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     greetings = [os.urandom(4096), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"]
@@ -263,7 +265,7 @@ async def test_a_port_serves_worlds_while_strangers_flood_it(spawn: Spawn) -> No
             await exchange(manager, world, peer.start("recv", world=world, src=0))
 
 
-async def test_event_loop_goes_on_when_the_address_to_listen_at_is_slow_to_resolve(
+async def test_event_loop_is_not_blocked_by_slow_name_resolution(
     manager: WorldManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, resolve = threading.Event(), socket.getaddrinfo
@@ -271,7 +273,7 @@ async def test_event_loop_goes_on_when_the_address_to_listen_at_is_slow_to_resol
     def slow(host: str, *arguments: Any, **options: Any) -> Any:
         if host != "slow.invalid":
             return resolve(host, *arguments, **options)
-        assert gate.wait(PATIENCE_S), "the event loop stands still"
+        assert gate.wait(PATIENCE_S), "the event loop is blocked"
         return resolve("127.0.0.1", *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
@@ -281,7 +283,7 @@ async def test_event_loop_goes_on_when_the_address_to_listen_at_is_slow_to_resol
     assert (await joining).state is WorldState.READY
 
 
-async def test_join_fails_after_its_timeout_when_the_address_to_listen_at_is_not_resolved(
+async def test_join_times_out_when_the_listen_address_is_not_resolved(
     manager: WorldManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
@@ -293,7 +295,7 @@ async def test_join_fails_after_its_timeout_when_the_address_to_listen_at_is_not
         gate.set()
 
 
-async def test_nothing_is_left_when_the_watchdog_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_left_when_the_watchdog_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -307,10 +309,10 @@ async def test_nothing_is_left_when_the_watchdog_gets_no_thread(monkeypatch: pyt
         await manager.initialize_world("w", 0, 1, port=port)
 
 
-# -- a store of the caller's ---------------------------------------------------------------------------------------------------
+# -- caller-provided stores -----------------------------------------------------------------------------------------------------
 
 
-async def test_members_meet_anew_when_a_store_still_has_the_keys_of_an_earlier_generation() -> None:
+async def test_members_rejoin_when_a_store_has_keys_of_an_earlier_generation() -> None:
     store = HashStore()
     async with WorldManager() as host, WorldManager() as guest:
         port = host.listen()
@@ -328,23 +330,23 @@ async def test_members_meet_anew_when_a_store_still_has_the_keys_of_an_earlier_g
             )
             assert tensor.tolist() == [generation] * 4
             await asyncio.gather(*(each.close_world("w") for each in (host, guest)))
-            assert all(world.epoch == generation for world in joined)
+            assert all(world.generation == generation for world in joined)
 
 
-async def test_world_does_not_form_when_one_member_alone_has_a_store() -> None:
+async def test_world_does_not_form_when_only_one_member_has_a_store() -> None:
     async with WorldManager() as host, WorldManager() as guest:
         port = host.listen()
         hosting = asyncio.create_task(host.initialize_world("w", 0, 2, port=port, timeout=5))
-        with pytest.raises(JoinError, match="and a store of its own"):
+        with pytest.raises(JoinError, match=r"store=False; we have .* store=True"):
             await guest.initialize_world("w", 1, 2, port=port, store=HashStore(), timeout=5)
         hosting.cancel()
         await asyncio.gather(hosting, return_exceptions=True)
 
 
-# -- names that several threads use --------------------------------------------------------------------------------------------
+# -- names used by several threads ------------------------------------------------------------------------------------------------
 
 
-async def test_a_new_world_stays_when_another_thread_removes_the_old_one_of_its_name(manager: WorldManager) -> None:
+async def test_new_world_stays_when_another_thread_removes_the_old_world_of_that_name(manager: WorldManager) -> None:
     old = await manager.initialize_world("w", 0, 1, port=manager.listen())
     close = old.close
 
@@ -360,7 +362,7 @@ async def test_a_new_world_stays_when_another_thread_removes_the_old_one_of_its_
         old.close = close  # type: ignore[method-assign]
 
 
-async def test_removing_raises_nothing_else_than_not_found_when_two_threads_remove_a_world(
+async def test_concurrent_removals_raise_only_not_found(
     manager: WorldManager,
 ) -> None:
     port, errors = manager.listen(), []

@@ -1,4 +1,4 @@
-"""A member that cannot go on by itself (no memory, no thread, an operation that raises) says so, and everybody gets an answer."""
+"""A member with a local failure (no memory, no thread, an operation that raises) reports it, and every operation ends."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from multiworld import BrokenWorldException, Cause, World, WorldManager
 from multiworld.collectives import movement as collectives
 from multiworld.collectives import reductions
-from multiworld.elastic.agent import accused_by
+from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Plan
@@ -32,7 +32,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
 
 @pytest.fixture
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[World, World]]:
-    """Two members of a world, of the backend that the test names as the fixture's parameter."""
+    """Two members of a world with the backend of the fixture's parameter."""
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -48,7 +48,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def scripted(error: Exception) -> Callable[..., Any]:
+def failing_algorithm(error: Exception) -> Callable[..., Any]:
     async def fail(*_: object) -> None:
         raise error
 
@@ -68,8 +68,8 @@ def own(world: World) -> Plan:
 
 
 PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan]]]] = {
-    "delivering a message": lambda world, error: (
-        replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), deliver=raising(error)),
+    "copying back a message": lambda world, error: (
+        replace(messages.recv(world.ranks, torch.zeros(4), 1, 0), copy_back=raising(error)),
         lambda peer: messages.send(peer.ranks, torch.ones(4), 0, 0),
     ),
     "taking a message's memory": lambda world, error: (
@@ -81,13 +81,22 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
         lambda peer: messages.recv(peer.ranks, torch.ones(4), 0, 0),
     ),
     "taking a collective from a device": lambda world, error: (
-        replace(all_reduce(world), script=raising(error), staged=True),
+        replace(all_reduce(world), algorithm=raising(error), staged=True),
         all_reduce,
     ),
-    "computing": lambda world, error: (replace(all_reduce(world), script=lambda: scripted(error)), all_reduce),
-    "delivering a collective": lambda world, error: (replace(all_to_all(world), deliver=raising(error)), all_to_all),
+    "computing": lambda world, error: (
+        replace(all_reduce(world), algorithm=lambda: failing_algorithm(error)),
+        all_reduce,
+    ),
+    "copying back a collective": lambda world, error: (
+        replace(all_to_all(world), copy_back=raising(error)),
+        all_to_all,
+    ),
     "calling the backend": lambda world, error: (replace(own(world), post=raising(error)), own),
-    "calling the backend on a lane": lambda world, error: (replace(own(world), post=raising(error), staged=True), own),
+    "calling the backend from a queue": lambda world, error: (
+        replace(own(world), post=raising(error), staged=True),
+        own,
+    ),
 }
 
 
@@ -97,10 +106,10 @@ PLANS: dict[str, Callable[[World, Exception], tuple[Plan, Callable[[World], Plan
     [(what, "c10d-gloo" if what.startswith("calling the backend") else "gloo") for what in PLANS],
     indirect=["pair"],
 )
-async def test_world_breaks_by_the_member_itself_when_something_raises(
+async def test_world_breaks_with_the_failing_member_named_when_an_operation_raises(
     pair: tuple[World, World], what: str, error: Exception
 ) -> None:
-    """Both ends name that member, no peer is blamed, and nobody waits for ever: not the operation, nor one that is behind it."""
+    """Both ends name that member and not a peer, and no operation waits forever, including those queued behind it."""
     world, peer = pair
     plan, counterpart = PLANS[what](world, error)
     pending = [peer.start(counterpart(peer)), world.start(messages.recv(world.ranks, torch.zeros(1), 1, 9))]
@@ -115,7 +124,7 @@ async def test_world_breaks_by_the_member_itself_when_something_raises(
         assert type(error).__name__ in failure.detail
 
 
-async def test_world_breaks_by_the_member_itself_when_it_gets_no_thread(
+async def test_world_breaks_with_the_failing_member_named_when_no_thread_starts(
     pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, peer = pair
@@ -132,7 +141,7 @@ async def test_world_breaks_by_the_member_itself_when_it_gets_no_thread(
     assert (caught.value.cause, caught.value.rank) == (Cause.LOCAL, 0)
 
 
-async def test_callers_are_answered_when_no_thread_frees_their_world(
+async def test_callers_get_errors_when_no_thread_can_free_their_world(
     pair: tuple[World, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, _ = pair
@@ -144,7 +153,7 @@ async def test_callers_are_answered_when_no_thread_frees_their_world(
     await asyncio.sleep(0)
     with monkeypatch.context() as patch:
         patch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        world._watchdog.call_soon(world.break_, Cause.ABORTED, 0, "for the test")
+        world._watchdog.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await coming
@@ -152,14 +161,14 @@ async def test_callers_are_answered_when_no_thread_frees_their_world(
     assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 
 
-def test_members_suspect_the_member_that_failed_by_itself_when_an_epoch_ends() -> None:
+def test_members_suspect_the_member_with_the_local_failure() -> None:
     view = View(1, tuple(MemberInfo(name, "127.0.0.1", 1) for name in ("a", "b")))
-    assert accused_by("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
+    assert suspect_of("a", view, BrokenWorldException("w", Cause.LOCAL, 1, "MemoryError")) == "b"
 
 
 @pytest.mark.parametrize("left_kib", [256, 1024, 4096, 8192, 8448, 9216, 12288, 20480])
-async def test_every_operation_is_answered_when_little_address_space_is_left(spawn: Spawn, left_kib: int) -> None:
-    """Nor is anybody but that member held to have failed. glibc may end the process: that is the answer to its peer then."""
+async def test_every_operation_ends_when_little_address_space_is_left(spawn: Spawn, left_kib: int) -> None:
+    """Only that member counts as failed. glibc may end the process; then its peer sees the exit."""
     async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
         victim = await spawn()
         await form("w", manager.listen(), manager, victim)

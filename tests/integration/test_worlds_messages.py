@@ -1,4 +1,4 @@
-"""Messages of worlds whose members hurry, crowd, stall, die half-way, or are strangers."""
+"""Point-to-point messages under concurrency, blocked receivers, failures during a transfer, and unauthenticated connections."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.integration.crew import Crew
 from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
 
 BIG = 10_000_000
-"""float32: 40 MB, more than all buffers on the way take."""
+"""float32: 40 MB, larger than all buffers on the path."""
 PATIENT_S = 30.0
 PULSE_S = 2.0
 
@@ -39,12 +39,12 @@ async def manager() -> AsyncIterator[WorldManager]:
         yield made
 
 
-# -- many at once ------------------------------------------------------------------------------------------------------------
+# -- concurrent messages --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [3, BIG // 4], ids=["small", "large"])
-def test_tags_may_cross(crew: Crew, count: int) -> None:
-    """Sent in one order and awaited in the other: nobody holds up anybody."""
+def test_messages_are_matched_by_tag_in_any_order(crew: Crew, count: int) -> None:
+    """Sent in one order and received in the opposite order, without blocking each other."""
 
     async def part(manager: WorldManager, world: World) -> None:
         here, name = manager.communicator, world.name
@@ -61,7 +61,7 @@ def test_tags_may_cross(crew: Crew, count: int) -> None:
     crew.run(2, part)
 
 
-def test_nothing_is_kept_of_messages_that_nobody_waits_for(crew: Crew) -> None:
+def test_messages_without_a_receiver_are_not_buffered(crew: Crew) -> None:
     async def part(manager: WorldManager, world: World) -> None:
         here, name = manager.communicator, world.name
         if world.rank == 0:
@@ -83,7 +83,7 @@ def test_nothing_is_kept_of_messages_that_nobody_waits_for(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_everybody_may_send_large_messages_to_everybody_first(crew: Crew, size: int) -> None:
+def test_all_members_can_send_large_messages_before_receiving(crew: Crew, size: int) -> None:
     async def part(manager: WorldManager, world: World) -> None:
         here, name, count = manager.communicator, world.name, 3_000_000
         peers = [rank for rank in range(size) if rank != world.rank]
@@ -104,7 +104,7 @@ def test_everybody_may_send_large_messages_to_everybody_first(crew: Crew, size: 
     crew.run(size, part)
 
 
-def test_a_sender_that_never_pauses_leaves_the_loop_its_turns(crew: Crew) -> None:
+def test_continuous_sender_does_not_starve_the_event_loop(crew: Crew) -> None:
     async def part(manager: WorldManager, world: World) -> None:
         here, name, total = manager.communicator, world.name, 2000
         if world.rank == 1:
@@ -144,7 +144,7 @@ def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
-async def test_operations_of_one_world_run_from_several_loops_at_once(spawn: Spawn, manager: WorldManager) -> None:
+async def test_operations_of_one_world_run_from_several_loops(spawn: Spawn, manager: WorldManager) -> None:
     peer = await spawn()
     await form("w", manager.listen(), manager, peer)
 
@@ -166,7 +166,7 @@ async def test_operations_of_one_world_run_from_several_loops_at_once(spawn: Spa
     await asyncio.gather(*answers)
 
 
-async def test_a_world_outlives_the_loop_on_which_it_was_formed(spawn: Spawn, manager: WorldManager) -> None:
+async def test_world_outlives_the_loop_that_formed_it(spawn: Spawn, manager: WorldManager) -> None:
     peer = await spawn()
     port = manager.listen()
     with another_loop() as loop:
@@ -180,13 +180,13 @@ async def test_a_world_outlives_the_loop_on_which_it_was_formed(spawn: Spawn, ma
         assert await coming == [value]
 
 
-async def test_a_message_arrives_when_its_receivers_loop_stands_still_while_the_sender_leaves(
+async def test_message_arrives_when_the_receivers_loop_is_blocked_while_the_sender_leaves(
     spawn: Spawn, manager: WorldManager
 ) -> None:
     sleeper = await spawn()
     await form("w", manager.listen(), manager, sleeper)
     coming = sleeper.start("recv", world="w", src=0)
-    await sleeper.do("threads")  # it waits by now
+    await sleeper.do("threads")  # it is waiting by now
     sleeping = sleeper.start("block", seconds=3.0)
     await until(lambda: "stands still" in sleeper.complaints)
     await manager.communicator.send(torch.full((4,), 5.0), 1, "w")
@@ -195,7 +195,7 @@ async def test_a_message_arrives_when_its_receivers_loop_stands_still_while_the_
     await sleeping
 
 
-# -- half-way ----------------------------------------------------------------------------------------------------------------
+# -- failures during a transfer ------------------------------------------------------------------------------------------------
 
 FAULTS = [
     pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"),
@@ -205,7 +205,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
-async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_middle_of_a_message(
+async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message(
     spawn: Spawn,
     manager: WorldManager,
     signum: signal.Signals,
@@ -213,12 +213,12 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_mid
     sends: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(line, "_TURN_BYTES", 1 << 16)  # of 40 MB, so that the middle lasts
+    monkeypatch.setattr(line, "_EVENT_BYTES", 1 << 16)  # 40 MB, so that the transfer takes long enough
     victim = await spawn()
     await form("w", manager.listen(), manager, victim)
     neighbour = await spawn()
     await form("v", manager.listen(), manager, neighbour)
-    ours = manager.world("w")._traffic._lines[1]
+    ours = manager.world("w")._executor._connections[1]
     if sends:
         operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
         victim.start("send", world="w", dst=0, count=BIG)
@@ -230,7 +230,7 @@ async def test_the_survivor_learns_cause_and_rank_when_its_peer_fails_in_the_mid
         victim.signal(signal.SIGSTOP)
         await victim.stopped()
         operation = manager.communicator.isend(torch.zeros(BIG), 1, "w")
-        await until(lambda: ours._begun)
+        await until(lambda: ours._partly_written)
         victim.signal(signum)
     with pytest.raises(BrokenWorldException) as raised:
         await operation
@@ -253,12 +253,12 @@ def _descriptors() -> int:
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("connected", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("victim_rank", [1, 2])
-async def test_a_world_breaks_when_a_member_fails_while_lines_connect(
+async def test_world_breaks_when_a_member_fails_while_peers_connect(
     spawn: Spawn, manager: WorldManager, victim_rank: int, connected: bool, signum: signal.Signals, cause: Cause
 ) -> None:
     port = manager.listen()
     warm = await spawn()
-    await form("warm", port, manager, warm)  # what the first world brings stays
+    await form("warm", port, manager, warm)  # the state that the first world creates is kept
     await manager.close_world("warm")
     before = _descriptors()
     victim, other = await spawn(), await spawn()
@@ -271,7 +271,7 @@ async def test_a_world_breaks_when_a_member_fails_while_lines_connect(
     victim.signal(signum)
     with contextlib.suppress(
         BrokenWorldException, JoinError
-    ):  # it forms all the same where only the victim's side was not done
+    ):  # it still forms if only the victim's side was incomplete
         await forming
     with pytest.raises(BrokenWorldException) as raised:
         await manager.communicator.recv(torch.zeros(4), victim_rank, "w")
@@ -285,8 +285,10 @@ async def test_a_world_breaks_when_a_member_fails_while_lines_connect(
     await until(lambda: _descriptors() <= before + spawned)
 
 
-async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(spawn: Spawn) -> None:
-    """Rank 1's own port, which is open while rank 2 has not called yet."""
+async def test_peer_port_tolerates_unauthenticated_connections_and_closes_when_the_world_has_formed(
+    spawn: Spawn,
+) -> None:
+    """Rank 1's port is open until rank 2 has connected."""
     victim = await spawn(secret="right", heartbeat_timeout_s=PATIENT_S)
     await victim.do("freeze_while_connecting", connected=False)
     first, second = (WorldManager(secret="right", heartbeat_timeout_s=PATIENT_S) for _ in range(2))
@@ -302,12 +304,12 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
         async with asyncio.timeout(PATIENCE_S):
             while address is None or address.fileno() < 0:
                 await asyncio.sleep(0.01)
-                meeting = second.world("w").forming.meeting
-                value = second.world("w")._store._values.get("multiworld/line/1") if meeting is not None else None
+                mesh = second.world("w").bootstrap.mesh
+                value = second.world("w")._store._values.get("multiworld/address/1") if mesh is not None else None
                 if value is not None:
                     line_port = int(value.split()[0])
                     address = socket.create_connection(("127.0.0.1", line_port))
-        strangers = [address]  # which says nothing
+        strangers = [address]  # silent
         for greeting in (os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\0\0\0\x01\x07"):
             strangers.append(socket.create_connection(("127.0.0.1", line_port)))
             strangers[-1].sendall(greeting)
@@ -315,16 +317,16 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
             ("wrong", Hello("w", 2, 3, 1, peer=1), b"wrong secret"),
             ("right", Hello("another", 2, 3, 1, peer=1), b"does not form here"),
             ("right", Hello("w", 2, 3, 2, peer=1), b"does not form here"),
-            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 calls rank 1 of 3"),
-            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 calls"),
+            ("right", Hello("w", 2, 4, 1, peer=1), b"rank 2 of 4 must not connect to rank 1 of 3"),
+            ("right", Hello("w", 1, 3, 1, peer=1), b"rank 1 of 3 must not connect"),
             ("right", Hello("w", 2, 3, 1, peer=0), b"this is rank 1, not 0"),
         ):
-            refusal = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
-            assert words in refusal
+            rejection = await asyncio.to_thread(_ask_for_a_line, line_port, secret.encode(), hello)
+            assert words in rejection
         victim.signal(signal.SIGCONT)
         worlds = await asyncio.gather(*forming)
         assert all(world.state is WorldState.READY for world in worlds)
-        await joining  # it may be ready later than the others, and takes no message before
+        await joining  # it may be ready later than the others, and accepts no message before
         coming = victim.start("recv", world="w", src=1)
         await second.communicator.send(torch.ones(4), 2, "w")
         assert await coming == [1.0]
@@ -338,16 +340,16 @@ async def test_a_line_port_bears_strangers_and_closes_when_the_world_has_formed(
 
 
 def _ask_for_a_line(port: int, secret: bytes, hello: Hello) -> bytes:
-    """The reason for which it is refused."""
+    """The reason for the rejection."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
         frames, handshake = FrameReader(), ClientHandshake(secret, hello)
         (challenge,) = frames.feed(sock.recv(1 << 12))
         sock.sendall(handshake.hello(challenge).encode())
-        (refusal,) = frames.feed(sock.recv(1 << 12))
-        return refusal.fields[0]
+        (rejection,) = frames.feed(sock.recv(1 << 12))
+        return rejection.fields[0]
 
 
-async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_the_peer_is_silent(spawn: Spawn) -> None:
+async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: Spawn) -> None:
     peer = await spawn(enable_monitor=False)
     async with WorldManager(enable_monitor=False) as manager:
         await form("w", manager.listen(), manager, peer)
@@ -355,7 +357,7 @@ async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_t
         await peer.stopped()
         coming = asyncio.create_task(manager.communicator.recv(torch.zeros(4), 1, "w"))
         await asyncio.sleep(0)
-        manager.world("w")._traffic._lines[1]._sock.shutdown(socket.SHUT_RDWR)
+        manager.world("w")._executor._connections[1]._sock.shutdown(socket.SHUT_RDWR)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException) as caught:
                 await coming
@@ -363,7 +365,7 @@ async def test_lost_connection_breaks_the_world_when_nobody_judges_silence_and_t
 
 
 class _EagerTask:
-    """What `asyncio.eager_task_factory` of Python 3.12 does, for 3.11: the first step runs at once."""
+    """Like `asyncio.eager_task_factory` of Python 3.12, for 3.11: the first step runs at once."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
@@ -402,7 +404,7 @@ def _eager_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
     return asyncio.Task(_EagerTask(coroutine).rest(), loop=loop, **options)
 
 
-async def test_results_are_right_when_the_loop_starts_tasks_eagerly() -> None:
+async def test_results_are_correct_with_an_eager_task_factory() -> None:
     loop = asyncio.get_running_loop()
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,

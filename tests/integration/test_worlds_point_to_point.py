@@ -1,4 +1,4 @@
-"""Members in processes of their own form worlds, talk, and part in peace."""
+"""Members in separate processes form worlds, exchange messages and close them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,10 +10,10 @@ import torch
 from multiworld import JoinError, WorldClosedError, WorldExistsError, WorldManager, WorldNotFoundError, WorldState
 from tests.integration.members import Spawn, form, members
 
-BIG = 3_000_000  # float32: 12 MB, more than any socket buffer takes
+BIG = 3_000_000  # float32: 12 MB, larger than any socket buffer
 
 PATIENT_S = 10.0
-"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+"""Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def manager() -> AsyncIterator[WorldManager]:
         yield made
 
 
-async def test_values_arrive_when_two_members_talk(spawn: Spawn, manager: WorldManager) -> None:
+async def test_values_arrive_between_two_members(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     peer = await spawn()
     assert await form("w", port, manager, peer) == 1
@@ -44,14 +44,14 @@ async def test_values_arrive_when_two_members_talk(spawn: Spawn, manager: WorldM
 
 
 @pytest.mark.parametrize("order", ["012", "210", "102"])
-async def test_a_world_of_three_forms_when_members_start_in_any_order(spawn: Spawn, order: str) -> None:
+async def test_world_of_three_forms_when_members_start_in_any_order(spawn: Spawn, order: str) -> None:
     host, *others = [await spawn() for _ in range(3)]
     port = await host.do("listen")
     joining = []
     for rank in map(int, order):
         member = [host, *others][rank]
         joining.append(member.start("join", world="w", rank=rank, size=3, port=port))
-        # Only the host's own state can be told from outside before it has formed; for the others the next command is enough.
+        # Before the world has formed only the host's state is visible; for the others the next command is sufficient.
         await member.do("threads")
     assert await asyncio.gather(*joining) == [1, 1, 1]
     everybody = [host, *others]
@@ -63,7 +63,7 @@ async def test_a_world_of_three_forms_when_members_start_in_any_order(spawn: Spa
                 assert await coming == [float(10 * source + target)]
 
 
-async def test_many_worlds_share_a_port_and_keep_apart(spawn: Spawn, manager: WorldManager) -> None:
+async def test_many_worlds_share_a_port(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     peer = await spawn()
     names = [f"w{index}" for index in range(20)]
@@ -74,8 +74,8 @@ async def test_many_worlds_share_a_port_and_keep_apart(spawn: Spawn, manager: Wo
     assert {name: await task for name, task in coming.items()} == {f"w{index}": [float(index)] for index in range(20)}
 
 
-async def test_a_member_joins_under_a_host_name(spawn: Spawn, manager: WorldManager) -> None:
-    """`localhost` may be ::1 first, where nobody listens: the next address is tried."""
+async def test_member_joins_by_host_name(spawn: Spawn, manager: WorldManager) -> None:
+    """`localhost` may resolve to ::1 first, where nothing listens: the next address is tried."""
     port = manager.listen("127.0.0.1")
     peer = await spawn()
     joining = peer.start("join", world="w", rank=1, size=2, port=port, addr="localhost")
@@ -83,49 +83,45 @@ async def test_a_member_joins_under_a_host_name(spawn: Spawn, manager: WorldMana
     await joining
 
 
-async def test_a_name_is_free_at_once_under_the_next_epoch_when_its_world_was_closed(
-    spawn: Spawn, manager: WorldManager
-) -> None:
+async def test_name_of_a_closed_world_is_free_with_the_next_generation(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     peer = await spawn()
-    for epoch in (1, 2, 3):
-        assert await form("w", port, manager, peer) == epoch
+    for generation in (1, 2, 3):
+        assert await form("w", port, manager, peer) == generation
         manager.remove_world("w")
         assert (await peer.do("told", kind="broken", world="w"))[3:] == ["left", 0]
         await peer.do("remove", world="w")
         await peer.do("forget_events")
 
 
-async def test_a_world_without_a_kept_port_reopens_it_at_once_when_it_was_closed(
-    spawn: Spawn, manager: WorldManager
-) -> None:
+async def test_port_that_is_not_kept_open_can_be_reused_after_close(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     await manager.aclose()  # a port that was free a moment ago
     peer = await spawn()
-    for epoch in (1, 2, 3):
-        assert await form("w", port, manager, peer) == epoch
+    for generation in (1, 2, 3):
+        assert await form("w", port, manager, peer) == generation
         await peer.do("remove", world="w")
         manager.remove_world("w")
 
 
-async def test_a_stale_epoch_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
+async def test_stale_generation_is_refused_and_a_later_one_waits(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     stale, early = await spawn(), await spawn()
-    waiting = early.start("join", world="w", rank=1, size=2, port=port, epoch=8)
-    refused = stale.start("join", world="w", rank=1, size=2, port=port, epoch=6)
-    forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, epoch=7))
-    with pytest.raises(JoinError, match=r"epoch 6 .* the current one is 7"):
+    waiting = early.start("join", world="w", rank=1, size=2, port=port, generation=8)
+    refused = stale.start("join", world="w", rank=1, size=2, port=port, generation=6)
+    forming = asyncio.create_task(manager.initialize_world("w", 0, 2, port=port, generation=7))
+    with pytest.raises(JoinError, match=r"generation 6 .* the current one is 7"):
         await refused
     await early.do("threads")
     assert not waiting.done()
     forming.cancel()
     await asyncio.gather(forming, return_exceptions=True)
-    assert (await manager.initialize_world("w", 0, 2, port=port)).epoch == 8
+    assert (await manager.initialize_world("w", 0, 2, port=port)).generation == 8
     assert await waiting == 8
 
 
-async def test_a_member_with_any_epoch_joins_when_the_host_has_restarted(spawn: Spawn, manager: WorldManager) -> None:
-    """The host's count of epochs starts again at 1 with its process."""
+async def test_member_with_any_generation_joins_a_restarted_host(spawn: Spawn, manager: WorldManager) -> None:
+    """The host counts generations from 1 in each process."""
     port = manager.listen()
     peer = await spawn()
     assert await form("w", port, manager, peer) == 1
@@ -138,7 +134,7 @@ async def test_a_member_with_any_epoch_joins_when_the_host_has_restarted(spawn: 
         assert await form("w", port, restarted, peer) == 1
 
 
-async def test_a_name_in_use_is_refused_without_harm_to_its_world(spawn: Spawn, manager: WorldManager) -> None:
+async def test_name_in_use_is_refused_without_affecting_its_world(spawn: Spawn, manager: WorldManager) -> None:
     port = manager.listen()
     peer = await spawn()
     await form("w", port, manager, peer)
@@ -151,7 +147,7 @@ async def test_a_name_in_use_is_refused_without_harm_to_its_world(spawn: Spawn, 
     assert await coming == [1.0]
 
 
-async def test_a_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
+async def test_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
     world = await manager.initialize_world("alone", 0, 1, port=manager.listen())
     assert str(world.state) == "ready"
     await manager.close_world("alone")
@@ -159,7 +155,7 @@ async def test_a_world_of_one_is_ready_at_once(manager: WorldManager) -> None:
 
 
 @pytest.mark.parametrize("count", [4, BIG], ids=["small", "12MB"])
-async def test_a_message_arrives_when_its_sender_closes_the_moment_it_was_sent(
+async def test_message_arrives_when_its_sender_closes_right_after_sending(
     spawn: Spawn, manager: WorldManager, count: int
 ) -> None:
     port = manager.listen()
@@ -185,15 +181,15 @@ async def test_both_sides_end_closed_when_they_close_at_the_same_time(spawn: Spa
         assert world.state in (
             WorldState.CLOSED,
             WorldState.BROKEN,
-        )  # broken (left) where the peer's goodbye came first
+        )  # broken (left) if the peer's close arrived first
         assert world.reclaimed.is_set()
         await closing
 
 
-async def test_an_operation_on_a_closed_world_says_so(manager: WorldManager) -> None:
+async def test_operation_raises_that_the_world_is_closed(manager: WorldManager) -> None:
     world = await manager.initialize_world("w", 0, 1, port=manager.listen())
     world.close()
     with pytest.raises(WorldClosedError, match="closed by this process"):
-        manager.raise_if_ended("w")
-    with pytest.raises(ValueError, match="rank 1 is no peer"):
+        await manager.communicator.barrier("w")
+    with pytest.raises(ValueError, match="rank 1 is not a peer"):
         await manager.communicator.send(torch.ones(1), 1, "w")

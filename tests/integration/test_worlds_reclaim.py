@@ -1,4 +1,4 @@
-"""Nothing of an ended world is left, however often and however it ended; and a program may end in any state."""
+"""Ended worlds leave nothing behind, however often and however they ended; and a program may exit in any state."""
 
 import _thread
 import asyncio
@@ -20,12 +20,12 @@ from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
 from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
-"""How often worlds are made and ended here; a leak of a thread or a descriptor a cycle shows at once. 1000 takes some minutes."""
+"""Number of worlds to create and end; enough to see a leak of one thread or descriptor per cycle. 1000 takes some minutes."""
 GROWTH_KIB = 16_384
-"""Memory that may come and go without being a leak of `CYCLES` worlds with their groups, threads and stacks."""
+"""Memory fluctuation that is not a leak; leaking `CYCLES` worlds with their groups, threads and stacks would exceed it."""
 
 PATIENT_S = 10.0
-"""After how long a silence a member counts as hung: no test here is about that, and the machine may be busy."""
+"""Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
 
 
 async def assert_flat(before: dict[str, int]) -> None:
-    """We hold what we held then. A thread that has done its work may need a moment more to be gone."""
+    """Check that usage is as before. A finished thread may need a moment to disappear."""
 
     def grown() -> bool:
         return after["threads"] > before["threads"] or after["fds"] > before["fds"]
@@ -51,19 +51,19 @@ async def assert_flat(before: dict[str, int]) -> None:
 
 
 async def reclaimed(*managers: WorldManager) -> None:
-    """Return once all worlds of these, which have ended, are reclaimed."""
+    """Return once all ended worlds of these managers are reclaimed."""
     for manager in managers:
         for world in manager.worlds.values():
             assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 
 
 def held() -> dict[str, int]:
-    """What this process holds now."""
+    """The resources that this process uses now."""
     gc.collect()
     return resources()
 
 
-async def test_nothing_grows_when_worlds_are_closed_over_and_over() -> None:
+async def test_repeatedly_closed_worlds_leak_nothing() -> None:
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -86,8 +86,8 @@ async def test_nothing_grows_when_worlds_are_closed_over_and_over() -> None:
         await assert_flat(before)
 
 
-async def test_nothing_grows_when_peers_are_killed_over_and_over(spawn: Spawn) -> None:
-    """The host's side: pending operations and all, the name is used again at once."""
+async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
+    """On the host, with pending operations; the name is reused at once."""
     async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
         port = manager.listen()
         peers = [await spawn() for _ in range(5 + CYCLES // 2)]
@@ -106,7 +106,7 @@ async def test_nothing_grows_when_peers_are_killed_over_and_over(spawn: Spawn) -
         await assert_flat(before)
 
 
-async def test_nothing_grows_when_operations_are_cancelled_over_and_over() -> None:
+async def test_repeatedly_cancelled_operations_leak_nothing() -> None:
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -131,7 +131,7 @@ async def test_nothing_grows_when_operations_are_cancelled_over_and_over() -> No
         await assert_flat(before)
 
 
-async def test_nothing_grows_when_joins_fail_over_and_over() -> None:
+async def test_repeatedly_failed_joins_leak_nothing() -> None:
     async with WorldManager(secret="right") as host, WorldManager(secret="wrong") as guest:
         port = host.listen()
 
@@ -151,7 +151,7 @@ async def test_nothing_grows_when_joins_fail_over_and_over() -> None:
         await assert_flat(before)
 
 
-async def test_cleanup_frees_all_and_the_manager_can_be_used_again() -> None:
+async def test_cleanup_frees_everything_and_the_manager_stays_usable() -> None:
     before = resources()
     host, guest = WorldManager(heartbeat_timeout_s=PATIENT_S), WorldManager(heartbeat_timeout_s=PATIENT_S)
     for _ in range(3):
@@ -160,13 +160,13 @@ async def test_cleanup_frees_all_and_the_manager_can_be_used_again() -> None:
             await form(name, port, host, guest)
         receiving = asyncio.create_task(guest.communicator.recv(torch.zeros(4), 0, "a"))
         await asyncio.sleep(0)
-        guest.cleanup()  # on the event loop's own thread, with an operation pending
+        guest.cleanup()  # on the event loop's own thread, with a pending operation
         host.cleanup()
         await asyncio.gather(receiving, return_exceptions=True)
         assert receiving.exception() is not None
     await reclaimed(host, guest)
     after = held()
-    shared = 3  # of Gloo's device, which a process keeps: one thread, its listening socket, its epoll
+    shared = 3  # Gloo's device, which a process keeps: one thread, its listening socket, its epoll
     assert after["threads"] <= before["threads"] + shared
     assert after["fds"] <= before["fds"] + shared + 1
 
@@ -178,8 +178,8 @@ STATES = ["unused", "listening", "ready", "pending", "host_waits", "guest_waits"
 
 @pytest.mark.parametrize("threadless", [False, True], ids=["", "no_new_threads"])
 @pytest.mark.parametrize("state", STATES)
-async def test_a_program_ends_cleanly_when_its_world_is(spawn: Spawn, state: str, threadless: bool) -> None:
-    """Without any clean-up of its own: exit status 0, nothing on stderr. From Python 3.12 on, no thread can be started by then."""
+async def test_program_exits_cleanly_with_an_open_world(spawn: Spawn, state: str, threadless: bool) -> None:
+    """Without explicit clean-up: exit status 0, nothing on stderr. From Python 3.12 on, no thread can be started at this point."""
     member, peer = await spawn(), await spawn()
     if state == "listening":
         await member.do("listen")
@@ -208,7 +208,7 @@ async def test_a_program_ends_cleanly_when_its_world_is(spawn: Spawn, state: str
     assert not [line for line in member.complaints.splitlines() if "ready->broken" not in line]
 
 
-async def test_a_world_is_freed_when_the_thread_that_builds_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_world_is_freed_when_its_builder_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -230,8 +230,8 @@ async def test_a_world_is_freed_when_the_thread_that_builds_it_cannot_start(monk
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
-async def test_a_program_ends_cleanly_when_its_world_is_still_built(spawn: Spawn, published: bool) -> None:
-    """A thread sits in the constructor of a group then, and may not come back for a while."""
+async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, published: bool) -> None:
+    """A thread is inside a group's constructor at this point and may not return for a while."""
     member, victim = await spawn(), await spawn()
     await victim.do("freeze_while_forming", published=published)
     port = await member.do("listen")
@@ -241,7 +241,7 @@ async def test_a_program_ends_cleanly_when_its_world_is_still_built(spawn: Spawn
     assert await member.end() == 0
 
 
-async def test_a_program_that_fails_ends_with_its_own_error(spawn: Spawn) -> None:
+async def test_failing_program_exits_with_its_own_error(spawn: Spawn) -> None:
     member, peer = await spawn(), await spawn()
     await form("w", await member.do("listen"), member, peer)
     member.start("recv", world="w", src=1)
@@ -249,7 +249,7 @@ async def test_a_program_that_fails_ends_with_its_own_error(spawn: Spawn) -> Non
     assert "ScriptError" in member.complaints
 
 
-async def test_a_forked_child_ends_cleanly_and_leaves_its_parents_worlds_alone(spawn: Spawn) -> None:
+async def test_forked_child_exits_cleanly_and_does_not_affect_its_parents_worlds(spawn: Spawn) -> None:
     member, peer = await spawn(), await spawn()
     await form("w", await member.do("listen"), member, peer)
     assert await member.do("fork_a_child_that_ends") == 0
@@ -258,8 +258,8 @@ async def test_a_forked_child_ends_cleanly_and_leaves_its_parents_worlds_alone(s
     assert await coming == [5.0]
 
 
-async def test_death_of_a_member_is_seen_as_its_end_when_a_child_that_it_forked_lives_on(spawn: Spawn) -> None:
-    """Not as a silence: the child has closed its copies of the connections."""
+async def test_killed_member_is_detected_as_exit_when_its_forked_child_lives_on(spawn: Spawn) -> None:
+    """Not as a hang: the child has closed its copies of the connections."""
     member, peer = await spawn(), await spawn()
     await form("w", await peer.do("listen"), peer, member)
     child = await member.do("fork_a_child_that_stays")
@@ -273,13 +273,13 @@ async def test_death_of_a_member_is_seen_as_its_end_when_a_child_that_it_forked_
         os.kill(child, signal.SIGKILL)
 
 
-async def test_worlds_that_ended_are_forgotten_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld.manager._ENDED_KEPT", 3)
+async def test_ended_worlds_with_unlimited_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld.manager._MAX_ENDED", 3)
     async with WorldManager() as manager:
         port = manager.listen()
         for number in range(6):
             world = await manager.initialize_world(f"w{number}", 0, 1, port=port)
-            world.break_(Cause.ABORTED, 0, "for the test")
+            world.fail(Cause.ABORTED, 0, "for the test")
         await manager.initialize_world("lives", 0, 1, port=port)
         assert sorted(manager.worlds) == ["lives", "w3", "w4", "w5"]
         assert manager.is_broken("w0")
@@ -302,7 +302,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("ending", ["return", "raise SystemExit(0)", "asyncio.get_running_loop().stop()"])
-def test_a_script_ends_whichever_way_it_ends(ending: str, tmp_path: Path) -> None:
+def test_script_exits_cleanly_however_it_ends(ending: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(ending=ending))
     root = Path(__file__).parents[2]
@@ -316,13 +316,13 @@ def test_a_script_ends_whichever_way_it_ends(ending: str, tmp_path: Path) -> Non
         env={"PYTHONPATH": str(root)},
     )
     if "stop()" in ending:
-        assert done.returncode == 1  # asyncio.run's own complaint
+        assert done.returncode == 1  # asyncio.run's own warning
     else:
         assert done.returncode == 0, done.stderr
         assert not [line for line in done.stderr.splitlines() if "ready->broken" not in line]
 
 
-async def test_watchdog_goes_on_and_a_world_is_freed_later_when_no_thread_can_be_had(
+async def test_watchdog_continues_and_frees_a_world_later_when_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused, enough = 0, asyncio.Event()
@@ -345,20 +345,20 @@ async def test_watchdog_goes_on_and_a_world_is_freed_later_when_no_thread_can_be
             await form(name, port, host, guest)
         falls = host.world("falls")
         monkeypatch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        guest.world("falls").break_(Cause.ABORTED, 1, "for the test")
+        guest.world("falls").fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             await enough.wait()
         assert await asyncio.to_thread(falls.reclaimed.wait, PATIENCE_S)
         await asyncio.gather(host.communicator.barrier("stays"), guest.communicator.barrier("stays"))
 
 
-async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_lets_go_of_a_group(
+async def test_callers_get_errors_and_the_lost_thread_is_reported_when_c10d_never_releases_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gloo's destructor waits for a send that never ends; NCCL's abort may hang."""
     freed = threading.Event()
     monkeypatch.setattr("multiworld.world.abort_process_group", lambda *_: freed.wait(PATIENCE_S))
-    monkeypatch.setattr("multiworld.world._RECLAIM_S", 0.05)
+    monkeypatch.setattr("multiworld.world._TEARDOWN_S", 0.05)
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
         WorldManager(heartbeat_timeout_s=PATIENT_S) as guest,
@@ -373,7 +373,7 @@ async def test_callers_are_told_and_a_lost_thread_is_reported_when_c10d_never_le
         broadcasting = asyncio.create_task(host.communicator.broadcast(torch.zeros(0), 1, "w"))
         await asyncio.sleep(0)
         worlds = [manager.world("w") for manager in (host, guest)]
-        worlds[1].break_(Cause.ABORTED, 1, "for the test")
+        worlds[1].fail(Cause.ABORTED, 1, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await broadcasting

@@ -1,7 +1,7 @@
-"""A way that takes its time: a TCP relay that hands on what it reads only after a delay. Run as `python -m tests.machines.delay`.
+"""A TCP relay that delays all data. Run as `python -m tests.machines.delay`.
 
-It stands for a long line, where the kernel has no `tc netem`. Connections are made and answered on either side of it without delay;
-every byte behind that, in either direction, comes late, and in order.
+It simulates a long-distance connection for kernels without `tc netem`. Connections are made and accepted on both sides without delay;
+all later bytes, in both directions, arrive late and in order.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from collections import deque
 
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
-"""What is under way one way is bounded, as on any line."""
+"""Limit of the bytes in flight in one direction, as on a network path."""
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:

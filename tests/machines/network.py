@@ -1,7 +1,7 @@
-"""Hosts for tests: network namespaces with their own addresses, joined by a switch that is one too.
+"""Hosts for tests: network namespaces with their own addresses, connected by a switch in another namespace.
 
-Nothing of this machine's own network is touched, and no packet leaves the namespaces. They go with the block that made them; what a
-killed run left behind goes with the next one.
+Nothing of this machine's own network is changed, and no packet leaves the namespaces. They are removed at the end of their block; those
+of a killed run are removed by the next run.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def need_namespaces() -> None:
-    """Skip the test where hosts cannot be made, and say what is missing."""
+    """Skip the test if network namespaces cannot be created, and say what is missing."""
     if why := _why_not():
         pytest.skip(why)
 
@@ -47,19 +47,19 @@ def _why_not() -> str:
 
 
 class Host:
-    """One machine: a network namespace. Its interfaces are called after the network that they are plugged into."""
+    """One machine: a network namespace. Its interfaces have the names of their networks."""
 
     def __init__(self, name: str, namespace: str) -> None:
         self.name = name
         self.namespace = namespace
 
     def run(self, *command: str) -> str:
-        """Run a command on this host; gives what it printed. Raises subprocess.CalledProcessError."""
+        """Run a command on this host and return its output. Raises subprocess.CalledProcessError."""
         return _run("ip", "netns", "exec", self.namespace, *command)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread, and whatever threads and processes it starts, are on this host while the block runs."""
+        """Move this thread, and all threads and processes that it starts, to this host while the block runs."""
         own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
         there = os.open(f"{_RUN}/{self.namespace}", os.O_RDONLY)
         try:
@@ -74,7 +74,7 @@ class Host:
 
     @contextlib.contextmanager
     def losing(self, *rules: str) -> Iterator[None]:
-        """Packets that match a rule of iptables (`INPUT -s 10.0.0.1`) are lost at this host while the block runs, without a word."""
+        """Silently drop packets that match an iptables rule (`INPUT -s 10.0.0.1`) at this host while the block runs."""
         try:
             for rule in rules:
                 self.run("iptables", "-w", "-A", *rule.split(), "-j", "DROP")
@@ -83,17 +83,17 @@ class Host:
             self.run("iptables", "-w", "-F")
 
     def forward(self) -> None:
-        """Hand on packets that are for others, as a router does."""
+        """Forward packets for other hosts, like a router."""
         self.run("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
 
     def lost_packets(self) -> int:
-        """How many packets the rules of `losing` have dropped so far: the fault did happen."""
+        """Number of packets that the rules of `losing` have dropped so far: shows that the fault fired."""
         lines = self.run("iptables", "-w", "-nvxL").splitlines()
         return sum(int(line.split()[0]) for line in lines if " DROP " in f"{line} " and line.split()[0].isdecimal())
 
 
 class Network:
-    """Makes hosts, and plugs them into networks. To be used in a `with` block, which takes everything away again."""
+    """Creates hosts and connects them to networks. Use in a `with` block, which removes everything at its end."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, Host] = {}
@@ -106,11 +106,11 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for host in self._hosts.values():  # veth pairs go with either end
+        for host in self._hosts.values():  # veth pairs are removed with either end
             _run("ip", "netns", "del", host.namespace, check=False)
 
     def host(self, name: str, address: str = "", *, network: str = "lan", gateway: str = "") -> Host:
-        """A new host, plugged into `network` with this address ("10.0.0.1/24") if one is given."""
+        """A new host, connected to `network` with this address ("10.0.0.1/24") if one is given."""
         host = self._make(name)
         if address:
             self.plug(host, address, network)
@@ -119,7 +119,7 @@ class Network:
         return host
 
     def plug(self, host: Host, address: str, network: str = "lan") -> None:
-        """Give a host an interface, called `network`, in that network."""
+        """Give a host an interface in this network, with the network's name."""
         switch = self._switch(network)
         self._cables += 1
         port = f"port{self._cables}"
@@ -156,7 +156,7 @@ class Network:
 
 
 def _sweep() -> None:
-    """Remove what runs that were killed have left behind."""
+    """Remove the remains of killed runs."""
     names = os.listdir(_RUN) if os.path.isdir(_RUN) else []
     for name in names:
         prefix, _, rest = name.partition("-")

@@ -1,6 +1,6 @@
-"""Leader and workers on machines of their own, with what lies between machines: routers, firewalls, long lines, cables that are pulled.
+"""Leader and workers on separate machines, with routers, firewalls, high latency and unplugged cables between them.
 
-The machines are network namespaces. Clients are on the leader's machine; what is tested is the way between leader and workers.
+The machines are network namespaces. Clients run on the leader's machine; the tests concern the path between leader and workers.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ WAIT_S = 240.0
 LEADER = "10.90.0.1"
 DELAY_S = 0.05
 PATIENCE_S = 3.0
-"""Heartbeat timeout of all: where tests are crowded a process may stop for a second, and nobody is to be lost but the victim."""
+"""Heartbeat timeout: on a busy machine a process may stop for a second, and only the victim may be lost."""
 CLIENTS = 2
 
 
 class Site:
-    """A leader on a machine of its own, and a network to put workers into."""
+    """A leader on its own machine, and a network for workers."""
 
     def __init__(self, network: Network, leader: Host, service: LocalService, folder: Path) -> None:
         self.network = network
@@ -56,7 +56,7 @@ class Site:
 
     @contextlib.contextmanager
     def worker(self, host: Host, name: str, *options: str, leader: str = "") -> Iterator["subprocess.Popen[bytes]"]:
-        """A worker on that host that serves when the block begins."""
+        """A ready worker on that host."""
         seen = len(self.service.lines)
         with self.started(host, name, *options, leader=leader) as worker:
             self.until(name, "->ready", seen)
@@ -76,7 +76,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Two workers on machines of their own: `sound`, the replica that is always left, and `victim`, whose network has much to suffer."""
+    """Two workers on separate machines: `sound`, the replica that always stays, and `victim`, whose network gets the faults."""
     need_namespaces()
     folder = tmp_path_factory.mktemp("machines")
     (folder / "token").write_text(TOKEN)
@@ -110,9 +110,9 @@ def sockets(host: Host, *options: str) -> list[list[str]]:
     return [line.split() for line in host.run("ss", "-tnH", *options).splitlines()]
 
 
-def test_worker_needs_the_leaders_address_and_the_token_and_nobody_needs_to_reach_it(site: Site) -> None:
+def test_worker_needs_only_the_leaders_address_and_the_token_and_listens_nowhere(site: Site) -> None:
     host = site.hosts["victim"]
-    assert not sockets(host, "-l"), "a worker listens on nothing"
+    assert not sockets(host, "-l"), "a worker does not listen"
     peers = {columns[4] for columns in sockets(host)}
     assert peers == {f"{LEADER}:{site.port}"}
     assert len(sockets(site.leader, "-l")) == 3, "HTTP, metrics and the join port"
@@ -127,9 +127,7 @@ def test_worker_needs_the_leaders_address_and_the_token_and_nobody_needs_to_reac
         pytest.param([f"OUTPUT -d {LEADER}"], id="to-the-leader"),
     ],
 )
-def test_worker_whose_packets_are_lost_costs_nothing_and_is_back_when_it_heals(
-    site: Site, rules: Sequence[str]
-) -> None:
+def test_worker_with_lost_packets_costs_no_request_and_rejoins_after_healing(site: Site, rules: Sequence[str]) -> None:
     host, name = site.hosts["victim"], "victim"
     with run_load(site.service, clients=CLIENTS) as load:
         seen = len(site.service.lines)
@@ -142,7 +140,7 @@ def test_worker_whose_packets_are_lost_costs_nothing_and_is_back_when_it_heals(
     assert site.replica(name)["state"] == "ready"
 
 
-def test_worker_whose_cable_is_pulled_costs_nothing_and_is_back_when_it_is_plugged_in(site: Site) -> None:
+def test_worker_with_an_unplugged_cable_costs_no_request_and_rejoins_when_plugged_in(site: Site) -> None:
     host, name = site.hosts["victim"], "victim"
     with run_load(site.service, clients=CLIENTS) as load:
         seen = len(site.service.lines)
@@ -155,7 +153,7 @@ def test_worker_whose_cable_is_pulled_costs_nothing_and_is_back_when_it_is_plugg
     assert_nothing_lost(site.service, load)
 
 
-def test_worker_behind_a_router_that_hides_it_serves_and_is_known_by_the_name_it_gives(site: Site) -> None:
+def test_worker_behind_nat_serves_under_its_own_name(site: Site) -> None:
     router = site.network.router("router", "10.90.0.20/24", "192.168.77.1/24", inner="home")
     hidden = site.network.host("hidden", "192.168.77.2/24", network="home", gateway="192.168.77.1")
     with pytest.raises(subprocess.CalledProcessError):
@@ -172,7 +170,7 @@ def test_worker_behind_a_router_that_hides_it_serves_and_is_known_by_the_name_it
     assert_nothing_lost(site.service, load)
 
 
-def test_worker_reaches_a_leader_that_is_itself_behind_a_router_at_the_address_that_forwards(site: Site) -> None:
+def test_worker_reaches_a_leader_behind_nat_at_its_forwarded_address(site: Site) -> None:
     gate = site.network.host("gate", "10.90.0.30/24")
     site.network.plug(gate, "203.0.113.1/24", "wan")
     gate.run("sysctl", "-qw", "net.ipv4.ip_forward=1")
@@ -184,7 +182,7 @@ def test_worker_reaches_a_leader_that_is_itself_behind_a_router_at_the_address_t
         assert answers(site.service) == [200, 200, 200]
 
 
-def test_worker_with_several_addresses_uses_the_one_that_it_is_told(site: Site) -> None:
+def test_worker_with_several_addresses_uses_the_configured_one(site: Site) -> None:
     host = site.network.host("two-addresses", "10.90.0.41/24")
     host.run("ip", "address", "add", "10.90.0.42/24", "dev", "lan")
     with (
@@ -195,7 +193,7 @@ def test_worker_with_several_addresses_uses_the_one_that_it_is_told(site: Site) 
         assert site.leader.lost_packets() == 0
 
 
-def test_worker_fifty_milliseconds_away_serves_under_load(site: Site) -> None:
+def test_worker_with_50_ms_latency_serves_under_load(site: Site) -> None:
     relay_host = site.network.host("long-line", "10.90.0.50/24")
     site.network.plug(relay_host, "198.51.100.1/24", "far")
     host = site.network.host("distant", "198.51.100.2/24", network="far")
@@ -211,7 +209,7 @@ def test_worker_fifty_milliseconds_away_serves_under_load(site: Site) -> None:
             done = site.replica("distant")["batches_done"]
             enough = threading.Event()
             with run_load(site.service, clients=CLIENTS) as load:
-                while site.replica("distant")["batches_done"] == done:  # the test's own timeout bounds it
+                while site.replica("distant")["batches_done"] == done:  # bounded by the test's own timeout
                     enough.wait(0.1)
             assert_nothing_lost(site.service, load)
             assert not any("->broken" in line.message for line in site.service.lines[seen:])
@@ -222,9 +220,9 @@ def test_worker_fifty_milliseconds_away_serves_under_load(site: Site) -> None:
             relay.stdout.close()
 
 
-def test_worker_says_what_it_cannot_reach_and_goes_on_trying(site: Site) -> None:
+def test_worker_logs_the_unreachable_address_and_retries(site: Site) -> None:
     complaints = {
-        "10.90.0.99:8001": "",  # nobody has the address: no route, or no answer, as the kernel finds
+        "10.90.0.99:8001": "",  # no host has the address: no route or no answer, depending on the kernel
         f"{LEADER}:9": "Connection refused",
         "192.0.2.1:8001": "Network is unreachable",
     }
@@ -235,8 +233,8 @@ def test_worker_says_what_it_cannot_reach_and_goes_on_trying(site: Site) -> None
     ) as worker:
         log, waiting = site.log("lost"), threading.Event()
         for leader, complaint in complaints.items():
-            told = f"leader={leader} cannot be joined: {leader} cannot be asked: "
-            while told not in log.read_text():  # the test's own timeout bounds it
+            told = f"leader={leader} cannot be joined: {leader} cannot be queried: "
+            while told not in log.read_text():  # bounded by the test's own timeout
                 assert worker.poll() is None
                 waiting.wait(0.1)
             assert complaint in log.read_text().partition(told)[2].splitlines()[0]

@@ -11,7 +11,7 @@ import pytest
 
 SEEDS = (1, 2, 3)
 EVENTS = 14_000
-"""Of each run: over all scenarios and seeds together more than a million."""
+"""Per run: more than a million over all scenarios and seeds together."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A long run gets the time that it takes."""
+    """Long runs get a longer timeout."""
     for item in items:
         if "sim_events" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(120 + _events(config) / 500))
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def sim_events(pytestconfig: pytest.Config) -> int:
-    """Scheduler events a run."""
+    """Scheduler events per run."""
     return _events(pytestconfig)
 
 

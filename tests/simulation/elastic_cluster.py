@@ -1,10 +1,10 @@
-"""Elastic worlds in virtual time: the real coordinator, seats, rounds and calls, over a network and processes that fail by a seed.
+"""Elastic worlds in virtual time: the product's coordinator, members, rounds and calls, with a network and processes that fail by a seed.
 
     python -m tests.simulation.elastic_cluster kills 17
 
-replays a schedule and prints what happened. Simulated are processes (killed, frozen, waking up), connections (delays, partitions), the
-worlds of epochs (they form when all have come, and break for each member at another moment) and operations (done when all have taken
-part, at each member at another moment, or never). Decided by the code that ships: everything else.
+replays a schedule and prints its events. Simulated are processes (killed, frozen, continued), connections (delays, partitions), the
+worlds of views (they form when all members have joined, and break at each member at another time) and operations (finished when all have
+taken part, at each member at another time, or never). All decisions are made by the product's code.
 """
 
 from __future__ import annotations
@@ -17,43 +17,49 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from multiworld.elastic.protocol import coordinator as holder
-from multiworld.elastic.protocol import member_state as moves
-from multiworld.elastic.protocol.commit_protocol import Await, EpochOver, Exchange, Run, Stand, conduct, pass_boundary
-from multiworld.elastic.protocol.coordinator import Coordinator, Drop, Remember, Tell
+from multiworld.elastic.protocol import coordinator, member_state
+from multiworld.elastic.protocol.commit_protocol import (
+    AllGather,
+    AwaitBoundary,
+    AwaitView,
+    RunOperations,
+    ViewEnded,
+    pass_boundary,
+    run_round,
+)
+from multiworld.elastic.protocol.coordinator import Coordinator, Disconnect, Persist, SendTo
 from multiworld.elastic.protocol.member_state import (
-    BoundaryFailed,
-    BoundaryPassed,
-    CloseEpoch,
-    Fail,
-    Form,
+    CloseView,
+    EndBoundary,
+    EndMembership,
+    FormView,
     MemberState,
-    Ready,
     Send,
+    ViewReady,
 )
 from multiworld.elastic.protocol.messages import Evicted, MemberInfo, Message, View, decode, encode
 from multiworld.elastic.protocol.rounds import Round
 
 SILENCE_S = 1.2
-"""After how long a silence a member counts as lost: heartbeat_timeout_s and an interval."""
+"""When a silent member counts as lost: heartbeat_timeout_s plus one interval."""
 PATIENCE_S = 10.0
 FORM_S = 10.0
-REFORM_S = 60.0
+VIEW_CHANGE_S = 60.0
 CALLS = 6
 OPERATIONS = 7
 IN_FLIGHT = 3
 AFTER_A_KILL_S = 1.2
-"""A re-form after a kill takes some messages, each of which may be slow (`_moment`), and waits for no timeout."""
+"""A view change after a kill takes some messages, each of which may be slow (`_moment`), and waits for no timeout."""
 BOUND_S = 400.0
-"""By then everybody has come to an end, in virtual time: far over what a handful of faults can cost."""
+"""Virtual time by which every member has ended: much more than a few faults can cost."""
 
 Value = tuple[int, frozenset[str]]
-"""Result of an operation: the epoch in which it was done, and whose operands are in it."""
+"""Result of an operation: number of the view in which it was done, and whose operands are in it."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How many of which faults a schedule has, at most."""
+    """The maximum number of each kind of fault in a schedule."""
 
     name: str
     members: int = 4
@@ -66,7 +72,7 @@ class Scenario:
 
     @property
     def blames_the_innocent(self) -> bool:
-        """Whether a member may have to go that nothing happened to: of two that cannot reach each other one must."""
+        """Whether a healthy member may be evicted: of two that cannot reach each other one must be."""
         return self.rifts > 0
 
 
@@ -86,21 +92,21 @@ SCENARIOS = (
 
 @dataclass(eq=False)
 class World:
-    """The world of one epoch."""
+    """The world of one view."""
 
     view: View
     came: set[str] = field(default_factory=set)
     up: set[str] = field(default_factory=set)
     down: bool = False
     parts: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
-    """Operation → member → what it brought."""
+    """Operation → member → operand."""
 
 
 @dataclass(eq=False)
 class Pending:
-    """What a member waits for, in one epoch."""
+    """What a member waits for in one view."""
 
-    epoch: int
+    view_number: int
     done: Callable[[Any], None]
     over: Callable[[], None]
 
@@ -110,9 +116,9 @@ class Member:
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.name = name
-        self.seat = MemberState(name)
+        self.protocol = MemberState(name)
         self.state = "running"
-        """running, killed, done, or why it failed."""
+        """running, killed, done, or the reason of its failure."""
         self.harmed = False
         self.started = False
         self.frozen = False
@@ -135,21 +141,21 @@ class Member:
         self._advance(lambda: next(self._program))  # type: ignore[arg-type]
 
     def _calls(self) -> Generator[Any, Any, None]:
-        while self.seat.closed < CALLS:
-            number = self.seat.closed
+        while self.protocol.committed < CALLS:
+            number = self.protocol.committed
             round_ = self.round = Round(number, OPERATIONS, f"call {number}")
             self.values = {}
-            success = yield from conduct(self.seat, round_)
+            success = yield from run_round(self.protocol, round_)
             self.outcomes[number] = success, {i: v for i, v in self.values.items() if round_.finished[i]}
             if number % 2:
-                yield from pass_boundary(self.seat)
+                yield from pass_boundary(self.protocol)
 
     def _advance(self, go: Callable[[], Any]) -> None:
         try:
             step = go()
         except StopIteration:
             self._end("done")
-            self._cluster.perform(self, self.seat.give_up("left", "done"))
+            self._cluster.perform(self, self.protocol.leave("left", "done"))
             return
         self._cluster.step(self, step)
 
@@ -159,9 +165,9 @@ class Member:
             self._advance(lambda: self._program.send(value))  # type: ignore[union-attr]
 
     def over(self) -> None:
-        """What was waited for cannot be: the epoch is over."""
+        """The awaited event cannot happen any more: the view has ended."""
         if self.state == "running":
-            self._advance(lambda: self._program.throw(EpochOver()))  # type: ignore[union-attr]
+            self._advance(lambda: self._program.throw(ViewEnded()))  # type: ignore[union-attr]
 
     def fail(self, reason: str) -> None:
         if self.state == "running":
@@ -173,7 +179,7 @@ class Member:
 
 
 class Cluster:
-    """A schedule: everything that chance decides comes from the seed."""
+    """A schedule; all random choices come from the seed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
@@ -181,20 +187,22 @@ class Cluster:
         self.now_s = 0.0
         self.log: list[str] = []
         self.members: dict[str, Member] = {}
-        self.remembered = View(0, ())
-        self.longest_reform_s = 0.0
+        self.persisted = View(0, ())
+        self.longest_view_change_s = 0.0
         self._chance = random.Random(f"{scenario.name} {seed}")
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._worlds: dict[int, World] = {}
         self._rifts: list[frozenset[str]] = []
         self._arrivals: dict[tuple[str, bool], float] = {}
-        self._coordinator: Coordinator | None = Coordinator(first_size=scenario.members, patience_s=PATIENCE_S)
+        self._coordinator: Coordinator | None = Coordinator(
+            initial_members=scenario.members, regroup_timeout_s=PATIENCE_S
+        )
         self._tick_s: float | None = None
         self._incarnation = 0
 
     def run(self) -> None:
-        """All of it, checked as it goes and at the end."""
+        """Run the schedule, with checks during it and at the end."""
         scenario, chance = self.scenario, self._chance
         for number in range(scenario.members):
             self.after(chance.uniform(0, 0.5), lambda name=f"m{number}": self._join(name))  # type: ignore[misc]
@@ -215,26 +223,28 @@ class Cluster:
             event()
         self.check()
 
-    # -- promises ----------------------------------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         for member in self.members.values():
             assert member.state != "running", (
-                f"{member.name} waits for ever, in {member.seat.state} of epoch {member.seat.epoch}"
+                f"{member.name} waits forever, in {member.protocol.phase} of view {member.protocol.view.number}"
             )
             if member.state not in ("done", "killed"):
                 assert member.harmed or self.scenario.blames_the_innocent or self._came_too_late(member), (
-                    f"{member.name}, to which nothing happened, failed: {member.state}"
+                    f"{member.name} failed without a fault: {member.state}"
                 )
         for number in range(CALLS):
             self._check_call(number)
         if not any((self.scenario.freezes, self.scenario.cuts, self.scenario.rifts, self.scenario.restarts)):
             bound_s = AFTER_A_KILL_S * (1 + self.scenario.kills)
-            assert self.longest_reform_s < bound_s, f"an epoch took {self.longest_reform_s:.2f} s after a kill"
+            assert self.longest_view_change_s < bound_s, (
+                f"a view change took {self.longest_view_change_s:.2f} s after a kill"
+            )
 
     def _came_too_late(self, member: Member) -> bool:
-        """A newcomer, when the others were at no boundary any more."""
-        return not member.seat.epoch
+        """Whether a newcomer arrived after the others had left their last boundary."""
+        return not member.protocol.view.number
 
     def _check_call(self, number: int) -> None:
         seen: dict[int, Value] = {}
@@ -242,12 +252,12 @@ class Cluster:
             if number not in member.outcomes:
                 continue
             success, values = member.outcomes[number]
-            assert success == (len(values) == OPERATIONS), f"{member.name} pretends about call {number}"
+            assert success == (len(values) == OPERATIONS), f"{member.name} has a wrong result in call {number}"
             for index, value in values.items():
                 known = seen.setdefault(index, value)
                 assert value == known, f"call {number}, operation {index}: {member.name} has {value}, another {known}"
-                assert member.name in value[1], f"{member.name} has a result without its own part: {value}"
-                assert value[1] == set(self._worlds[value[0]].view.ids()), "not everybody of that epoch is in it"
+                assert member.name in value[1], f"{member.name} has a result without its own operand: {value}"
+                assert value[1] == set(self._worlds[value[0]].view.ids()), "not everybody of that view is in it"
 
     # -- time and processes ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +265,7 @@ class Cluster:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._sequence), event))
 
     def at(self, member: Member, delay_s: float, event: Callable[[], None]) -> None:
-        """Something happens in a process: not if it is killed, later if it is frozen."""
+        """Schedule an event of a process: dropped if it is killed by then, delayed if it is frozen."""
 
         def happen() -> None:
             if member.state == "killed":
@@ -274,11 +284,11 @@ class Cluster:
         member = self.members[name] = Member(self, name)
         self.say(f"{name} starts")
         self._connect(member)
-        self.at(member, REFORM_S * 2, lambda: self._give_up_joining(member))
+        self.at(member, VIEW_CHANGE_S * 2, lambda: self._give_up_joining(member))
 
     def _give_up_joining(self, member: Member) -> None:
-        if not member.seat.epoch:
-            self.perform(member, member.seat.give_up("reform", "no epoch took us in"))
+        if not member.protocol.view.number:
+            self.perform(member, member.protocol.leave("view_change", "no view included this member"))
 
     def _alive(self) -> list[Member]:
         return [member for member in self.members.values() if member.state == "running" and not member.frozen]
@@ -317,7 +327,7 @@ class Cluster:
             event()
 
     def _cut(self) -> None:
-        """A member cannot reach the rendezvous any more, but all the others."""
+        """A member can reach all other members but not the rendezvous server."""
         if member := self._victim():
             self.say(f"{member.name} is cut off from the rendezvous")
             member.cut = member.harmed = True
@@ -329,7 +339,7 @@ class Cluster:
             self.after(self._chance.choice((3.0, 30.0, 100.0)), heal)
 
     def _rift(self) -> None:
-        """Two members cannot reach each other any more, but the rendezvous."""
+        """Two members can reach the rendezvous server but not each other."""
         alive = self._alive()
         if len(alive) < 3:
             return
@@ -353,16 +363,19 @@ class Cluster:
                 self.at(member, self._moment(), lambda member=member: self._reconnect(member))  # type: ignore[misc]
 
         def start() -> None:
-            self.say(f"the rendezvous starts again, with epoch {self.remembered.epoch}")
+            self.say(f"the rendezvous starts again, with view {self.persisted.number}")
             self._coordinator = Coordinator(
-                first_size=self.scenario.members, patience_s=PATIENCE_S, view=self.remembered, now_s=self.now_s
+                initial_members=self.scenario.members,
+                regroup_timeout_s=PATIENCE_S,
+                view=self.persisted,
+                now_s=self.now_s,
             )
             self._set_tick()
 
         self.after(self._chance.uniform(0.1, 3.0), start)
 
     def _moment(self) -> float:
-        """How long something takes that takes no time: mostly milliseconds, at times much more."""
+        """A random short delay: usually milliseconds, sometimes much longer."""
         return self._chance.choice((0.001, 0.002, 0.01, 0.03, 0.2)) * self._chance.uniform(0.5, 1.5)
 
     def _in_order(self, member: Member, upwards: bool) -> float:
@@ -371,37 +384,39 @@ class Cluster:
         self._arrivals[member.name, upwards] = at_s
         return at_s - self.now_s
 
-    # -- the rendezvous ------------------------------------------------------------------------------------------------------------
+    # -- the rendezvous server -----------------------------------------------------------------------------------------------------
 
     def _connect(self, member: Member) -> None:
-        """What the keeper does to reach the rendezvous: try until it is there."""
+        """Connect to the rendezvous server as the member agent does: retry until it responds."""
         if member.state != "running":
             return
         if self._coordinator is None or member.cut:
             self.at(member, 0.3, lambda: self._connect(member))
             return
-        resume = member.seat.state != "waiting"
+        resume = member.protocol.phase != "waiting"
         if resume and not self._coordinator.may_resume(member.name):
-            self.at(member, self._moment(), lambda: self.perform(member, member.seat.heard(Evicted("given up"))))
+            self.at(
+                member, self._moment(), lambda: self.perform(member, member.protocol.on_message(Evicted("given up")))
+            )
             return
         member.linked = True
-        seating, incarnation = MemberInfo(member.name, "host", 1), self._incarnation
+        info, incarnation = MemberInfo(member.name, "host", 1), self._incarnation
 
         def arrive() -> None:
             if self._coordinator is not None and incarnation == self._incarnation and member.linked:
-                self._decided(self._coordinator.join(seating, self.now_s))
+                self._decided(self._coordinator.on_join(info, self.now_s))
                 if resume:
-                    self.at(member, self._moment(), lambda: self.perform(member, member.seat.reconnected()))
+                    self.at(member, self._moment(), lambda: self.perform(member, member.protocol.on_reconnected()))
 
         self.after(self._in_order(member, True), arrive)
 
     def _reconnect(self, member: Member) -> None:
         if member.state == "running":
             self._connect(member)
-            self.at(member, REFORM_S, lambda: None if member.linked else self._sever(member))
+            self.at(member, VIEW_CHANGE_S, lambda: None if member.linked else self._sever(member))
 
     def _sever(self, member: Member) -> None:
-        self.perform(member, member.seat.severed("the rendezvous cannot be reached"))
+        self.perform(member, member.protocol.on_rendezvous_lost("the rendezvous cannot be reached"))
 
     def _lose_link(self, member: Member, after_s: float) -> None:
         if not member.linked:
@@ -411,24 +426,24 @@ class Cluster:
 
         def noticed() -> None:
             if self._coordinator is not None and incarnation == self._incarnation:
-                self._decided(self._coordinator.lost(member.name, self.now_s))
+                self._decided(self._coordinator.on_lost(member.name, self.now_s))
 
         self.after(after_s + self._moment(), noticed)
         self.at(member, after_s + self._moment(), lambda: self._reconnect(member))
 
-    def _decided(self, actions: list[holder.Action]) -> None:
+    def _decided(self, actions: list[coordinator.Action]) -> None:
         for action in actions:
             match action:
-                case Remember(view):
-                    order = (view.epoch, view.boundaries), (self.remembered.epoch, self.remembered.boundaries)
-                    assert order[0] > order[1], "epochs only ever grow"
+                case Persist(view):
+                    order = (view.number, view.boundaries), (self.persisted.number, self.persisted.boundaries)
+                    assert order[0] > order[1], "view numbers only increase"
                     self.say(
-                        f"epoch {view.epoch}: {' '.join(view.ids())}, {view.closed} closed, {view.boundaries} boundaries"
+                        f"view {view.number}: {' '.join(view.ids())}, {view.committed} committed, {view.boundaries} boundaries"
                     )
-                    self.remembered = view
-                case Tell(name, message):
+                    self.persisted = view
+                case SendTo(name, message):
                     self._tell(self.members[name], message)
-                case Drop(name):
+                case Disconnect(name):
                     self._lose_link(self.members[name], 1.0)
         self._set_tick()
 
@@ -440,49 +455,53 @@ class Cluster:
 
         def heard() -> None:
             if member.linked and incarnation == self._incarnation:
-                self.perform(member, member.seat.heard(copied))
+                self.perform(member, member.protocol.on_message(copied))
 
         self.at(member, self._in_order(member, False), heard)
 
     def _set_tick(self) -> None:
-        due_s = self._coordinator.due_s if self._coordinator is not None else None
+        due_s = self._coordinator.deadline_s if self._coordinator is not None else None
         if due_s is None or due_s == self._tick_s:
             return
         self._tick_s, incarnation = due_s, self._incarnation
 
         def tick() -> None:
             if self._coordinator is not None and incarnation == self._incarnation:
-                self._decided(self._coordinator.tick(self.now_s))
+                self._decided(self._coordinator.on_tick(self.now_s))
 
         self.after(due_s - self.now_s, tick)
 
-    # -- a member's shell ------------------------------------------------------------------------------------------------------------
+    # -- the driver of a member --------------------------------------------------------------------------------------------------
 
-    def perform(self, member: Member, actions: list[moves.Action]) -> None:
+    def perform(self, member: Member, actions: list[member_state.Action]) -> None:
         for action in actions:
             match action:
                 case Send(message):
                     self._send(member, message)
-                case CloseEpoch():
+                case CloseView():
                     self._down(member, "left")
                     self._broken(member)
-                case Form(view):
+                case FormView(view):
                     self._form(member, view)
-                case Ready(view):
-                    self.say(f"{member.name} is ready in epoch {view.epoch}")
+                case ViewReady(view):
+                    self.say(f"{member.name} is ready in view {view.number}")
                     if not member.started:
                         member.start()
-                case BoundaryPassed():
-                    self._done(member, (member.seat.epoch, "boundary"), None)
-                case BoundaryFailed(reason):
+                case EndBoundary(None):
+                    self._done(member, (member.protocol.view.number, "boundary"), None)
+                case EndBoundary(str(reason)):
                     member.fail(reason)
-                case Fail(_, reason):
+                case EndMembership(_, reason):
                     self.say(f"{member.name} is out: {reason}")
                     member.fail(reason)
         waiting = member.pending.get("await")
-        if waiting is not None and member.seat.epoch > waiting.epoch and member.seat.is_in(member.seat.epoch):
+        if (
+            waiting is not None
+            and member.protocol.view.number > waiting.view_number
+            and member.protocol.is_in(member.protocol.view.number)
+        ):
             del member.pending["await"]
-            waiting.done(member.seat.epoch)
+            waiting.done(member.protocol.view.number)
 
     def _send(self, member: Member, message: Message) -> None:
         if not member.linked:
@@ -491,48 +510,54 @@ class Cluster:
 
         def heard() -> None:
             if self._coordinator is not None and incarnation == self._incarnation and member.linked:
-                self._decided(self._coordinator.heard(member.name, message, self.now_s))
+                self._decided(self._coordinator.on_message(member.name, message, self.now_s))
 
         self.after(self._in_order(member, True), heard)
 
     def step(self, member: Member, step: Any) -> None:
-        """Begin what a member's program wants done."""
+        """Start the next steps of a member's program."""
         match step:
-            case Await(after):
+            case AwaitView(after):
                 since_s = self.now_s
-                self._wait(member, "await", after, lambda epoch: self._formed_after(member, since_s, after, epoch))
-                self.at(member, REFORM_S, lambda: self._give_up(member, after) if after else None)
+                self._wait(
+                    member, "await", after, lambda view_number: self._formed_after(member, since_s, after, view_number)
+                )
+                self.at(member, VIEW_CHANGE_S, lambda: self._give_up(member, after) if after else None)
                 self.perform(member, [])
-            case Exchange(epoch, data):
-                nth = member.exchanges[epoch] = member.exchanges.get(epoch, 0) + 1
-                self._take_part(member, epoch, ("exchange", nth), data, lambda said: member.resume(list(said.values())))
-            case Run(epoch, _):
-                self._run(member, epoch)
-            case Stand(epoch):
-                pending = member.pending[epoch, "boundary"] = Pending(epoch, lambda _: member.resume(), member.over)
-                if member.seat.state == "ready" and member.seat.epoch == epoch:
-                    self.perform(member, member.seat.stand_at_boundary(epoch))
+            case AllGather(view_number, data):
+                nth = member.exchanges[view_number] = member.exchanges.get(view_number, 0) + 1
+                self._take_part(
+                    member, view_number, ("exchange", nth), data, lambda said: member.resume(list(said.values()))
+                )
+            case RunOperations(view_number, _):
+                self._run(member, view_number)
+            case AwaitBoundary(view_number):
+                pending = member.pending[view_number, "boundary"] = Pending(
+                    view_number, lambda _: member.resume(), member.over
+                )
+                if member.protocol.phase == "ready" and member.protocol.view.number == view_number:
+                    self.perform(member, member.protocol.enter_boundary(view_number))
                 else:
-                    self.at(member, 0, lambda: self._overtaken(member, (epoch, "boundary"), pending))
+                    self.at(member, 0, lambda: self._overtaken(member, (view_number, "boundary"), pending))
 
-    def _formed_after(self, member: Member, since_s: float, after: int, epoch: int) -> None:
-        if after and member.seat.closed < CALLS:  # at the last boundary the members leave one after another
-            self.longest_reform_s = max(self.longest_reform_s, self.now_s - since_s)
-        member.resume(epoch)
+    def _formed_after(self, member: Member, since_s: float, after: int, view_number: int) -> None:
+        if after and member.protocol.committed < CALLS:  # at the last boundary the members leave one after another
+            self.longest_view_change_s = max(self.longest_view_change_s, self.now_s - since_s)
+        member.resume(view_number)
 
     def _give_up(self, member: Member, after: int) -> None:
-        if (waiting := member.pending.get("await")) is not None and waiting.epoch == after:
-            self.perform(member, member.seat.give_up("reform", f"no epoch after {after}"))
+        if (waiting := member.pending.get("await")) is not None and waiting.view_number == after:
+            self.perform(member, member.protocol.leave("view_change", f"no view after {after}"))
 
-    def _wait(self, member: Member, what: object, epoch: int, done: Callable[[Any], None]) -> None:
-        member.pending[what] = Pending(epoch, done, lambda: None)
+    def _wait(self, member: Member, what: object, view_number: int, done: Callable[[Any], None]) -> None:
+        member.pending[what] = Pending(view_number, done, lambda: None)
 
     def _done(self, member: Member, what: object, value: Any) -> None:
         if waiting := member.pending.pop(what, None):
             waiting.done(value)
 
-    def _run(self, member: Member, epoch: int) -> None:
-        """What retry.py does: at most so many at once; after a failure none is begun, and what runs is awaited."""
+    def _run(self, member: Member, view_number: int) -> None:
+        """Like retry.py: a limited number of concurrent operations; after a failure none is started, and running ones are awaited."""
         round_ = member.round
         assert round_ is not None
         todo = round_.unfinished
@@ -544,14 +569,14 @@ class Cluster:
                 state["failed"] = True
             else:
                 member.values[index] = value
-                round_.finish(index)
+                round_.finished[index] = True
             advance()
 
         def begin(index: int) -> None:
             state["running"] += 1
             key = ("operation", round_.number, index)
             self._take_part(
-                member, epoch, key, member.name, lambda parts: settle(index, (epoch, frozenset(parts.values()))),
+                member, view_number, key, member.name, lambda parts: settle(index, (view_number, frozenset(parts.values()))),
                 lambda: settle(index, None),
             )  # fmt: skip
 
@@ -566,15 +591,15 @@ class Cluster:
 
         advance()
 
-    # -- the worlds of epochs ------------------------------------------------------------------------------------------------------------
+    # -- the worlds of views -------------------------------------------------------------------------------------------------------------
 
     def _form(self, member: Member, view: View) -> None:
-        world = self._worlds.setdefault(view.epoch, World(view))
+        world = self._worlds.setdefault(view.number, World(view))
         world.came.add(member.name)
-        epoch = view.epoch
-        self.at(member, FORM_S, lambda: self._failed(member, epoch) if member.name not in world.up else None)
+        view_number = view.number
+        self.at(member, FORM_S, lambda: self._failed(member, view_number) if member.name not in world.up else None)
         if world.down:
-            self.at(member, self._moment(), lambda: self._failed(member, epoch))
+            self.at(member, self._moment(), lambda: self._failed(member, view_number))
         elif world.came == set(view.ids()):
             if self._torn(world):
                 self._tear(world)
@@ -583,59 +608,59 @@ class Cluster:
                 self.at(self.members[name], self._moment(), lambda name=name: self._up(self.members[name], world))  # type: ignore[misc]
 
     def _up(self, member: Member, world: World) -> None:
-        if not world.down and member.seat.state == "forming" and member.seat.epoch == world.view.epoch:
+        if not world.down and member.protocol.phase == "forming" and member.protocol.view.number == world.view.number:
             world.up.add(member.name)
-            self.perform(member, member.seat.formed(world.view.epoch))
+            self.perform(member, member.protocol.on_formed(world.view.number))
 
-    def _failed(self, member: Member, epoch: int, accused: str = "") -> None:
-        if member.seat.epoch == epoch and member.state != "killed":
-            actions = member.seat.failed(epoch, accused)
+    def _failed(self, member: Member, view_number: int, suspect: str = "") -> None:
+        if member.protocol.view.number == view_number and member.state != "killed":
+            actions = member.protocol.on_failed(view_number, suspect)
             self._broken(member)
             self.perform(member, actions)
 
     def _down(self, member: Member, cause: str) -> None:
-        """A member is gone from the world of its epoch, and the others notice, each in its own time."""
-        world = self._worlds.get(member.seat.epoch)
+        """A member is lost from the world of its view, and each other member detects it at its own time."""
+        world = self._worlds.get(member.protocol.view.number)
         if world is None or world.down or member.name not in world.came:
             return
         world.down = True
-        accused = member.name if cause != "left" else ""
+        suspect = member.name if cause != "left" else ""
         for name in sorted(world.came - {member.name}):
             other = self.members[name]
-            self.at(other, self._moment(), lambda other=other: self._failed(other, world.view.epoch, accused))  # type: ignore[misc]
+            self.at(other, self._moment(), lambda other=other: self._failed(other, world.view.number, suspect))  # type: ignore[misc]
 
     def _torn(self, world: World) -> bool:
         return any(pair <= set(world.view.ids()) for pair in self._rifts)
 
     def _tear(self, world: World) -> None:
-        """Rank 0 watches all, and all watch it; two others that lose each other cannot say whom."""
+        """Rank 0 and each other member monitor each other; two others that lose their connection cannot name the failed one."""
         world.down = True
         pair = next(pair for pair in self._rifts if pair <= set(world.view.ids()))
         first = world.view.ids()[0]
         for name in sorted(world.came):
-            accused = next(iter(pair - {name})) if first in pair and name in pair else ""
+            suspect = next(iter(pair - {name})) if first in pair and name in pair else ""
             other = self.members[name]
-            self.at(other, SILENCE_S + self._moment(), lambda o=other, a=accused: self._failed(o, world.view.epoch, a))  # type: ignore[misc]
+            self.at(other, SILENCE_S + self._moment(), lambda o=other, a=suspect: self._failed(o, world.view.number, a))  # type: ignore[misc]
 
     def _take_part(
-        self, member: Member, epoch: int, key: tuple[object, ...], part: Any, done: Callable[[dict[str, Any]], None],
+        self, member: Member, view_number: int, key: tuple[object, ...], part: Any, done: Callable[[dict[str, Any]], None],
         over: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        world = self._worlds[epoch]
-        pending = member.pending[epoch, key] = Pending(epoch, done, over or member.over)
-        if not member.seat.is_in(epoch):
-            self.at(member, 0, lambda: self._overtaken(member, (epoch, key), pending))
+        world = self._worlds[view_number]
+        pending = member.pending[view_number, key] = Pending(view_number, done, over or member.over)
+        if not member.protocol.is_in(view_number):
+            self.at(member, 0, lambda: self._overtaken(member, (view_number, key), pending))
             return
         parts = world.parts.setdefault(key, {})
-        assert member.name not in parts, f"{member.name} takes part in {key} of epoch {epoch} twice"
+        assert member.name not in parts, f"{member.name} takes part in {key} of view {view_number} twice"
         parts[member.name] = part
         if parts.keys() == set(world.view.ids()):
             ranked = {name: parts[name] for name in world.view.ids()}
             for name in ranked:
-                self._complete(self.members[name], (epoch, key), ranked)
+                self._complete(self.members[name], (view_number, key), ranked)
 
     def _complete(self, member: Member, key: tuple[int, object], ranked: dict[str, Any]) -> None:
-        """It is done at this member in a moment, unless it hears before that the world is broken."""
+        """Complete the operation at this member soon, unless it learns before that the world is broken."""
 
         def complete() -> None:
             if member.state == "running":
@@ -649,14 +674,14 @@ class Cluster:
             pending.over()
 
     def _broken(self, member: Member) -> None:
-        """All that is under way at this member fails."""
+        """Fail all operations in flight at this member."""
         failed = [key for key in member.pending if isinstance(key, tuple)]
         for key in failed:
             self.at(member, 0, lambda key=key, pending=member.pending[key]: self._overtaken(member, key, pending))  # type: ignore[misc]
 
 
 def replay(name: str, seed: int) -> Cluster:
-    """Run one schedule. Raises AssertionError with a note that tells how to see it again."""
+    """Run one schedule. Raises AssertionError with a note that tells how to reproduce it."""
     cluster = Cluster(next(each for each in SCENARIOS if each.name == name), seed)
     try:
         cluster.run()

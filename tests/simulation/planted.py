@@ -1,4 +1,4 @@
-"""Schedulers with a bug, to see that the simulation finds it."""
+"""Schedulers with a bug, to check that the simulation finds it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from multiworld_serving.server.scheduling.scheduler import (
 
 
 class LosesBatches(Scheduler):
-    """Forgets what was in flight when a replica breaks."""
+    """Drops the batches in flight when a replica breaks."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
+        if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             for attempt in replica.in_flight.values():
-                self._hedging.unwatch(attempt)
+                self._state.hedging.unwatch(attempt)
             replica.in_flight.clear()
         return super().handle(event, now_s)
 
 
 class AnswersTwice(Scheduler):
-    """Answers a request again when it was rerouted on its way."""
+    """Answers a request again if it was rerouted."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions = super().handle(event, now_s)
@@ -32,28 +32,28 @@ class AnswersTwice(Scheduler):
 
 
 class ComputesForNobody(Scheduler):
-    """Does not hear of clients that go away."""
+    """Ignores clients that disconnect."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         return super().handle(RequestCancelled(0) if isinstance(event, RequestCancelled) else event, now_s)
 
 
 class MissesDeadlines(Scheduler):
-    """Answers in its own time."""
+    """Ignores deadlines."""
 
     def _expire_deadlines(self) -> None:
-        self._backlog.deadlines.pop_until(self._step.now_s)
+        self._state.backlog.deadlines.pop_until(self._state.now_s)
 
 
 class LosesBatchesOfDoubleFaults(Scheduler):
-    """Forgets what was in flight when a second replica of a stage breaks within a second of the first."""
+    """Drops the batches in flight when a second replica of a stage breaks within a second of the first."""
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        if isinstance(event, ReplicaLost) and (replica := self._table.replicas.get(event.replica)):
+        if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
             broke_s = vars(self).setdefault("broke_s", {})
             if now_s - broke_s.get(replica.pool.stage, -1e9) < 1.0:
                 for attempt in replica.in_flight.values():
-                    self._hedging.unwatch(attempt)
+                    self._state.hedging.unwatch(attempt)
                 replica.in_flight.clear()
             broke_s[replica.pool.stage] = now_s
         return super().handle(event, now_s)

@@ -1,4 +1,4 @@
-"""`python -m multiworld_serving.testing.simulation`: what it finds is printed with the command that finds it again."""
+"""`python -m multiworld_serving.testing.simulation` prints failures with the command that reproduces them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.simulation.planted import LosesBatches
 _SOAK = ["soak", "--hours", "0.0003", "--events", "2000", "--processes", "1", "--first-seed", "5"]
 
 
-def test_soak_is_quiet_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_soak_prints_nothing_without_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(_SOAK) == 0
     assert "starting at seed 5" in capsys.readouterr().out
 
 
-def test_soak_prints_what_replays_and_shrinks_it_when_a_promise_breaks(
+def test_soak_prints_the_replay_command_and_the_shrunk_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (soak, program):
@@ -48,7 +48,7 @@ def test_soak_uses_several_processes(capsys: pytest.CaptureFixture[str]) -> None
     assert "0 failed" in capsys.readouterr().out
 
 
-def test_replay_says_so_when_nothing_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_that_nothing_failed(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["replay", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0
     assert "no failure" in capsys.readouterr().out
     assert program.main(["shrink", "--scenario", "calm", "--seed", "1", "--events", "500"]) == 0

@@ -1,4 +1,4 @@
-"""A planted bug is found, comes again from the printed seed, and is shrunk to what it takes."""
+"""A planted bug is found, reproduced from the printed seed, and shrunk to a minimal case."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 
 from multiworld_serving.server.scheduling.scheduler import Scheduler, SchedulerConfig
 from multiworld_serving.testing.simulation.case import Case, Failure
-from multiworld_serving.testing.simulation.injections import Arrival, FaultInjected, Start
-from multiworld_serving.testing.simulation.report import describe
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS
 from multiworld_serving.testing.simulation.shrinking import Shrinker
+from multiworld_serving.testing.simulation.workload import Arrival, FaultInjected, Start
 from tests.simulation import planted
 
 _EVENTS = 6_000
@@ -50,11 +49,11 @@ def test_planted_bug_is_found_replayed_and_shrunk(bug: Bug) -> None:
     case, failure = _found(bug)
     again = case.run(_EVENTS)
     assert again is not None
-    assert (str(again), again.recording) == (str(failure), failure.recording), "the seed did not replay it"
+    assert (str(again), again.recording) == (str(failure), failure.recording), "the seed did not reproduce it"
 
     shrunk = Shrinker(case, failure).shrink()
     left = shrunk.recording.injections
-    print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{describe(shrunk)}")
+    print(f"{len(failure.recording.injections)} injections -> {len(left)}\n{shrunk.describe()}")
     assert len(left) <= bug.injections
     assert sum(isinstance(each, FaultInjected) for each in left) == bug.faults
 
@@ -66,7 +65,7 @@ class GivesUpEarly(Scheduler):
         super().__init__(replace(config, recovery_grace_s=0.5))
 
 
-def test_lost_request_is_found_and_shrunk_though_every_rule_was_kept() -> None:
+def test_lost_request_is_found_and_shrunk_without_a_violated_invariant() -> None:
     case, failure = _found(Bug(GivesUpEarly, "stage-lost-for-less-than-the-grace", 0, 0))
     assert failure.is_outcome_failure
     shrunk = Shrinker(case, failure, max_runs=60).shrink()

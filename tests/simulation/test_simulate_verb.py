@@ -1,4 +1,4 @@
-"""`multiworld simulate`: what it prints and how it refuses."""
+"""`multiworld simulate`: its output, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 import typer
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.cli.verbs.simulate import seconds
+from multiworld_serving.cli.options import seconds
 
 QUICK = ["simulate", "--requests", "400", "--mtbf", "1h", "--service-time", "200ms"]
 
 
-def test_table_has_a_line_for_each_number_of_replicas_and_load(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_line_per_number_of_replicas_and_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--replicas", "1,2", "--load", "0.3,0.6"]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "%" in line and " ms " in line]
     assert lines == [["1", "0.3"], ["1", "0.6"], ["2", "0.3"], ["2", "0.6"]]
 
 
-def test_json_says_what_was_asked_and_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_the_plan_and_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--replicas", "1", "--load", "0.5", "--recovery", "20s", "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)
     assert line["plan"]["recovery_s"] == 20.0
@@ -42,7 +42,7 @@ def test_json_says_what_was_asked_and_answered(capsys: pytest.CaptureFixture[str
         (["--plot", "nowhere/plan.png"], "does not exist"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_bad_input_prints_one_line_and_exits_with_2(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
@@ -53,7 +53,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert printed.err.count("\n") == 1
 
 
-def test_plot_says_what_to_install_when_there_is_no_matplotlib(
+def test_plot_names_the_missing_package_when_matplotlib_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -63,13 +63,22 @@ def test_plot_says_what_to_install_when_there_is_no_matplotlib(
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("25ms", 0.025), ("9s", 9.0), ("2", 2.0), ("1.5h", 5400.0), ("30 min", 1800.0), ("1d", 86_400.0), ("5us", 5e-6)],
+    [
+        ("25ms", 0.025),
+        ("9s", 9.0),
+        ("2", 2.0),
+        ("1.5h", 5400.0),
+        ("30 min", 1800.0),
+        ("1d", 86_400.0),
+        ("5us", 5e-6),
+        ("1.5m", 90.0),
+    ],
 )
-def test_duration_is_read_as_people_write_it(text: str, expected: float) -> None:
+def test_duration_is_parsed_with_its_unit(text: str, expected: float) -> None:
     assert seconds(text) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["", "ms", "-1s", "1e3", "1 year"])
-def test_duration_is_refused_when_it_is_none(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "ms", "-1s", "1e3", "1 year", "never", "nan"])
+def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         seconds(text)

@@ -1,4 +1,4 @@
-"""Tensors whose contents follow from a key, in many memory layouts, and what an operation must make of them.
+"""Tensors whose contents follow from a key, in many memory layouts, and the expected results of operations.
 
 Reductions use small integers, so that their results are exact in every dtype and in every order of the operands.
 """
@@ -41,7 +41,7 @@ REDUCED: dict[str, tuple[torch.dtype, ...]] = {
     "BOR": (*_INTEGERS, torch.bool),
     "BXOR": (*_INTEGERS, torch.bool),
 }
-"""Which dtypes each reduction takes."""
+"""The dtypes that each reduction supports."""
 _RANGES = {"SUM": (-8, 9), "AVG": (-2, 3), "PRODUCT": (-3, 4), "MIN": (-100, 101), "MAX": (-100, 101)}
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -54,30 +54,30 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 _AVG_STEP = 12
-"""Averages of multiples of it over 2, 3 or 4 members are integers."""
+"""Averages of its multiples over 2, 3 or 4 members are integers."""
 _POOL = 8191
-"""Random elements that contents are taken from: a prime number of them, so that no part of a tensor is like the next one."""
+"""Pool of random elements for contents: a prime number, so that adjacent parts of a tensor differ."""
 _PADDING = 3
-"""Elements before and behind the view in its storage."""
+"""Elements before and after the view in its storage."""
 
 
 class WrongResultError(Exception):
-    """An operation completed, and what it left in memory is not what it should be."""
+    """An operation completed with a wrong result in memory."""
 
 
 def random_of(key: str) -> random.Random:
-    """A source of random numbers that follows from the key alone, in every process."""
+    """A random number generator seeded with the key, identical in every process."""
     return random.Random(hashlib.blake2b(key.encode(), digest_size=16).digest())
 
 
 def moved(key: str, dtype: torch.dtype, count: int) -> Tensor:
-    """[count], any bit patterns that the dtype has."""
+    """[count], arbitrary bit patterns of the dtype."""
     data = _from(_noise(), key, count * dtype.itemsize)
     return data.bitwise_and_(1).view(torch.bool) if dtype is torch.bool else data.view(dtype)
 
 
 def reduced(key: str, dtype: torch.dtype, count: int, op: str) -> Tensor:
-    """[count], what one member brings to a reduction."""
+    """[count], one member's input of a reduction."""
     return _from(_numbers(dtype, op), key, count)
 
 
@@ -88,7 +88,7 @@ def _noise() -> Tensor:
 
 @functools.cache
 def _numbers(dtype: torch.dtype, op: str) -> Tensor:
-    """Small ones, for that reduction."""
+    """Small numbers that are suitable for that reduction."""
     low, high = (0, 2) if dtype is torch.bool else _RANGES.get(op, (0, 128))
     low = max(low, 0) if dtype is torch.uint8 else low
     step = _AVG_STEP if op == "AVG" else 1
@@ -99,20 +99,20 @@ def _numbers(dtype: torch.dtype, op: str) -> Tensor:
 
 
 def _from(pool: Tensor, key: str, count: int) -> Tensor:
-    """[count], a copy of what follows in the pool upon a place that is the key's."""
+    """[count], a copy of the pool's values from an offset that depends on the key."""
     start = random_of(key).randrange(_POOL)
     end = start + count
     return (pool if end <= _POOL else pool.repeat(-(-end // _POOL)))[start:end].clone()
 
 
 def reduction(brought: list[Tensor], op: str) -> Tensor:
-    """What all members' tensors come to."""
+    """The reduction of all members' tensors."""
     total = functools.reduce(_COMBINE[op], brought)
     return total / len(brought) if op == "AVG" else total
 
 
 class Box:
-    """A tensor that holds `content` in some memory layout, with memory around it that nobody may touch."""
+    """A tensor with `content` in some memory layout, surrounded by memory that must not be written."""
 
     def __init__(self, key: str, content: Tensor) -> None:
         self._key = key
@@ -125,10 +125,10 @@ class Box:
         """Raises WrongResultError unless the tensor holds `expected`, and nothing around it was written.
 
         Args:
-            expected: [count]; None where the contents are undefined.
-            exact: compare bits, not values: of zeros and NaNs there are several.
+            expected: [count]; None if the contents are undefined.
+            exact: compare bits instead of values: zeros and NaNs have several representations.
         """
-        found = torch.empty_like(self._content)  # `contiguous` leaves a single element the stride that it has
+        found = torch.empty_like(self._content)  # `contiguous` keeps the stride of a single element
         found.view(self.tensor.shape).copy_(self.tensor)
         if expected is not None:
             same = _same_bits(found, expected) if exact else torch.equal(found, expected)
@@ -139,7 +139,7 @@ class Box:
             raise WrongResultError(f"{self._described()}: memory around the tensor was written")
 
     def check_unchanged(self) -> None:
-        """Raises WrongResultError unless the tensor holds what it held at first."""
+        """Raises WrongResultError unless the tensor has its original content."""
         self.check(self._content)
 
     def _described(self) -> str:

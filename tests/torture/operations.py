@@ -1,4 +1,4 @@
-"""One member's part in a planned operation: its tensors, the call, and the check of what came of it."""
+"""One member's part of a planned operation: its tensors, the call, and the check of the result."""
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Check = Callable[[], None]
 
 @contextmanager
 def told(key: str) -> Iterator[None]:
-    """Say with an error which operation it was."""
+    """Add the operation to a raised error."""
     try:
         yield
     except Exception as error:
@@ -26,7 +26,7 @@ def told(key: str) -> Iterator[None]:
 
 
 class CollectivePart:
-    """What rank `rank` of `size` does in a collective. `start` calls it; `check` compares the results with those that are right."""
+    """The part of rank `rank` of `size` in a collective. `start` calls it; `check` compares the results with the expected ones."""
 
     def __init__(self, here: WorldCommunicator, world: str, rank: int, size: int, planned: Collective) -> None:
         self._here = here
@@ -47,7 +47,7 @@ class CollectivePart:
     # -- tensors ---------------------------------------------------------------------------------------------------------------
 
     def _brought(self, rank: int, place: int = 0) -> Tensor:
-        """What that rank brings; for each place something else where it brings several tensors."""
+        """The input of this rank; different for each index if it has several tensors."""
         planned, key = self._planned, f"{self._planned.key}/{rank}/{place}"
         if planned.op:
             return reduced(key, planned.dtype, planned.count, planned.op)
@@ -57,18 +57,18 @@ class CollectivePart:
         return reduction([self._brought(rank, place) for rank in range(self._size)], self._planned.op)
 
     def _source(self, content: Tensor, name: str = "source") -> Tensor:
-        """A tensor that is read, and must not change."""
+        """A tensor that is read and must not change."""
         box = self._box(content, name)
         self._checks.append(box.check_unchanged)
         return box.tensor
 
     def _target(self, expected: Callable[[], Tensor] | None, count: int | None = None, name: str = "target") -> Tensor:
-        """A tensor that is written alone, and what must be in it; None where that is undefined."""
+        """A tensor that is only written, and its expected content; None if undefined."""
         count = self._planned.count if count is None else count
         return self._changed(moved(f"{self._key}/{name}/garbage", self._planned.dtype, count), expected, name)
 
     def _changed(self, content: Tensor, expected: Callable[[], Tensor] | None, name: str = "target") -> Tensor:
-        """A tensor that holds `content` and is written."""
+        """A tensor that holds `content` and is overwritten."""
         box = self._box(content, name)
         exact = not self._planned.op
         self._checks.append(lambda: box.check(expected() if expected is not None else None, exact=exact))
@@ -135,7 +135,7 @@ class CollectivePart:
         return self._here.reduce_scatter_tensor(output, self._source(whole), self._op, self._world)
 
     def _all_to_all(self) -> Awaitable[None]:
-        """Each pair of ranks exchanges another number of elements."""
+        """Each pair of ranks exchanges a different number of elements."""
         inputs = [self._source(self._sent(self._rank, rank), f"to {rank}") for rank in range(self._size)]
         outputs = [self._arriving(rank) for rank in range(self._size)]
         return self._here.all_to_all(outputs, inputs, self._world)
@@ -160,7 +160,7 @@ class CollectivePart:
 
 
 class MessagePart:
-    """The sender's or the receiver's part in a message."""
+    """The sender's or the receiver's part of a message."""
 
     def __init__(self, here: WorldCommunicator, world: str, rank: int, planned: Message) -> None:
         self._here = here
@@ -178,7 +178,7 @@ class MessagePart:
         return self._sends, planned.dst if self._sends else planned.src, planned.tag
 
     def start(self) -> Awaitable[None]:
-        """By a handle or by a coroutine, the same for all messages of a stream."""
+        """With a handle or a coroutine, the same for all messages of a stream."""
         here, planned, world = self._here, self._planned, self._world
         by_handle = random_of(f"{planned.key.rpartition('/')[0]}/{self.stream}").random() < 0.5
         with told(planned.key):

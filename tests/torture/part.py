@@ -1,4 +1,4 @@
-"""What a member of the torture test does in a round: it joins its worlds, goes through their phases, and is struck by faults.
+"""The part of a member of the torture test in a round: it joins its worlds, runs their phases, and is hit by faults.
 
 Mixed into `Script` (tests/integration/members.py): each public method is a command of the program that conducts the test.
 """
@@ -36,13 +36,13 @@ from tests.torture.schedule import (
 )
 
 PATIENCE_S = 40.0
-"""How long an operation of a healthy world may take, and everything that must end may take to end. No test is about speed."""
+"""Time limit of operations in healthy worlds and of everything that must end. No test measures speed."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-"""Of mallopt(3)."""
+"""Parameter of mallopt(3)."""
 
 
 class FaultError(Exception):
-    """A planned fault did not strike."""
+    """A planned fault did not fire."""
 
 
 class TorturePart:
@@ -57,16 +57,16 @@ class TorturePart:
         self._port = 0
         self._seed_and_round = ""
         self._joined: dict[str, World] = {}
-        self._begun: set[int] = set()  # numbers of our faults that have begun, and of those that have struck
+        self._begun: set[int] = set()  # numbers of our faults that have started, and of those that have fired
         self._fired: list[int] = []
         self._striking: set[asyncio.Task[None]] = set()
         self._verified = 0
         self._planted = ""
 
     async def torture_prepare(self, timeout_s: float) -> int:
-        """Use a manager with this heartbeat timeout. Gives the port on which worlds can be hosted."""
+        """Use a manager with this heartbeat timeout. Returns the port on which worlds can be hosted."""
         torch.set_num_threads(1)
-        # What is freed goes back to the kernel: what the allocator keeps could not be told from a leak.
+        # Freed memory is returned to the kernel: memory that the allocator keeps would look like a leak.
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
@@ -75,7 +75,7 @@ class TorturePart:
         return self._port
 
     async def torture_plant(self, defect: str) -> None:
-        """Be wrong on purpose from now on: send `wrong messages`, or let `no faults` strike."""
+        """Misbehave from now on: send `wrong messages`, or let `no faults` fire."""
         self._planted = defect
 
     async def torture_join(
@@ -90,7 +90,7 @@ class TorturePart:
                 group.create_task(self._join(planned, ports[planned.members[0]]))
 
     async def torture_round(self) -> dict[str, Any]:
-        """Go through the round. Gives what became of each world, which faults have fired, and how many operations were verified."""
+        """Run the round. Returns the end of each world, the fired faults, and the number of verified operations."""
         async with asyncio.TaskGroup() as group:
             tasks = {planned.name: group.create_task(self._live_through(planned)) for planned in self._mine()}
         return {
@@ -100,13 +100,13 @@ class TorturePart:
         }
 
     async def torture_end(self) -> int:
-        """Close all worlds of the round in one way or the other, and await that nothing of them is left. Gives the port."""
+        """Close or remove all worlds of the round and wait until they are reclaimed. Returns the port."""
         rng = random_of(f"{self._seed_and_round}/{self._process}/end")
         names = [planned.name for planned in self._mine() if not planned.lasting]
         rng.shuffle(names)
         for name in names:
             world = self.manager.worlds.get(name)
-            # The name of an ended one may stay: it is used again.
+            # The name of an ended world may stay: it is used again.
             if world is not None and (world.state is WorldState.READY or rng.random() < 0.5):
                 self.manager.remove_world(name)
         for name in names:
@@ -115,14 +115,14 @@ class TorturePart:
         return self._port
 
     async def torture_resources(self) -> dict[str, int]:
-        """What this process holds, after what can be given back has been."""
+        """The resources of this process, after releasing what can be released."""
         from tests.integration.members import resources  # noqa: PLC0415 - which imports this module
 
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         held = resources()
         held["memory_kib"] = _anonymous_kib()
-        # A lasting world keeps as many waiting threads as it ever needed at once.
+        # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
         return held
@@ -137,11 +137,11 @@ class TorturePart:
             return
         rank, size = planned.members.index(self._process), len(planned.members)
         self._joined[planned.name] = await self.manager.initialize_world(
-            planned.name, rank, size, planned.backend, port=port, timeout=PATIENCE_S, checked=planned.checked
+            planned.name, rank, size, planned.backend, port=port, timeout=PATIENCE_S, verify_collectives=planned.checked
         )
 
     async def _live_through(self, planned: PlannedWorld) -> dict[str, Any]:
-        """Gives how the world ended, if it did."""
+        """Run all phases of a world. Returns how the world ended, if it did."""
         ended = None
         try:
             for index, phase in enumerate(planned.phases):
@@ -162,7 +162,7 @@ class TorturePart:
         """Start all operations of the phase, await and check them. Raises the WorldError of the first that failed."""
         rank = planned.members.index(self._process)
         started: list[tuple[asyncio.Future[None], CollectivePart | MessagePart | None]] = []
-        refusal: BaseException | None = None
+        rejection: BaseException | None = None
         try:
             for part in self._parts(planned, phase, rank):
                 started.append((asyncio.ensure_future(part.start()), part))
@@ -171,7 +171,7 @@ class TorturePart:
                 if call is not None:
                     started.append((call, None))
         except WorldError as error:  # it ended while they were started
-            refusal = error
+            rejection = error
         if started:
             _, late = await asyncio.wait([future for future, _ in started], timeout=PATIENCE_S)
             if late:
@@ -181,14 +181,14 @@ class TorturePart:
             if failure is None and checked is not None:
                 checked.check()
                 self._verified += 1
-            refusal = refusal or failure
-        if isinstance(refusal, asyncio.CancelledError):
+            rejection = rejection or failure
+        if isinstance(rejection, asyncio.CancelledError):
             await self._await_end(planned)
-        elif refusal is not None:
-            raise refusal
+        elif rejection is not None:
+            raise rejection
 
     def _parts(self, planned: PlannedWorld, phase: Phase, rank: int) -> list[CollectivePart | MessagePart]:
-        """In a random order that leaves collectives, and the messages of each stream, in theirs."""
+        """In a random order that keeps the order of collectives and of the messages of each stream."""
         here, world, size = self.manager.communicator, planned.name, len(planned.members)
         queues: dict[object, list[CollectivePart | MessagePart]] = {}
         for collective in phase.collectives:
@@ -204,7 +204,7 @@ class TorturePart:
         return [queues[key].pop(0) for key in order]
 
     async def _await_end(self, planned: PlannedWorld) -> None:
-        """Wait for the end that a fault makes, and raise what the world ended with."""
+        """Wait for the end that a fault causes, and raise the world's error."""
         world = self._joined[planned.name]
         await _within(lambda: world.ending() is not None, f"{world!r} does not end, despite its faults")
         ending = world.ending()
@@ -212,7 +212,7 @@ class TorturePart:
         raise ending
 
     async def _check_ended(self, planned: PlannedWorld) -> None:
-        """Nothing is left of a world that ended, and its operations say that it has."""
+        """Check that nothing is left of an ended world, and that its operations raise."""
         world = self._joined[planned.name]
         try:
             await world.start(reductions.barrier(world.ranks))
@@ -224,13 +224,13 @@ class TorturePart:
     # -- faults ------------------------------------------------------------------------------------------------------------------
 
     def _unfired(self, planned: PlannedWorld) -> list[Fault]:
-        """Our faults in this world that have not struck."""
+        """Our faults in this world that have not fired."""
         if self._planted == "no faults":
             return []
         return [fault for fault in self._mine_of(planned) if fault.number not in self._fired]
 
     def _check_all_begun(self, planned: PlannedWorld) -> None:
-        """Raises FaultError when one of our faults was not even begun in its phase."""
+        """Raises FaultError if one of our faults did not start in its phase."""
         for fault in self._mine_of(planned):
             if fault.number not in self._begun:
                 raise FaultError(f"{fault} did not fire")
@@ -239,14 +239,14 @@ class TorturePart:
         return [fault for fault in self._round.faults if (fault.world, fault.process) == (planned.name, self._process)]
 
     def _arm(self, planned: PlannedWorld, phase: int) -> None:
-        """What is to strike in this phase strikes in a moment."""
+        """Start the faults of this phase after their delays."""
         for fault in self._unfired(planned):
             if fault.phase == phase and fault.kind not in MADE_OF_OPERATIONS:
                 self._begun.add(fault.number)
                 asyncio.get_running_loop().call_later(fault.delay_s, self._fire, fault)
 
     def _fire_what_is_left(self, planned: PlannedWorld) -> None:
-        """Its phase does not come, for another fault has ended the world."""
+        """Fire faults of later phases, which do not run because another fault has ended the world."""
         for fault in self._unfired(planned):
             if fault.number not in self._begun:
                 self._fire(fault)
@@ -283,13 +283,13 @@ class TorturePart:
 
     async def _fire_lose(self, fault: Fault) -> None:
         world = self._joined[fault.world]
-        assert world._watch is not None
-        _shut_down(world._watch.lifelines[fault.peer]._sock)
+        assert world._monitor is not None
+        _shut_down(world._monitor.connections[fault.peer]._sock)
 
     def _call_of(
         self, fault: Fault, planned: PlannedWorld, rank: int, others: list[asyncio.Future[None]]
     ) -> asyncio.Future[None] | None:
-        """What this rank does, beside the `others`, for a fault that is made of operations."""
+        """The operation of this rank, which differs from that of the `others`, for a fault that consists of operations."""
         here, world, tag = self.manager.communicator, planned.name, FAULT_TAG + fault.number
         victim = planned.members.index(fault.process)
         strikes = rank == victim and self._planted != "no faults"
@@ -302,7 +302,7 @@ class TorturePart:
             return None
         elif fault.kind == "mismatch":
             call = here.send(torch.zeros(3), fault.peer, world, tag=tag)
-        else:  # nobody sends that
+        else:  # no rank sends that
             timeout_s = 0.05 + fault.delay_s if fault.kind == "timeout" else None
             call = here.recv(torch.zeros(1 << 18), fault.peer, world, tag=tag, timeout_s=timeout_s)
         future = asyncio.ensure_future(call)
@@ -313,12 +313,12 @@ class TorturePart:
             for each in (*random_of(f"{self._seed_and_round}/cancelled").sample(others, len(others) // 2), future):
                 asyncio.get_running_loop().call_later(fault.delay_s, each.cancel)
         elif fault.kind == "cut":
-            _shut_down(self._joined[world]._traffic._lines[fault.peer]._sock)
+            _shut_down(self._joined[world]._executor._connections[fault.peer]._sock)
         return future
 
 
 def _anonymous_kib() -> int:
-    """Memory of this process that is no file's."""
+    """Anonymous memory of this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0])
 
@@ -329,7 +329,7 @@ def _shut_down(sock: socket.socket) -> None:
 
 
 async def _within(holds: Callable[[], object], complaint: str) -> None:
-    """Wait until that holds. Raises TimeoutError."""
+    """Wait until the condition holds. Raises TimeoutError."""
     until_s = asyncio.get_running_loop().time() + PATIENCE_S
     while not holds():
         if asyncio.get_running_loop().time() > until_s:

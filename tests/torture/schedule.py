@@ -1,7 +1,7 @@
-"""What happens in one round of the torture test: a pure function of the seed and the number of the round.
+"""The plan of one round of the torture test: a pure function of the seed and the number of the round.
 
-A round has worlds over a few processes. In each world its members go through phases; in a phase every member starts its part of all
-operations at once and awaits them. Faults strike one process, or one world of it, while a phase runs.
+A round has worlds over a few processes. In each world its members run phases; in a phase every member starts its part of all
+operations at once and awaits them. Faults hit one process, or one world of it, during a phase.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from tests.torture.data import MOVED, REDUCED, random_of
 
 PROCESSES = 4
 SPARED = 2
-"""The first processes live as long as the run: no fault strikes all worlds of one of them."""
+"""The first processes live as long as the run: no fault hits all their worlds."""
 FAULT_TAG = 1 << 28
-"""Tags from here on are those of messages that faults are about."""
+"""Tags from here on belong to messages of faults."""
 
 FaultKind = Literal[
     "kill",
@@ -35,28 +35,28 @@ FaultKind = Literal[
     "cut",
     "lose",
 ]
-"""What a fault is.
+"""The kinds of faults.
 
     kill      the process ends by SIGKILL
-    exit      the process ends as a program does
-    stop      SIGSTOP, and SIGCONT when the other members have noticed
+    exit      the process ends like a normal program
+    stop      SIGSTOP, and SIGCONT when the other members have detected it
     pause     SIGSTOP, and SIGCONT at once
     cleanup   the process closes all its worlds at once
-    close     the process closes one world and awaits that nothing is left of it
-    leave     the process closes one world
-    cancel    it cancels an operation
-    timeout   an operation outlasts its `timeout_s`
-    mismatch  it sends a message of another size than its receiver expects
-    disagree  it starts another collective than the others, in a checked world
-    cut       its connection for messages with one peer ends
-    lose      its lifeline with one peer ends
+    close     the process closes one world and waits until it is reclaimed
+    leave     the process closes one world without waiting
+    cancel    the process cancels an operation
+    timeout   an operation exceeds its `timeout_s`
+    mismatch  the process sends a message of another size than its receiver expects
+    disagree  the process starts another collective than the others, in a world with `verify_collectives`
+    cut       the peer connection to one member ends
+    lose      the control connection to one member ends
 """
 OF_PROCESSES: tuple[FaultKind, ...] = ("kill", "exit", "stop", "pause", "cleanup")
 OF_WORLDS: tuple[FaultKind, ...] = ("close", "leave", "cancel", "timeout", "mismatch", "disagree", "cut", "lose")
 MADE_OF_OPERATIONS: tuple[FaultKind, ...] = ("cancel", "timeout", "mismatch", "disagree", "cut")
-"""These are operations beside those of the phase, and what becomes of them."""
+"""Faults that consist of additional operations."""
 ENDING: tuple[FaultKind, ...] = ("kill", "exit")
-"""After these there is no process that could say what it saw."""
+"""After these faults the process cannot report."""
 CAUSES: dict[FaultKind, frozenset[Cause]] = {
     "kill": frozenset({Cause.EXIT, Cause.TRANSPORT}),
     "exit": frozenset({Cause.LEFT, Cause.ABORTED, Cause.EXIT, Cause.TRANSPORT}),
@@ -72,7 +72,7 @@ CAUSES: dict[FaultKind, frozenset[Cause]] = {
     "cut": frozenset({Cause.TRANSPORT, Cause.EXIT}),
     "lose": frozenset({Cause.EXIT, Cause.TRANSPORT}),
 }
-"""What the members of a world may be told."""
+"""Possible causes that the members of a world report."""
 
 COLLECTIVES = (
     "broadcast",
@@ -96,10 +96,10 @@ class Collective:
     """One collective of all members of a world.
 
     Attributes:
-        key: names it, and decides the contents and the layout of its tensors.
-        count: elements of the tensor; of one rank's part where there is a part for each.
-        root: rank, where the collective has one.
-        op: name of the `ReduceOp`, where it reduces.
+        key: identifies it, and determines contents and layout of its tensors.
+        count: elements of the tensor; of one rank's chunk if there is one per rank.
+        root: rank, if the collective has one.
+        op: name of the `ReduceOp`, if it reduces.
     """
 
     key: str
@@ -130,10 +130,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorld:
-    """
-    Attributes:
-        members: the process of each rank.
-        lasting: whether it lives as long as the run. No fault may reach it.
+    """Attributes:
+    members: the process of each rank.
+    lasting: whether it lives as long as the run. No fault may reach it.
     """
 
     name: str
@@ -146,14 +145,13 @@ class PlannedWorld:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """
-    Attributes:
-        number: of this fault in its round.
-        process: whom it strikes.
-        world: name of the world in which it strikes, or whose phase says when.
-        phase: number of the phase at which it strikes.
-        delay_s: how long after its process began that phase.
-        peer: another rank of that world, where the fault needs one.
+    """Attributes:
+    number: of this fault in its round.
+    process: the process that it hits.
+    world: name of the world that it hits, or whose phase triggers it.
+    phase: number of the phase that triggers it.
+    delay_s: seconds after its process started that phase.
+    peer: another rank of that world, if the fault needs one.
     """
 
     number: int
@@ -166,7 +164,7 @@ class Fault:
 
     @property
     def of_process(self) -> bool:
-        """Whether it strikes all worlds of the process."""
+        """Whether it affects all worlds of the process."""
         return self.kind in OF_PROCESSES
 
 
@@ -179,7 +177,7 @@ class Round:
         return next(world for world in self.worlds if world.name == name)
 
     def faults_of(self, world: PlannedWorld) -> list[Fault]:
-        """Those that concern this world."""
+        """The faults that concern this world."""
         return [
             fault
             for fault in self.faults
@@ -187,11 +185,11 @@ class Round:
         ]
 
     def must_break(self, world: PlannedWorld) -> bool:
-        """Whether its members must see it end. What was merely paused may have been missed."""
+        """Whether its members must see it end. A pause may go unnoticed."""
         return any(fault.kind != "pause" for fault in self.faults_of(world))
 
     def made_of_operations(self, world: PlannedWorld, phase: int) -> list[Fault]:
-        """The faults of that phase that are operations of its members."""
+        """The faults of this phase that are operations of its members."""
         return [
             fault
             for fault in self.faults
@@ -207,7 +205,7 @@ def plan_round(seed: int, number: int, faults: Sequence[FaultKind] = (*OF_PROCES
 
 
 def _lasting_world(rng: Random, key: str) -> PlannedWorld:
-    """Of the spared processes."""
+    """A world of the spared processes."""
     phases = tuple(_phase(rng, SPARED, "gloo", f"{key}/{number}") for number in range(3))
     return PlannedWorld("home", tuple(range(SPARED)), "gloo", True, phases, lasting=True)
 
@@ -244,7 +242,7 @@ def _message(rng: Random, size: int, key: str) -> Message:
 
 
 def _count(rng: Random, dtype: torch.dtype) -> int:
-    """Mostly small, now and then some MB."""
+    """Usually small, occasionally some MB."""
     sizes = (
         0,
         1,
@@ -258,7 +256,7 @@ def _count(rng: Random, dtype: torch.dtype) -> int:
 
 
 def _faults(rng: Random, worlds: tuple[PlannedWorld, ...], kinds: Sequence[FaultKind]) -> Iterator[Fault]:
-    """None, one or two. A second one strikes what the first one leaves alone, or both take whole processes."""
+    """None, one or two. Two faults affect disjoint worlds, or both affect whole processes."""
     kinds = [kind for kind in kinds if kind != "disagree" or any(world.checked for world in worlds)]
     struck: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2)) if kinds else 0):
@@ -277,7 +275,7 @@ def _fault(rng: Random, worlds: tuple[PlannedWorld, ...], kind: FaultKind, numbe
     rank = world.members.index(process)
     peer = rng.choice([other for other in range(len(world.members)) if other != rank])
     if kind == "lose" and rank != 0:
-        peer = 0  # the others have a lifeline with rank 0 alone
+        peer = 0  # the others have a control connection with rank 0 only
     delay_s = rng.choice((0.0, rng.uniform(0, 0.002), rng.uniform(0, 0.02), rng.uniform(0, 0.1)))
     return Fault(number, kind, process, world.name, rng.randrange(len(world.phases)), delay_s, peer)
 
@@ -286,7 +284,7 @@ def _compatible(fault: Fault, other: Fault, worlds: tuple[PlannedWorld, ...]) ->
     if fault.process == other.process or ("stop" in (fault.kind, other.kind) and "pause" in (fault.kind, other.kind)):
         return False
     if fault.kind == other.kind == "stop":
-        return False  # two members that are stopped at once and wake up at once need not notice
+        return False  # two members that are stopped and continued together may not notice
     plan = Round(worlds, (fault, other))
     shared = any(len(plan.faults_of(world)) > 1 for world in worlds)
     return not shared or (fault.of_process and other.of_process)

@@ -1,9 +1,9 @@
-"""Run the randomised tests for hours: simulated scheduler, worlds, elastic worlds, then 1,000 members frozen within collectives.
+"""Run the randomized tests for hours: simulated scheduler, worlds, elastic worlds, then 1,000 members frozen in collectives.
 
     python -m tests.torture.soak --hours 3
 
-The first three programs have a third of the time each and use fresh seeds. A program ends at its first failure; the others run all the
-same. Exit status: 0 if no program failed, 1 otherwise.
+The first three programs get a third of the time each and use fresh seeds. A program ends at its first failure; the others run
+regardless. Exit status: 0 if no program failed, 1 otherwise.
 """
 
 import argparse

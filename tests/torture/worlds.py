@@ -1,10 +1,10 @@
-"""Torture worlds: random memberships, operations and faults, with every result verified, until the time is up.
+"""Torture test of worlds: random memberships, operations and faults, with every result verified, until the time is up.
 
     python -m tests.torture.worlds --duration 30m
     python -m tests.torture.worlds --seed 7 --first-round 42 --rounds 1
 
-Exit status: 0 if all went as it must, 1 with the first thing that did not; the seed and the round that replay it are printed then.
-What is random follows from them; how operations and faults interleave does not.
+Exit status: 0 if all checks passed, 1 at the first failure; the seed and the round that reproduce it are printed then.
+They determine all random choices; the interleaving of operations and faults varies.
 """
 
 import argparse
@@ -39,30 +39,30 @@ from tests.torture.schedule import (
 )
 
 HEARTBEAT_TIMEOUT_S = 3.0
-"""After how long a silence a member counts as hung: longer than a busy machine makes one wait, and short enough to wait for."""
+"""Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
 _ROUNDS_A_CHECK = 5
-"""So often it is looked at what a process holds. The first time it has what it keeps: Gloo's device, say, and caches."""
+"""Interval of resource checks. The first check is the baseline: it includes what a process keeps, such as Gloo's device and caches."""
 _GROWTH_KIB = 65_536
-"""Memory that may come and go without being a leak."""
+"""Memory fluctuation that is not a leak."""
 _REPORT_EVERY_S = 30.0
 _AFTERMATH_S = 3.0
 _ALL_FAULTS: tuple[FaultKind, ...] = (*OF_PROCESSES, *OF_WORLDS)
 
 
 class TortureError(AssertionError):
-    """Something that must not happen has happened."""
+    """A check failed."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has come to."""
+    """Counts of a run."""
 
     rounds: int = 0
     verified: int = 0
-    """Operations whose results were compared with the right ones."""
+    """Operations whose results were compared with the expected ones."""
     worlds: int = 0
     breaks: int = 0
-    """Worlds that a fault ended, each counted at every member that saw it end."""
+    """Worlds that a fault ended, counted once per member that saw the end."""
     faults: Counter[FaultKind] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _Process:
-    """One of the processes over which the worlds are spread, and what it held when it was warm."""
+    """One of the processes over which the worlds are spread, and its resources after warm-up."""
 
     member: Member
     port: int
@@ -84,7 +84,7 @@ class _Process:
 
 
 class Torture:
-    """A run. Its processes live on from round to round, but for those that a fault ends."""
+    """A run. Its processes live from round to round, except those that a fault ends."""
 
     def __init__(self, seed: int, spawn: Spawn, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> None:
         self.tally = Tally()
@@ -95,7 +95,7 @@ class Torture:
         self._processes: dict[int, _Process] = {}
 
     async def run_round(self, number: int) -> None:
-        """Raises TortureError, which says how to replay it."""
+        """Raises TortureError, which says how to reproduce it."""
         try:
             await self._run_round(number, plan_round(self._seed, number, self._faults))
         except Exception as error:
@@ -132,13 +132,13 @@ class Torture:
         return self._processes[index].member
 
     async def _tell_all(self, tell: Callable[[int], "asyncio.Task[Any]"]) -> dict[int, Any]:
-        """Await what all processes answer. Raises the errors of all that fail."""
+        """Await the replies of all processes. Raises the errors of all that fail."""
         return await _gathered({index: tell(index) for index in self._processes})
 
     # -- faults of processes -----------------------------------------------------------------------------------------------------
 
     async def _go_through(self, plan: Round) -> dict[int, dict[str, Any]]:
-        """Gives what each process that is left reports."""
+        """Return the reports of all processes that are left."""
         ending = {fault.process: fault for fault in plan.faults if fault.kind in ENDING}
         stopped = {fault.process for fault in plan.faults if fault.kind == "stop"}
         paused = {fault.process for fault in plan.faults if fault.kind == "pause"}
@@ -171,7 +171,7 @@ class Torture:
             raise TortureError(f"{fault} ended its process with {status}: {member.complaints[-3000:]}")
         await member.dispose()
 
-    # -- what must hold ----------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------------------------------------
 
     def _check(self, plan: Round, reports: dict[int, dict[str, Any]]) -> None:
         for fault in plan.faults:
@@ -186,7 +186,7 @@ class Torture:
         self.tally.verified += sum(report["verified"] for report in reports.values())
 
     def _check_end(self, plan: Round, name: str, rank: int, outcome: dict[str, Any]) -> None:
-        """Whether a member saw the world end as the faults in it must end it; without one, it did not end."""
+        """Check that a member saw the world end as its faults require, or not at all without a fault."""
         world = plan.world(name)
         faults, ended = plan.faults_of(world), outcome["ended"]
         if ended is None:
@@ -206,12 +206,12 @@ class Torture:
         causes = {cause for fault in faults for cause in CAUSES[fault.kind]}
         culprits = victims | {fault.peer for fault in faults if fault.kind in _OF_PEERS}
         if culprit == -1 and cause == Cause.TRANSPORT:
-            culprits.add(-1)  # a collective may not know whose connection it was
+            culprits.add(-1)  # a collective may not know which connection failed
         if cause not in causes or (culprit not in culprits and "disagree" not in {fault.kind for fault in faults}):
             raise TortureError(f"rank {rank} of {world.name} saw {ended[3]}, after {faults}")
 
     async def _check_resources(self, process: _Process) -> None:
-        """Threads, descriptors and memory are what they were when it was warm. A thread may need a moment to be gone."""
+        """Check that threads, descriptors and memory are as after warm-up. A thread may need a moment to end."""
         process.rounds += 1
         if process.rounds % _ROUNDS_A_CHECK:
             return
@@ -235,16 +235,16 @@ class Torture:
 
 
 _OF_PEERS: tuple[FaultKind, ...] = ("cut", "lose", "timeout", "mismatch")
-"""Either end may count as the one that failed."""
+"""Either end may be reported as the failed one."""
 
 
 async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
-    """What all of these give. Raises the errors of all that fail."""
+    """The results of all of these. Raises the errors of all that fail."""
     if not tasks:
         return {}
     _, late = await asyncio.wait(tasks.values(), timeout=4 * PATIENCE_S, return_when=asyncio.FIRST_EXCEPTION)
     if failed := any(task.done() and task.exception() for task in tasks.values()):
-        await asyncio.wait(tasks.values(), timeout=_AFTERMATH_S)  # others may have more to say
+        await asyncio.wait(tasks.values(), timeout=_AFTERMATH_S)  # others may have further errors
     errors = [
         f"process {index}: {error}" for index, task in tasks.items() if task.done() and (error := task.exception())
     ]
@@ -256,9 +256,8 @@ async def _gathered(tasks: "dict[int, asyncio.Task[Any]]") -> dict[int, Any]:
 
 @contextlib.asynccontextmanager
 async def torture(seed: int, faults: Sequence[FaultKind] = _ALL_FAULTS, planted: str = "") -> AsyncIterator[Torture]:
-    """
-    Args:
-        planted: a defect of the members, to test the test: see `TorturePart.torture_plant`.
+    """Args:
+    planted: a defect of the members, to test the test: see `TorturePart.torture_plant`.
     """
     with tempfile.TemporaryDirectory() as folder:
         async with members(Path(folder)) as spawn:
@@ -274,7 +273,7 @@ async def run(
     faults: Sequence[FaultKind] = _ALL_FAULTS,
     say: Callable[[str], object],
 ) -> Tally:
-    """Run rounds until the time is up or `rounds` are over. Raises TortureError with the first thing that is wrong."""
+    """Run rounds until the time is up or `rounds` are over. Raises TortureError at the first failure."""
     until_s = time.monotonic() + lasts_s
     told_s, number = time.monotonic(), first_round
     async with torture(seed, faults) as running:
@@ -288,11 +287,11 @@ async def run(
 
 
 def seconds(text: str) -> float:
-    """A duration such as 90s, 30m or 2h. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    """Parse a duration such as 90s, 30m or 2h into seconds. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration: expected one such as 90s, 30m or 2h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: expected one such as 90s, 30m or 2h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _kinds(text: str) -> tuple[FaultKind, ...]:

@@ -1,6 +1,6 @@
 """The all-reduce algorithms of elastic worlds.
 
 It may import the layers below `multiworld.elastic` (`world`, `collectives`, `ops`), and neither the rest of `multiworld.elastic` nor the
-manager. Start reading at `channel.py` (one epoch as the algorithms use it), then `ring.py` and `quantized.py` (the algorithms);
-`bucket.py` groups small tensors.
+manager. Start reading at `channel.py` (the transfers of the algorithms), then `ring.py` and `quantized.py` (the algorithms); `bucket.py`
+groups small tensors.
 """

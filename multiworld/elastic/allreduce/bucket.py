@@ -1,6 +1,6 @@
 """Groups the tensors of a call into buckets: small tensors share a bucket, a large tensor has its own.
 
-No tensor is written before `deliver`, which runs after its bucket has finished on all members. So the tensors keep their original
+No tensor is written before `unpack`, which runs after its bucket has finished on all members. So the tensors keep their original
 values until then, and nothing has to be restored.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from multiworld.elastic.allreduce.reduction import DTYPES
 from multiworld.ops.buffers import check_dense
 
-BUNDLE_BYTES = 1 << 20
-"""Maximum bytes of a bucket with several tensors. One all-reduce serves many tensors, and little work is repeated after a failure."""
+BUCKET_BYTES = 1 << 20
+"""Maximum bytes of a bucket with several tensors: large enough to share one transfer, small enough to repeat little after a failure."""
 _ALIGNMENT = 64
 """Bytes."""
 
@@ -59,7 +59,7 @@ class Bucket:
         else:
             into.copy_(self.operand())
 
-    def deliver(self, result: Tensor) -> None:
+    def unpack(self, result: Tensor) -> None:
         """Copy the result into the tensors."""
         with torch.inference_mode():
             parts = result.to(self.tensors[0].device).split_with_sizes([tensor.numel() for tensor in self.tensors])
@@ -68,40 +68,40 @@ class Bucket:
             )
 
 
-def bundles(name: str, tensors: Sequence[Tensor]) -> list[Bucket]:
+def make_buckets(name: str, tensors: Sequence[Tensor]) -> list[Bucket]:
     """Group the tensors, in the given order, into buckets. Raises TypeError, ValueError.
 
     Empty tensors belong to the first bucket, so that the members agree on their contributors as well. If all tensors are empty, that
     bucket has one element of its own.
     """
     indexed = [(index, _checked(name, tensor)) for index, tensor in enumerate(tensors)]
-    _check_apart(name, [tensor for _, tensor in indexed])
-    made: list[Bucket] = []
-    for _, run in itertools.groupby(indexed, lambda each: (each[1].dtype, each[1].device)):
-        made += _split(run)
+    _check_distinct(name, [tensor for _, tensor in indexed])
+    buckets: list[Bucket] = []
+    for _, group in itertools.groupby(indexed, lambda each: (each[1].dtype, each[1].device)):
+        buckets += _split(group)
     empty = tuple(index for index, tensor in indexed if not tensor.numel())
-    if empty and not made:
-        made = [Bucket((), (torch.zeros(1),))]
+    if empty and not buckets:
+        buckets = [Bucket((), (torch.zeros(1),))]
     if empty:
-        made[0] = replace(made[0], indices=made[0].indices + empty)
-    return made
+        buckets[0] = replace(buckets[0], indices=buckets[0].indices + empty)
+    return buckets
 
 
-def _split(run: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
+def _split(group: Iterator[tuple[int, Tensor]]) -> Iterator[Bucket]:
     indices: list[int] = []
-    held: list[Tensor] = []
+    tensors: list[Tensor] = []
     size = 0
-    for index, tensor in run:
+    for index, tensor in group:
         if not tensor.numel():
             continue
-        if held and size + tensor.nbytes > BUNDLE_BYTES:
-            yield Bucket(tuple(indices), tuple(held))
-            indices, held, size = [], [], 0
+        if tensors and size + tensor.nbytes > BUCKET_BYTES:
+            yield Bucket(tuple(indices), tuple(tensors))
+            indices, tensors, size = [], [], 0
         indices.append(index)
-        held.append(tensor)
+        tensors.append(tensor)
         size += tensor.nbytes
-    if held:
-        yield Bucket(tuple(indices), tuple(held))
+    if tensors:
+        yield Bucket(tuple(indices), tuple(tensors))
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
@@ -111,14 +111,14 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         raise TypeError(f"{name}: cannot reduce {tensor.dtype}; expected one of {known}")
     if tensor.is_neg():
         raise ValueError(
-            f"{name}: cannot write into a negated view, the imaginary part of a conjugate say; resolve it first"
+            f"{name}: cannot write into a negated view, such as the imaginary part of a conjugate; call resolve_neg() first"
         )
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(f"{name}: cannot write into an expanded tensor, strides {tensor.stride()}; clone it first")
     return tensor.detach()
 
 
-def _check_apart(name: str, tensors: Sequence[Tensor]) -> None:
+def _check_distinct(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError when two tensors begin at the same memory, because the second result would overwrite the first."""
     filled = [(tensor.device, tensor.data_ptr()) for tensor in tensors if tensor.numel()]
     if len(set(filled)) != len(filled):
@@ -126,19 +126,19 @@ def _check_apart(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Workspace:
-    """Memory for the results of a call until its round is closed. It has the size of the largest call so far and is reused."""
+    """Memory for the results of a call until its round is committed. It has the size of the largest call so far and is reused."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def room_for(self, made: Sequence[Bucket]) -> list[Tensor]:
+    def allocate(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Return flat host memory for the result of each bucket."""
-        ends = list(itertools.accumulate((_aligned(bundle.nbytes) for bundle in made), initial=0))
+        ends = list(itertools.accumulate((_aligned(bucket.nbytes) for bucket in buckets), initial=0))
         if self._memory.numel() < ends[-1]:
             self._memory = torch.empty(ends[-1], dtype=torch.uint8)
         return [
-            self._memory[begin : begin + bundle.nbytes].view(bundle.dtype)
-            for begin, bundle in zip(ends, made, strict=False)
+            self._memory[begin : begin + bucket.nbytes].view(bucket.dtype)
+            for begin, bucket in zip(ends, buckets, strict=False)
         ]
 
     def free(self) -> None:

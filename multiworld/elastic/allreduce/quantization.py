@@ -1,6 +1,6 @@
-"""Quantisation of transfers with a stated error: 8 bits per element, or bfloat16.
+"""Quantization of transfers with a stated error: 8 bits per element, or bfloat16.
 
-Elements are quantised in blocks of `BLOCK`, each with its own scale. Small tensors of one dtype in the same call share blocks, so use
+Elements are quantized in blocks of `BLOCK`, each with its own scale. Small tensors of one dtype in the same call share blocks, so use
 separate calls for tensors of very different magnitudes. For an element x in a block with the range `low` to `high`
 (ZERO_POINT_SCALE: that range extended to include zero), the error is at most
 
@@ -20,7 +20,7 @@ from torch import Tensor
 BLOCK = 2048
 """Elements that share a scale. The scale and the offset take 8 or 16 bytes per block, which is less than 1 %."""
 _LEVELS = 255
-"""Largest quantised value."""
+"""Largest quantized value."""
 
 
 class Quantization(StrEnum):
@@ -41,26 +41,26 @@ _DTYPES = {
 }
 
 
-def check_quantisable(name: str, dtype: torch.dtype, reduction: str, quantization: Quantization) -> None:
+def check_quantizable(name: str, dtype: torch.dtype, reduction: str, quantization: Quantization) -> None:
     """Raise TypeError or ValueError for dtypes and reductions without an error bound: integers, products."""
     if dtype not in _DTYPES[quantization]:
         raise TypeError(
-            f"{name}: {dtype} cannot be quantised as {quantization}; expected one of {_DTYPES[quantization]}"
+            f"{name}: {dtype} cannot be quantized as {quantization}; expected one of {_DTYPES[quantization]}"
         )
     if reduction == "PROD":
         raise ValueError(
-            f"{name}: a product of quantised numbers has no bound on its error; reduce without quantization"
+            f"{name}: the error of a product of quantized numbers has no bound; reduce without quantization"
         )
 
 
 def wire_bytes(count: int, dtype: torch.dtype, quantization: Quantization) -> int:
-    """Return the number of bytes that `count` quantised elements take."""
+    """Return the number of bytes that `count` quantized elements take."""
     if quantization is Quantization.BFLOAT16:
         return 2 * count
     return count + 2 * _blocks(count) * _scale_dtype(dtype).itemsize
 
 
-def quantise(values: Tensor, quantization: Quantization) -> Tensor:
+def quantize(values: Tensor, quantization: Quantization) -> Tensor:
     """Quantise the flat tensor `values`. Returns uint8 [wire_bytes]."""
     if quantization is Quantization.BFLOAT16:
         return values.to(torch.bfloat16).view(torch.uint8)
@@ -81,8 +81,8 @@ def quantise(values: Tensor, quantization: Quantization) -> Tensor:
     return torch.cat((head, levels))
 
 
-def dequantise(wire: Tensor, count: int, dtype: torch.dtype, quantization: Quantization) -> Tensor:
-    """Return the elements that `quantise` encoded, `dtype` [count]."""
+def dequantize(wire: Tensor, count: int, dtype: torch.dtype, quantization: Quantization) -> Tensor:
+    """Return the elements that `quantize` encoded, `dtype` [count]."""
     if quantization is Quantization.BFLOAT16:
         return wire.view(torch.bfloat16).to(dtype)
     blocks, scales = _blocks(count), _scale_dtype(dtype)

@@ -1,12 +1,12 @@
-"""All-reduce of one flat tensor with quantised transfers.
+"""All-reduce of one flat tensor with quantized transfers.
 
-Each member reduces one chunk of the tensor. All members send it their quantised operands. It combines them in rank order, with its
-own operand unquantised, quantises the result and sends it to all members. It uses the quantised result itself too, so all members get
-the same bits. Every operand and every result is quantised once, independently of the number of members. On a ring, each member would
-quantise again and the errors would add up.
+Each member reduces one chunk of the tensor. All members send it their quantized operands. It combines them in rank order, with its
+own operand unquantized, quantizes the result and sends it to all members. It uses the quantized result itself too, so all members get
+the same bits. Every operand and every result is quantized once, independently of the number of members. On a ring, each member would
+quantize again and the errors would add up.
 
-Let e(i) be the error bound of quantising the operand of member i, e that of the result (see quantization.py), and n the number of
-members. The result differs from the unquantised one by at most Σ e(i) + e for SUM, Σ e(i) / n + e for AVG, and max e(i) + e for MIN and
+Let e(i) be the error bound of quantizing the operand of member i, e that of the result (see quantization.py), and n the number of
+members. The result differs from the unquantized one by at most Σ e(i) + e for SUM, Σ e(i) / n + e for AVG, and max e(i) + e for MIN and
 MAX.
 """
 
@@ -15,80 +15,80 @@ import itertools
 import torch
 from torch import Tensor
 
-from multiworld.elastic.allreduce.channel import Epoch, Post, Traffic
-from multiworld.elastic.allreduce.quantization import Quantization, dequantise, quantise, wire_bytes
+from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
+from multiworld.elastic.allreduce.quantization import Quantization, dequantize, quantize, wire_bytes
 from multiworld.elastic.allreduce.reduction import Reduction, copy
 
 
-async def quantised_all_reduce(
-    epoch: Epoch,
+async def quantized_all_reduce(
+    world: ViewWorld,
     operand: Tensor,
     result: Tensor,
     reduction: Reduction,
     quantization: Quantization,
     tag: int,
-    traffic: Traffic,
+    counters: ByteCounters,
 ) -> None:
     """Reduce the `operand` of all members into the `result` of all members.
 
     Args:
         operand, result: flat, contiguous, on the host, in different memory; same dtype and size on all members.
         tag: identifies the all-reduce; the same on all members.
-        traffic: the bytes sent and received are added to it, also on failure.
+        counters: the bytes sent and received are added to it, also on failure.
     Raises:
-        BrokenWorldException: the epoch is over. `result` is undefined, `operand` is unchanged.
+        BrokenWorldException: the view has ended. `result` is undefined, `operand` is unchanged.
     """
-    with Post(epoch, tag, traffic) as post:
-        await _exchange(post, operand, result, reduction, quantization)
+    with TaggedChannel(world, tag, counters) as channel:
+        await _exchange(channel, operand, result, reduction, quantization)
 
 
 async def _exchange(
-    post: Post, operand: Tensor, result: Tensor, reduction: Reduction, quantization: Quantization
+    channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction, quantization: Quantization
 ) -> None:
-    epoch = post.epoch
-    dtype, others = operand.dtype, [rank for rank in range(epoch.size) if rank != epoch.rank]
-    operands, results = _pieces(operand, epoch.size), _pieces(result, epoch.size)
-    mine = operands[epoch.rank].numel()
+    world = channel.world
+    dtype, others = operand.dtype, [rank for rank in range(world.size) if rank != world.rank]
+    operands, results = _chunks(operand, world.size), _chunks(result, world.size)
+    own_count = operands[world.rank].numel()
 
-    parts = {rank: _wire(mine, dtype, quantization) for rank in others if mine}
-    arriving = {rank: post.expect(part, rank) for rank, part in parts.items()}
-    finished = {rank: _wire(results[rank].numel(), dtype, quantization) for rank in others if results[rank].numel()}
-    returning = {rank: post.expect(wire, rank) for rank, wire in finished.items()}
-    for rank in finished:
-        post.send(quantise(operands[rank], quantization), rank)
-    for rank, receiving in arriving.items():
-        await post.arrived(receiving, parts[rank])
-    if mine:
-        wire = quantise(_combined(operands[epoch.rank], parts, epoch, reduction, quantization), quantization)
+    received = {rank: _wire_buffer(own_count, dtype, quantization) for rank in others if own_count}
+    receiving_operands = {rank: channel.recv(chunk, rank) for rank, chunk in received.items()}
+    reduced = {
+        rank: _wire_buffer(results[rank].numel(), dtype, quantization) for rank in others if results[rank].numel()
+    }
+    receiving_results = {rank: channel.recv(wire, rank) for rank, wire in reduced.items()}
+    for rank in reduced:
+        channel.send(quantize(operands[rank], quantization), rank)
+    for rank, receiving in receiving_operands.items():
+        await channel.wait_received(receiving, received[rank])
+    if own_count:
+        wire = quantize(_reduce(operands[world.rank], received, world, reduction, quantization), quantization)
         for rank in others:
-            post.send(wire, rank)
-        copy(results[epoch.rank], dequantise(wire, mine, dtype, quantization))
-    for rank, receiving in returning.items():
-        await post.arrived(receiving, finished[rank])
-        copy(results[rank], dequantise(finished[rank], results[rank].numel(), dtype, quantization))
-    await post.sent()
+            channel.send(wire, rank)
+        copy(results[world.rank], dequantize(wire, own_count, dtype, quantization))
+    for rank, receiving in receiving_results.items():
+        await channel.wait_received(receiving, reduced[rank])
+        copy(results[rank], dequantize(reduced[rank], results[rank].numel(), dtype, quantization))
+    await channel.wait_sent()
 
 
-def _combined(
-    own: Tensor, parts: dict[int, Tensor], epoch: Epoch, reduction: Reduction, quantization: Quantization
+def _reduce(
+    own: Tensor, received: dict[int, Tensor], world: ViewWorld, reduction: Reduction, quantization: Quantization
 ) -> Tensor:
-    total: Tensor | None = None
-    for rank in range(epoch.size):
-        part = own if rank == epoch.rank else dequantise(parts[rank], own.numel(), own.dtype, quantization)
-        if total is None:
-            total = part.clone()
-        else:
-            reduction.combine(total, part, out=total)
-    assert total is not None
-    reduction.finish(total, epoch.size)
+    def chunk(rank: int) -> Tensor:
+        return own if rank == world.rank else dequantize(received[rank], own.numel(), own.dtype, quantization)
+
+    total = chunk(0).clone()
+    for rank in range(1, world.size):
+        reduction.combine(total, chunk(rank), out=total)
+    reduction.finish(total, world.size)
     return total
 
 
-def _pieces(tensor: Tensor, size: int) -> list[Tensor]:
+def _chunks(tensor: Tensor, size: int) -> list[Tensor]:
     count = tensor.numel()
-    bounds = [piece * count // size for piece in range(size + 1)]
+    bounds = [index * count // size for index in range(size + 1)]
     return [tensor[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
-def _wire(count: int, dtype: torch.dtype, quantization: Quantization) -> Tensor:
+def _wire_buffer(count: int, dtype: torch.dtype, quantization: Quantization) -> Tensor:
     return torch.empty(wire_bytes(count, dtype, quantization), dtype=torch.uint8)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multiworld.elastic.allreduce.channel import Epoch, Post, Traffic
-from multiworld.elastic.allreduce.reduction import Reduction, copy
+from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
+from multiworld.elastic.allreduce.reduction import Reduction
 from multiworld.ops.operation import Operation
 
 CHUNK_BYTES = 1 << 22
 """Bytes per chunk. Smaller chunks overlap better but cost more, because each chunk is one transfer."""
-_AHEAD = 32
+_RECVS_AHEAD = 32
 """Number of receives posted ahead. They need no additional memory, and a sender does not wait for a busy receiver."""
-RING_FROM_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 22}
+RING_MIN_BYTES = {2: 1 << 20, 3: 1 << 20, 4: 1 << 22}
 """Smallest tensor in bytes that uses the ring, by number of members; with other numbers of members the ring is not used. The measurements
 are in docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algorithms` repeats them.
 """
@@ -30,7 +30,7 @@ are in docs/decisions/0013-elastic-worlds.md; `python -m benchmarks.elastic algo
 
 def prefers_ring(size_bytes: int, members: int) -> bool:
     """Return whether a tensor of `size_bytes` uses the ring."""
-    return members in RING_FROM_BYTES and size_bytes >= RING_FROM_BYTES[members]
+    return members in RING_MIN_BYTES and size_bytes >= RING_MIN_BYTES[members]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,87 +38,84 @@ class _Chunk:
     """A part of the tensor that is received from the left neighbour.
 
     Attributes:
-        place: the part of the result that receives it.
+        target: the part of the result that receives it.
         own: the same part of this member's operand, to be combined with it; None for a reduced chunk.
         last: whether this member's operand is the last one, which completes the chunk.
-        passed_on: whether the right neighbour needs it.
+        forward: whether the right neighbour needs it.
     """
 
-    place: Tensor
+    target: Tensor
     own: Tensor | None
     last: bool
-    passed_on: bool
+    forward: bool
 
 
 async def ring_all_reduce(
-    epoch: Epoch, operand: Tensor, result: Tensor, reduction: Reduction, tag: int, traffic: Traffic
+    world: ViewWorld, operand: Tensor, result: Tensor, reduction: Reduction, tag: int, counters: ByteCounters
 ) -> None:
     """Reduce the `operand` of all members into the `result` of all members.
 
     Args:
         operand, result: flat, contiguous, on the host, in different memory; same dtype and size on all members.
         tag: identifies the all-reduce; the same on all members.
-        traffic: the bytes sent and received are added to it, also on failure.
+        counters: the bytes sent and received are added to it, also on failure.
     Raises:
-        BrokenWorldException: the epoch is over. `result` is undefined, `operand` is unchanged.
+        BrokenWorldException: the view has ended. `result` is undefined, `operand` is unchanged.
     """
-    with Post(epoch, tag, traffic) as post:
-        await _go_around(post, operand, result, reduction)
+    with TaggedChannel(world, tag, counters) as channel:
+        await _pass_around(channel, operand, result, reduction)
 
 
-async def _go_around(post: Post, operand: Tensor, result: Tensor, reduction: Reduction) -> None:
-    epoch = post.epoch
-    left, right = (epoch.rank - 1) % epoch.size, (epoch.rank + 1) % epoch.size
-    for own in _chunks(operand, epoch.rank, epoch.size):
-        post.send(own, right)
-    coming = _coming(operand, result, epoch.rank, epoch.size)
-    expected: deque[tuple[_Chunk, Operation]] = deque()
+async def _pass_around(channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction) -> None:
+    world = channel.world
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    for own in _chunks(operand, world.rank, world.size):
+        channel.send(own, right)
+    chunks = _chunks_from_left(operand, result, world.rank, world.size)
+    pending: deque[tuple[_Chunk, Operation]] = deque()
     while True:
-        while len(expected) < _AHEAD and (chunk := next(coming, None)) is not None:
-            expected.append((chunk, post.expect(chunk.place, left)))
-        if not expected:
+        while len(pending) < _RECVS_AHEAD and (chunk := next(chunks, None)) is not None:
+            pending.append((chunk, channel.recv(chunk.target, left)))
+        if not pending:
             break
-        chunk, receiving = expected.popleft()
-        await post.arrived(receiving, chunk.place)
+        chunk, receiving = pending.popleft()
+        await channel.wait_received(receiving, chunk.target)
         if chunk.own is not None:
-            reduction.combine(chunk.place, chunk.own, out=chunk.place)
+            reduction.combine(chunk.target, chunk.own, out=chunk.target)
         if chunk.last:
-            reduction.finish(chunk.place, epoch.size)
-        if chunk.passed_on:
-            post.send(chunk.place, right)
-    await post.sent()
+            reduction.finish(chunk.target, world.size)
+        if chunk.forward:
+            channel.send(chunk.target, right)
+    await channel.wait_sent()
 
 
-def _coming(operand: Tensor, result: Tensor, rank: int, size: int) -> Iterator[_Chunk]:
+def _chunks_from_left(operand: Tensor, result: Tensor, rank: int, size: int) -> Iterator[_Chunk]:
     """Yield the chunks that arrive from the left neighbour, in order."""
-    for turn in range(2 * (size - 1)):
-        piece = (rank - 1 - turn) % size
-        adding = turn < size - 1
-        places = _chunks(result, piece, size)
-        owns = _chunks(operand, piece, size) if adding else [None] * len(places)
-        for place, own in zip(places, owns, strict=True):
-            yield _Chunk(place, own, last=turn == size - 2, passed_on=turn < 2 * (size - 1) - 1)
+    for step in range(2 * (size - 1)):
+        piece = (rank - 1 - step) % size
+        adding = step < size - 1
+        targets = _chunks(result, piece, size)
+        owns = _chunks(operand, piece, size) if adding else [None] * len(targets)
+        for target, own in zip(targets, owns, strict=True):
+            yield _Chunk(target, own, last=step == size - 2, forward=step < 2 * (size - 1) - 1)
 
 
 def _chunks(tensor: Tensor, piece: int, size: int) -> list[Tensor]:
     """Return one of `size` pieces of a flat tensor, in chunks. The sizes of the pieces differ by at most one element."""
     count = tensor.numel()
     begin, end = piece * count // size, (piece + 1) * count // size
-    step = CHUNK_BYTES // tensor.element_size()
-    return [tensor[at : min(at + step, end)] for at in range(begin, end, step)]
+    length = CHUNK_BYTES // tensor.element_size()
+    return [tensor[at : min(at + length, end)] for at in range(begin, end, length)]
 
 
-async def direct_all_reduce(
-    epoch: Epoch, operand: Tensor, result: Tensor, reduction: Reduction, traffic: Traffic
-) -> None:
-    """Like `ring_all_reduce`, with the world's all-reduce. All members must start several of them in the same order.
+async def direct_all_reduce(world: ViewWorld, tensor: Tensor, reduction: Reduction, counters: ByteCounters) -> None:
+    """Reduce `tensor` in place with the world's all-reduce. All members must start several of them in the same order.
 
-    `operand` and `result` may be the same memory. On failure `result` is undefined. `traffic` is an estimate, added on success: the bytes
-    of a ring. Short tensors, which go to all members as a whole, can take more.
+    On failure `tensor` is undefined. On success `counters` gets an estimate: the bytes of a ring. Short tensors, which every member sends
+    as a whole to all others, can take more.
     """
-    if result.data_ptr() != operand.data_ptr():
-        copy(result, operand)
-    await epoch.all_reduce(result, reduction.op)
-    reduction.finish(result, epoch.size)
-    moved = 2 * (epoch.size - 1) * result.nbytes // epoch.size
-    traffic.add(Traffic(moved, moved))
+    await world.all_reduce(tensor, reduction.op)
+    reduction.finish(tensor, world.size)
+    moved = 2 * (world.size - 1) * tensor.nbytes // world.size
+    counters.sent += moved
+    counters.received += moved

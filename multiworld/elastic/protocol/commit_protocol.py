@@ -1,6 +1,6 @@
-"""The steps of a call: exchange flags, run the unfinished operations, exchange again, until the round is closed. Pure.
+"""The steps of a call: exchange flags, run the unfinished operations, exchange again, until the round is committed. Pure.
 
-The generators yield steps and receive the results. The caller throws `EpochOver` into them when the epoch has ended.
+The generators yield steps and receive the results. The caller throws `ViewEnded` into them when the view has ended.
 multiworld/elastic/world.py and the simulation drive the same generators.
 """
 
@@ -12,95 +12,97 @@ from multiworld.elastic.protocol.member_state import MemberState
 from multiworld.elastic.protocol.rounds import Round
 
 
-class EpochOver(Exception):  # noqa: N818 - control flow, not an error for the caller
-    """The step could not be completed because its epoch is over."""
+class ViewEnded(Exception):  # noqa: N818 - control flow, not an error for the caller
+    """The step could not be completed because its view has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Await:
-    """Wait until an epoch later than `after` is ready. The result is its number."""
+class AwaitView:
+    """Wait until a view later than `after` is ready. The result is its number."""
 
     after: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """All-gather `data` in that epoch. The result is the data of all members, ordered by rank."""
+class AllGather:
+    """All-gather `data` in that view. The result is the data of all members, ordered by rank."""
 
-    epoch: int
+    view_number: int
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Run the unfinished operations of the round in that epoch and mark those that finish. It ends when no operation is in flight.
+class RunOperations:
+    """Run the unfinished operations of the round in that view and mark those that finish. It ends when no operation is in flight.
 
     Attributes:
-        again: they ran before, in an epoch that broke.
+        retry: they ran before, in a view that broke.
     """
 
-    epoch: int
-    again: bool
+    view_number: int
+    retry: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Tell the rendezvous that this member is at a boundary of that epoch. It ends when all members are."""
+class AwaitBoundary:
+    """Report to the rendezvous server that this member is at a boundary of that view. It ends when all members are."""
 
-    epoch: int
-
-
-Step = Await | Exchange | Run | Stand
-Course = Generator[Step, Any, bool]
+    view_number: int
 
 
-def agree(seat: MemberState, round_: Round, epoch: int) -> Course:
-    """Mark the operations as finished that finished on all members of that epoch. Returns whether the round is closed.
+Step = AwaitView | AllGather | RunOperations | AwaitBoundary
+Steps = Generator[Step, Any, bool]
 
-    Raises EpochOver, RoundMismatch.
+
+def agree(state: MemberState, round_: Round, view_number: int) -> Steps:
+    """Mark the operations as finished that finished on all members of that view. Returns whether the round is committed.
+
+    Raises ViewEnded, RoundMismatch.
     """
-    if round_.is_closed(seat.closed):
+    if round_.is_committed(state.committed):
         return True
-    if round_.judge((yield Exchange(epoch, round_.head()))) == "compare":
-        round_.settle((yield Exchange(epoch, round_.flags())))
+    if not round_.flags_agree((yield AllGather(view_number, round_.summary()))):
+        round_.intersect((yield AllGather(view_number, round_.flags())))
     if not round_.complete:
         return False
-    if not seat.close_round(epoch):  # this member has asked for the next epoch and did not report the round as closed
-        raise EpochOver
+    if not state.commit_round(
+        view_number
+    ):  # this member has asked for the next view without reporting the round as committed
+        raise ViewEnded
     return True
 
 
-def conduct(seat: MemberState, round_: Round) -> Course:
-    """Run a round to its end, over as many epochs as necessary. Returns False if it is unfinished and no other member is left.
+def run_round(state: MemberState, round_: Round) -> Steps:
+    """Run a round to its end, over as many views as necessary. Returns False if it is unfinished and no other member is left.
 
     Raises RoundMismatch.
     """
-    epoch, again = (yield Await(0)), False
+    view_number, retry = (yield AwaitView(0)), False
     while True:
         try:
-            if (yield from agree(seat, round_, epoch)):
+            if (yield from agree(state, round_, view_number)):
                 return True
-            if len(seat.view.members) == 1 and seat.close_round(epoch):
+            if len(state.view.members) == 1 and state.commit_round(view_number):
                 return False
-            yield Run(epoch, again)
-        except EpochOver:
-            epoch, again = (yield Await(epoch)), True
+            yield RunOperations(view_number, retry)
+        except ViewEnded:
+            view_number, retry = (yield AwaitView(view_number)), True
 
 
-def pass_boundary(seat: MemberState) -> Course:
-    """Wait at a boundary between two rounds for all other members, so that waiting newcomers can be admitted.
+def pass_boundary(state: MemberState) -> Steps:
+    """Wait at a boundary between two rounds for all other members, so that waiting new members can be admitted.
 
-    The members first exchange the call that they are in, because a member that runs a round would never reach the boundary.
+    The members first exchange which call they are in, because a member that runs a round would never reach the boundary.
     Raises RoundMismatch.
     """
-    epoch, before = (yield Await(0)), seat.boundaries
+    view_number, before = (yield AwaitView(0)), state.boundaries
     while True:
         try:
-            here = Round(seat.closed, 0, "update_membership")
-            here.judge((yield Exchange(epoch, here.head())))
-            yield Stand(epoch)
+            boundary = Round(state.committed, 0, "update_membership")
+            boundary.flags_agree((yield AllGather(view_number, boundary.summary())))
+            yield AwaitBoundary(view_number)
             return True
-        except EpochOver:
-            epoch = yield Await(epoch)
-            if seat.boundaries > before:
+        except ViewEnded:
+            view_number = yield AwaitView(view_number)
+            if state.boundaries > before:
                 return True

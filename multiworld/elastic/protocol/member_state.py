@@ -1,193 +1,202 @@
 """The state of one member of an elastic world. Pure: events in, actions out; multiworld/elastic/agent.py performs the actions.
 
-    waiting ──▶ forming ──▶ ready ◀──▶ asked          waiting: a newcomer that no epoch includes yet
-                   ▲  └──────────────────▲ │          asked: waits for the decision of the rendezvous about the next epoch
-                   └───────────────────────┘          out: no longer a member; reached from every state
+    waiting ──▶ forming ──▶ ready ◀──▶ requested      waiting: a new member that no view includes yet
+                   ▲  └──────────────────▲ │          requested: waits for the decision of the rendezvous server about the next view
+                   └───────────────────────┘          ended: no longer a member; reached from every phase
 
-An epoch is one attempt: it forms or fails to form, and it never continues after it broke. Views of older epochs are ignored, so delayed
+The world of a view is formed once: it forms or fails to form, and it never continues after it broke. Older views are ignored, so delayed
 messages have no effect, even after this process was frozen.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from multiworld.elastic.protocol.messages import Ask, Evicted, Leave, Message, Unchanged, View, Void
+from multiworld.elastic.protocol.messages import (
+    BoundaryPassed,
+    Evicted,
+    Leave,
+    Message,
+    NextViewRequest,
+    View,
+    ViewInvalidated,
+)
 
-State = Literal["waiting", "forming", "ready", "asked", "out"]
-End = Literal["left", "evicted", "rendezvous", "reform", "desync"]
-"""Why this process is no longer a member: it left, was evicted, has no rendezvous, no epoch formed in time, or the calls differ."""
+Phase = Literal["waiting", "forming", "ready", "requested", "ended"]
+EndReason = Literal["left", "evicted", "rendezvous", "view_change", "desync"]
+"""Why this process is no longer a member: it left, was evicted, has no rendezvous, no view formed in time, or the calls differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the message to the rendezvous."""
+    """Send the message to the rendezvous server."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class CloseEpoch:
-    """Close the world of that epoch, whether it is forming, working or broken."""
+class CloseView:
+    """Close the world of that view, whether it is forming, working or broken."""
 
-    epoch: int
+    view_number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Form the world of this view, then report `formed` or `failed`."""
+class FormView:
+    """Form the world of this view, then report `on_formed` or `on_failed`."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Operations may run in this epoch."""
+class ViewReady:
+    """Operations may run in this view."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryPassed:
-    """The call that waits at the boundary succeeds."""
+class EndBoundary:
+    """Complete the call that waits at the boundary.
+
+    Attributes:
+        error: why it fails: the rendezvous server cannot be reached, and the view continues. None if it succeeds.
+    """
+
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryFailed:
-    """The call that waits at the boundary fails because the rendezvous cannot be reached. The epoch continues."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
+class EndMembership:
     """This process is no longer a member."""
 
-    end: End
-    reason: str
+    reason: EndReason
+    detail: str
 
 
-Action = Send | CloseEpoch | Form | Ready | BoundaryPassed | BoundaryFailed | Fail
+Action = Send | CloseView | FormView | ViewReady | EndBoundary | EndMembership
 
 
 class MemberState:
     """The state of one member.
 
     Attributes:
-        view: the epoch that is ready, forming, or given up.
-        closed: number of rounds known to be closed.
+        view: the view that is ready, forming, or has ended.
+        committed: number of rounds known to be committed.
         boundaries: number of boundaries known to be passed.
     """
 
     def __init__(self, member_id: str) -> None:
         self.id = member_id
-        self.state: State = "waiting"
+        self.phase: Phase = "waiting"
         self.view = View(0, ())
-        self.closed = 0
+        self.committed = 0
         self.boundaries = 0
-        self._asked: Ask | None = None
-        self._severed: str | None = None  # why the rendezvous cannot be reached; None while it can
+        self._request: NextViewRequest | None = None
+        self._rendezvous_error: str | None = None  # why the rendezvous server cannot be reached; None while it can
 
-    @property
-    def epoch(self) -> int:
-        return self.view.epoch
+    def is_in(self, view_number: int) -> bool:
+        """Return whether that view is the current one and operations may run in it."""
+        return self.view.number == view_number and (self.phase == "ready" or self._at_boundary)
 
-    def is_in(self, epoch: int) -> bool:
-        """Return whether that epoch is the current one and operations may run in it."""
-        return self.epoch == epoch and (self.state == "ready" or self._at_boundary)
+    # -- from the rendezvous server ------------------------------------------------------------------------------------
 
-    # -- from the rendezvous -------------------------------------------------------------------------------------------------
-
-    def heard(self, message: Message) -> list[Action]:
-        """The rendezvous sent a message."""
+    def on_message(self, message: Message) -> list[Action]:
+        """The rendezvous server sent a message."""
+        current = self.view.number
         match message:
-            case _ if self.state == "out":
+            case _ if self.phase == "ended":
                 return []
-            case View(epoch=epoch) if epoch > self.epoch:
-                return self._enter(message)
-            case Void(epoch=epoch) if epoch == self.epoch:
-                return self._ask(boundary=False) if self.is_in(epoch) or self.state == "forming" else []
-            case Unchanged(epoch, boundaries) if epoch == self.epoch and boundaries > self.boundaries:
+            case View(number=number) if number > current:
+                return self._install_view(message)
+            case ViewInvalidated(number) if number == current:
+                return self._end_view() if self.is_in(number) or self.phase == "forming" else []
+            case BoundaryPassed(number, boundaries) if number == current and boundaries > self.boundaries:
                 self.boundaries = boundaries
-                return self._leave_boundary(BoundaryPassed()) if self._at_boundary else []
+                return self._end_boundary() if self._at_boundary else []
             case Evicted(reason=reason):
-                return self._end("evicted", f"the rendezvous took us out after epoch {self.epoch}: {reason}")
+                return self._end("evicted", f"the rendezvous server evicted this member after view {current}: {reason}")
         return []
 
-    def reconnected(self) -> list[Action]:
-        """The link to the restarted rendezvous works again. Repeats the request that may have been lost."""
-        return [Send(self._asked)] if self._asked is not None and self.state == "asked" else []
+    def on_reconnected(self) -> list[Action]:
+        """The connection to the restarted rendezvous server works again. Repeats the request that may have been lost."""
+        return [Send(self._request)] if self._request is not None and self.phase == "requested" else []
 
-    def severed(self, reason: str) -> list[Action]:
-        """The rendezvous cannot be reached or does not know this member. The current epoch may continue, but no other follows."""
-        self._severed = reason
-        if not self.is_in(self.epoch):
-            return self._end("rendezvous", reason)
-        return self._leave_boundary(BoundaryFailed(reason)) if self._at_boundary else []
+    def on_rendezvous_lost(self, detail: str) -> list[Action]:
+        """The rendezvous server cannot be reached or does not know this member. The current view may continue, but no other follows."""
+        self._rendezvous_error = detail
+        if not self.is_in(self.view.number):
+            return self._end("rendezvous", detail)
+        return self._end_boundary(detail) if self._at_boundary else []
 
-    # -- from the epoch's world ------------------------------------------------------------------------------------------------
+    # -- from the world of the view ------------------------------------------------------------------------------------
 
-    def formed(self, epoch: int) -> list[Action]:
-        """The world of that epoch formed."""
-        if self.state != "forming" or epoch != self.epoch:
+    def on_formed(self, view_number: int) -> list[Action]:
+        """The world of that view formed."""
+        if self.phase != "forming" or view_number != self.view.number:
             return []
-        self.state = "ready"
-        return [Ready(self.view)]
+        self.phase = "ready"
+        return [ViewReady(self.view)]
 
-    def failed(self, epoch: int, accused: str = "") -> list[Action]:
-        """The world of that epoch broke or did not form. `accused` is the id of the member that caused it, or ""."""
-        if epoch != self.epoch or not (self.state == "forming" or self.is_in(epoch)):
+    def on_failed(self, view_number: int, suspect: str = "") -> list[Action]:
+        """The world of that view broke or did not form. `suspect` is the id of the member that caused it, or ""."""
+        if view_number != self.view.number or not (self.phase == "forming" or self.is_in(view_number)):
             return []
-        return self._ask(boundary=False, accused=accused)
+        return self._end_view(suspect)
 
-    # -- from the application ----------------------------------------------------------------------------------------------------
+    # -- from the application ------------------------------------------------------------------------------------------
 
-    def stand_at_boundary(self, epoch: int) -> list[Action]:
-        """The application is between two operations of that epoch, which must be ready: newcomers may be admitted.
+    def enter_boundary(self, view_number: int) -> list[Action]:
+        """The application is between two operations of that view, which must be ready: new members may be admitted.
 
-        The outcome is BoundaryPassed or BoundaryFailed, or CloseEpoch when the epoch ends first.
+        The outcome is EndBoundary, or CloseView when the view ends first.
         """
-        assert self.state == "ready"
-        assert self.epoch == epoch
-        return [BoundaryFailed(self._severed)] if self._severed is not None else self._ask(boundary=True)
+        assert self.phase == "ready"
+        assert self.view.number == view_number
+        if self._rendezvous_error is not None:
+            return [EndBoundary(self._rendezvous_error)]
+        return [self._request_next_view(at_boundary=True)]
 
-    def close_round(self, epoch: int) -> bool:
-        """Count a round closed in that epoch. Returns False if the epoch is given up: its request does not report the round as closed."""
-        if self.state != "ready" or epoch != self.epoch:
+    def commit_round(self, view_number: int) -> bool:
+        """Count a round that was committed in that view. Returns False if the view has ended: its request does not report the round."""
+        if self.phase != "ready" or view_number != self.view.number:
             return False
-        self.closed += 1
+        self.committed += 1
         return True
 
-    def give_up(self, end: End, reason: str) -> list[Action]:
+    def leave(self, reason: EndReason, detail: str) -> list[Action]:
         """End the membership for a local reason. Idempotent."""
-        return [Send(Leave()), *ending] if (ending := self._end(end, reason)) else []
+        return [Send(Leave()), *ending] if (ending := self._end(reason, detail)) else []
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _enter(self, view: View) -> list[Action]:
-        if self.id not in view.ids():  # a protocol error: the rendezvous sends a view only to its members
-            return self._end("evicted", f"epoch {view.epoch} was made without us")
-        before, self.view, self.state, self._asked = self.epoch, view, "forming", None
-        self.closed = max(self.closed, view.closed)
+    def _install_view(self, view: View) -> list[Action]:
+        if self.id not in view.ids():  # a protocol error: the rendezvous server sends a view only to its members
+            return self._end("evicted", f"view {view.number} does not include this member")
+        before, self.view, self.phase, self._request = self.view.number, view, "forming", None
+        self.committed = max(self.committed, view.committed)
         self.boundaries = max(self.boundaries, view.boundaries)
-        return [*([CloseEpoch(before)] if before else []), Form(view)]
+        return [*([CloseView(before)] if before else []), FormView(view)]
 
-    def _ask(self, *, boundary: bool, accused: str = "") -> list[Action]:
-        if self._severed is not None:
-            return self._end("rendezvous", self._severed)
-        self._asked = Ask(self.epoch, boundary, self.closed, self.boundaries, accused)
-        self.state = "asked"
-        return [*([] if boundary else [CloseEpoch(self.epoch)]), Send(self._asked)]
+    def _end_view(self, suspect: str = "") -> list[Action]:
+        if self._rendezvous_error is not None:
+            return self._end("rendezvous", self._rendezvous_error)
+        return [CloseView(self.view.number), self._request_next_view(at_boundary=False, suspect=suspect)]
+
+    def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> Send:
+        self._request = NextViewRequest(self.view.number, at_boundary, self.committed, self.boundaries, suspect)
+        self.phase = "requested"
+        return Send(self._request)
 
     @property
     def _at_boundary(self) -> bool:
-        return self.state == "asked" and self._asked is not None and self._asked.boundary
+        return self.phase == "requested" and self._request is not None and self._request.at_boundary
 
-    def _leave_boundary(self, outcome: BoundaryPassed | BoundaryFailed) -> list[Action]:
-        self.state, self._asked = "ready", None
-        return [outcome]
+    def _end_boundary(self, error: str | None = None) -> list[Action]:
+        self.phase, self._request = "ready", None
+        return [EndBoundary(error)]
 
-    def _end(self, end: End, reason: str) -> list[Action]:
-        if self.state == "out":
+    def _end(self, reason: EndReason, detail: str) -> list[Action]:
+        if self.phase == "ended":
             return []
-        self.state = "out"
-        return [*([CloseEpoch(self.epoch)] if self.epoch else []), Fail(end, reason)]
+        self.phase = "ended"
+        return [*([CloseView(self.view.number)] if self.view.number else []), EndMembership(reason, detail)]

@@ -1,7 +1,7 @@
-"""The messages between members of an elastic world and its rendezvous. Pure: encoding and decoding only.
+"""The messages between members of an elastic world and its rendezvous server. Pure: encoding and decoding only.
 
-member → rendezvous     Ask, Leave
-rendezvous → member     View, Void, Unchanged, Evicted
+member → server     NextViewRequest, Leave
+server → member     View, ViewInvalidated, BoundaryPassed, Evicted
 """
 
 import json
@@ -19,7 +19,7 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
-    """A member and the address at which it listens when it is rank 0 of an epoch.
+    """A member and the address at which it listens when it is rank 0 of a view.
 
     Attributes:
         id: unique and constant during the membership; a process that joins again has a new id.
@@ -32,21 +32,21 @@ class MemberInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A member asks for the epoch that follows `epoch`.
+class NextViewRequest:
+    """A member asks for the view that follows `view_number`.
 
     Attributes:
-        boundary: the member is between two operations, and newcomers may be admitted; otherwise `epoch` broke or did not form.
-        closed: number of rounds that it knows to be closed (multiworld/elastic/protocol/rounds.py).
+        at_boundary: the member is between two operations, and new members may be admitted; otherwise the view broke or did not form.
+        committed: number of rounds that it knows to be committed (multiworld/elastic/protocol/rounds.py).
         boundaries: number of boundaries that it has passed.
-        accused: id of the member that it lost; "" if it does not know.
+        suspect: id of the member that it lost; "" if it does not know.
     """
 
-    epoch: int
-    boundary: bool
-    closed: int
+    view_number: int
+    at_boundary: bool
+    committed: int
     boundaries: int
-    accused: str = ""
+    suspect: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,17 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The members of an epoch, ordered by rank. The oldest member comes first.
+    """The agreed list of members, ordered by rank. The oldest member comes first.
 
     Attributes:
-        closed: number of closed rounds, the maximum over what its members know.
-        boundaries: number of passed boundaries; a member that waits at an earlier one has missed the decision and may go on.
+        number: only increases.
+        committed: number of committed rounds, the maximum over what its members know.
+        boundaries: number of passed boundaries; a member that waits at an earlier one has missed the decision and may continue.
     """
 
-    epoch: int
+    number: int
     members: tuple[MemberInfo, ...]
-    closed: int = 0
+    committed: int = 0
     boundaries: int = 0
 
     def ids(self) -> tuple[str, ...]:
@@ -77,17 +78,17 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Void:
-    """A member of `epoch` is lost. The receiver gives the epoch up and asks for the next one."""
+class ViewInvalidated:
+    """A member of this view is lost. The receiver ends the view and asks for the next one."""
 
-    epoch: int
+    view_number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Unchanged:
-    """All members are at the boundary, or have passed it, and no newcomer waits: `epoch` continues."""
+class BoundaryPassed:
+    """All members are at the boundary, or have passed it, and no new member waits: this view continues."""
 
-    epoch: int
+    view_number: int
     boundaries: int
 
 
@@ -98,14 +99,17 @@ class Evicted:
     reason: str
 
 
-Message = Ask | Leave | View | Void | Unchanged | Evicted
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Ask, Leave, View, Void, Unchanged, Evicted)}
-_FIELDS: dict[str, type] = {
-    "epoch": int,
-    "closed": int,
+Message = NextViewRequest | Leave | View | ViewInvalidated | BoundaryPassed | Evicted
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (NextViewRequest, Leave, View, ViewInvalidated, BoundaryPassed, Evicted)
+}
+_TYPES: dict[str, type] = {
+    "number": int,
+    "view_number": int,
+    "committed": int,
     "boundaries": int,
-    "boundary": bool,
-    "accused": str,
+    "at_boundary": bool,
+    "suspect": str,
     "reason": str,
 }
 
@@ -120,18 +124,18 @@ def decode(data: bytes) -> Message:
         fields = json.loads(data)
         kind = _KINDS[fields.pop("kind")]
         if kind is View:
-            fields["members"] = tuple(seating(each) for each in fields["members"])
+            fields["members"] = tuple(parse_member(each) for each in fields["members"])
         if isinstance(fields.get("reason"), str):
             fields["reason"] = shown(fields["reason"])
         message = kind(**fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MessageError(f"not a message: {data[:60]!r}") from error
-    if any(type(fields[name]) is not kind_of for name, kind_of in _FIELDS.items() if name in fields):
+    if any(type(fields[name]) is not expected for name, expected in _TYPES.items() if name in fields):
         raise MessageError(f"not a message: a field of {data[:60]!r} has the wrong type")
     return message
 
 
-def seating(fields: dict[str, object]) -> MemberInfo:
+def parse_member(fields: dict[str, object]) -> MemberInfo:
     """Parse a `MemberInfo`. Raises MessageError if the fields are invalid."""
     match fields:
         case {"id": str(member_id), "host": str(host), "port": int(port)} if (

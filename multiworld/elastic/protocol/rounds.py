@@ -1,27 +1,26 @@
-"""How the members of an epoch agree on the finished operations of a round. Pure: bytes in, decisions out.
+"""How the members of a view agree on the finished operations of a round. Pure: bytes in, decisions out.
 
 A *round* is one call: the operations that all members run together. Each member has a flag per operation: finished on this member. In
-every epoch, before and after operations run, the members exchange their flags. An operation counts as finished when it is finished on all
+every view, before and after operations run, the members exchange their flags. An operation counts as finished when it is finished on all
 members. The rules, and why they give the same bits on all members:
 
 1. All members run an operation again that finished on only some of them, from the originals, which all members still have.
-2. No member runs an operation in an epoch before all of its members have exchanged flags. So all members of an epoch run the same set of
+2. No member runs an operation in a view before all of its members have exchanged flags. So all members of a view run the same set of
    operations, and an operation that finishes has the same result on every member on which it finishes.
 3. A member may die during the exchange, so that only some members complete it. Those clear the flags that are not set on all members and
-   run these operations, but cannot finish any of them, because that takes all members. The next epoch compares the flags again.
-4. A member closes the round when it sees that all operations finished on all members. All members have all results then, so the originals
-   may be overwritten. The member reports the closed round before the next epoch is decided (`Ask.closed`), and the view reports it to all
-   members. A member that has not closed the round yet closes it then, with the results that it has.
-5. No member can be more than one round ahead, because closing a round takes all members.
+   run these operations, but cannot finish any of them, because that takes all members. The next view compares the flags again.
+4. A member commits the round when it sees that all operations finished on all members. All members have all results then, so the
+   originals may be overwritten. The member reports the committed round before the next view is decided (`NextViewRequest.committed`), and
+   the view reports it to all members. A member that has not committed the round yet commits it then, with the results that it has.
+5. No member can be more than one round ahead, because committing a round takes all members.
 """
 
 import hashlib
 import struct
-from typing import Literal
 
 from multiworld.errors import MultiWorldError
 
-_HEAD = struct.Struct("!QQ16s16s")
+_SUMMARY = struct.Struct("!QQ16s16s")
 
 
 class RoundMismatch(MultiWorldError):  # noqa: N818 - internal; the caller gets DesyncError
@@ -41,9 +40,11 @@ class Round:
     """One member's flags of a round.
 
     Args:
-        number: number of rounds closed before this one.
+        number: number of rounds committed before this one.
         count: number of operations.
         signature: describes the operations; must be equal on all members.
+    Attributes:
+        finished: for each operation, whether it finished on this member. Its result is kept beside the original.
     """
 
     def __init__(self, number: int, count: int, signature: str) -> None:
@@ -61,46 +62,44 @@ class Round:
         """Indices of the unfinished operations."""
         return [index for index, finished in enumerate(self.finished) if not finished]
 
-    def finish(self, index: int) -> None:
-        """Mark operation `index` as finished on this member. Its result is kept beside the original."""
-        self.finished[index] = True
+    def is_committed(self, committed: int) -> bool:
+        """Return whether any member has committed this round, given the number of committed rounds.
 
-    def is_closed(self, closed: int) -> bool:
-        """Return whether any member has closed this round, given the number of closed rounds.
-
-        Raises RoundMismatch if it is closed but operations are unfinished on this member.
+        Raises RoundMismatch if it is committed but operations are unfinished on this member.
         """
-        if closed > self.number and not self.complete:
-            raise RoundMismatch(0, f"round {self.number} is closed elsewhere, but is not finished here")
-        return closed > self.number
+        if committed > self.number and not self.complete:
+            raise RoundMismatch(
+                0, f"another member has committed round {self.number}, which is not finished on this member"
+            )
+        return committed > self.number
 
-    # -- the exchange ----------------------------------------------------------------------------------------------------------
+    # -- the exchange --------------------------------------------------------------------------------------------------
 
-    def head(self) -> bytes:
+    def summary(self) -> bytes:
         """Return the data of the first exchange, of fixed length: number, operations, digest of the flags."""
         flags = hashlib.blake2b(self.flags(), digest_size=16).digest()
-        return _HEAD.pack(self.number, len(self.finished), self._signature, flags)
+        return _SUMMARY.pack(self.number, len(self.finished), self._signature, flags)
 
     def flags(self) -> bytes:
         """Return one bit per operation, padded with ones."""
         bits = self.finished + [True] * (-len(self.finished) % 8)
         return bytes(sum(bit << place for place, bit in enumerate(bits[at : at + 8])) for at in range(0, len(bits), 8))
 
-    def judge(self, heads: list[bytes]) -> Literal["agreed", "compare"]:
-        """Return "agreed" if all members have the same flags, "compare" if they must exchange them.
+    def flags_agree(self, summaries: list[bytes]) -> bool:
+        """Return whether all members have the same flags; if not, they must exchange them.
 
         Raises RoundMismatch if the rounds differ. All members raise it.
         """
-        said = [_HEAD.unpack(head) for head in heads]
-        first = said[0]
-        for rank, (number, count, signature, _) in enumerate(said):
+        fields = [_SUMMARY.unpack(summary) for summary in summaries]
+        first = fields[0]
+        for rank, (number, count, signature, _) in enumerate(fields):
             if number != first[0]:
-                raise RoundMismatch(rank, f"it is in round {number}, rank 0 in round {first[0]}")
+                raise RoundMismatch(rank, f"it is in round {number}, rank 0 is in round {first[0]}")
             if (count, signature) != first[1:3]:
-                raise RoundMismatch(rank, f"its {count} operations are not those of rank 0, {first[1]}")
-        return "agreed" if all(head[3] == first[3] for head in said) else "compare"
+                raise RoundMismatch(rank, f"its {count} operations differ from the {first[1]} operations of rank 0")
+        return all(flags == first[3] for *_, flags in fields)
 
-    def settle(self, flags: list[bytes]) -> None:
+    def intersect(self, flags: list[bytes]) -> None:
         """Mark as finished the operations that all members have flagged, and only those."""
         common = bytearray(flags[0])
         for each in flags[1:]:

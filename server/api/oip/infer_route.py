@@ -51,7 +51,7 @@ class InferRoute:
             timeout_s: the client's timeout from the request header.
             version: number of the version that the client requires; None = any.
         Raises:
-            RequestRefused: at least one image was rejected, and so the whole request is.
+            RequestRejected: at least one image was rejected, and so the whole request is.
         """
         record = RequestRecord.of(request.scope)
         timeout_s = min(self.timeout_s, timeout_s or self.timeout_s)

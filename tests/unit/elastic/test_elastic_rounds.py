@@ -1,12 +1,12 @@
-"""Which operations have finished at all members; what quantising loses; both by properties."""
+"""Property tests: which operations have finished at all members, quantization error, and bucketing."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multiworld.elastic.allreduce.bucket import BUNDLE_BYTES, Workspace, bundles
-from multiworld.elastic.allreduce.quantization import BLOCK, Quantization, dequantise, quantise, wire_bytes
+from multiworld.elastic.allreduce.bucket import BUCKET_BYTES, Workspace, make_buckets
+from multiworld.elastic.allreduce.quantization import BLOCK, Quantization, dequantize, quantize, wire_bytes
 from multiworld.elastic.protocol.rounds import Round, RoundMismatch
 
 
@@ -22,36 +22,36 @@ def rounds(flags: list[list[bool]], number: int = 4, signature: str = "same") ->
         lambda count: st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=1, max_size=6)
     )
 )
-def test_finished_is_what_is_finished_at_all(flags: list[list[bool]]) -> None:
+def test_finished_operations_are_those_finished_at_all_members(flags: list[list[bool]]) -> None:
     everybody = rounds(flags)
-    heads = [each.head() for each in everybody]
-    verdicts = {each.judge(heads) for each in everybody}
-    assert verdicts == {"agreed" if all(each == flags[0] for each in flags) else "compare"}
+    summaries = [each.summary() for each in everybody]
+    verdicts = {each.flags_agree(summaries) for each in everybody}
+    assert verdicts == {all(each == flags[0] for each in flags)}
     said = [each.flags() for each in everybody]
     for each in everybody:
-        each.settle(said)
+        each.intersect(said)
         assert each.finished == [all(column) for column in zip(*flags, strict=True)]
 
 
-def test_members_that_do_not_do_the_same_find_out_alike() -> None:
+def test_members_with_different_operations_detect_it_alike() -> None:
     for other in (Round(5, 2, "same"), Round(4, 3, "same"), Round(4, 2, "other")):
         everybody = [*rounds([[False] * 2] * 2), other]
         for each in everybody:
             with pytest.raises(RoundMismatch) as raised:
-                each.judge([one.head() for one in everybody])
+                each.flags_agree([one.summary() for one in everybody])
             assert raised.value.rank == 2
 
 
-def test_round_that_is_closed_elsewhere_is_closed_here_with_what_there_is() -> None:
+def test_round_that_another_member_committed_is_committed_here_with_what_there_is() -> None:
     (round_,) = rounds([[True, True]])
-    assert not round_.is_closed(4)
-    assert round_.is_closed(5)
+    assert not round_.is_committed(4)
+    assert round_.is_committed(5)
     (unfinished,) = rounds([[True, False]])
-    with pytest.raises(RoundMismatch, match="not finished here"):
-        unfinished.is_closed(5)
+    with pytest.raises(RoundMismatch, match="not finished on this member"):
+        unfinished.is_committed(5)
 
 
-# -- quantising ------------------------------------------------------------------------------------------------------------------
+# -- quantization ----------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
@@ -63,15 +63,15 @@ def test_round_that_is_closed_elsewhere_is_closed_here_with_what_there_is() -> N
     st.sampled_from(list(Quantization)),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_what_quantising_loses_is_within_the_stated_bound(
+def test_quantization_error_is_within_the_documented_bound(
     count: int, seed: int, scale: float, shift: float, quantization: Quantization, dtype: torch.dtype
 ) -> None:
     if quantization is Quantization.BFLOAT16 and dtype is torch.bfloat16:
         return
     values = ((torch.randn(count, generator=torch.Generator().manual_seed(seed)) + shift) * scale).to(dtype)
-    wire = quantise(values, quantization)
+    wire = quantize(values, quantization)
     assert (wire.dtype, wire.numel()) == (torch.uint8, wire_bytes(count, dtype, quantization))
-    back = dequantise(wire, count, dtype, quantization)
+    back = dequantize(wire, count, dtype, quantization)
     assert back.dtype is dtype
     rounding = {torch.float32: 2**-21, torch.float64: 2**-50, torch.bfloat16: 2**-7}[dtype]
     for begin in range(0, count, BLOCK):
@@ -87,35 +87,35 @@ def test_what_quantising_loses_is_within_the_stated_bound(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.MIN_MAX, Quantization.ZERO_POINT_SCALE])
-def test_blocks_with_what_is_no_number_come_back_as_nan_and_others_do_not(quantization: Quantization) -> None:
+def test_only_blocks_with_nan_or_infinity_become_nan(quantization: Quantization) -> None:
     values = torch.ones(2 * BLOCK)
     values[5] = torch.inf
-    back = dequantise(quantise(values, quantization), values.numel(), values.dtype, quantization)
+    back = dequantize(quantize(values, quantization), values.numel(), values.dtype, quantization)
     assert bool(back[:BLOCK].isnan().all())
     assert torch.equal(back[BLOCK:], values[BLOCK:])
 
 
-def test_zero_is_zero_when_quantised_around_zero() -> None:
+def test_zero_stays_zero_with_symmetric_quantization() -> None:
     values = torch.cat((torch.zeros(100), torch.linspace(-3.3, 7.7, 100)))
-    back = dequantise(quantise(values, Quantization.ZERO_POINT_SCALE), 200, values.dtype, Quantization.ZERO_POINT_SCALE)
+    back = dequantize(quantize(values, Quantization.ZERO_POINT_SCALE), 200, values.dtype, Quantization.ZERO_POINT_SCALE)
     assert torch.equal(back[:100], values[:100])
 
 
-# -- bundles ---------------------------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([torch.float32, torch.int64])), max_size=40))
-def test_bundles_hold_every_tensor_once_and_give_back_what_they_were_given(
+def test_buckets_hold_every_tensor_once_and_return_it_unchanged(
     kinds: list[tuple[int, torch.dtype]],
 ) -> None:
     tensors = [torch.arange(count).to(dtype) for count, dtype in kinds]
-    made = bundles("test", tensors)
-    assert sorted(index for bundle in made for index in bundle.indices) == list(range(len(tensors)))
-    assert all(bundle.count for bundle in made), "an empty tensor shares the outcome of another one"
-    for bundle, room in zip(made, Workspace().room_for(made), strict=True):
-        assert bundle.nbytes <= BUNDLE_BYTES or len(bundle.tensors) == 1
-        bundle.pack(room)
-        assert torch.equal(room, bundle.operand())
-        bundle.deliver(room + 1)
+    made = make_buckets("test", tensors)
+    assert sorted(index for bucket in made for index in bucket.indices) == list(range(len(tensors)))
+    assert all(bucket.count for bucket in made), "an empty tensor shares the result of another one"
+    for bucket, room in zip(made, Workspace().allocate(made), strict=True):
+        assert bucket.nbytes <= BUCKET_BYTES or len(bucket.tensors) == 1
+        bucket.pack(room)
+        assert torch.equal(room, bucket.operand())
+        bucket.unpack(room + 1)
     for (count, dtype), tensor in zip(kinds, tensors, strict=True):
         assert torch.equal(tensor, torch.arange(count).to(dtype) + 1)

@@ -1,4 +1,4 @@
-"""What a rendezvous keeps on the disk."""
+"""The state file of a rendezvous server."""
 
 import asyncio
 import os
@@ -11,14 +11,14 @@ from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.elastic.state_file import StateFile
 
 
-def view(epoch: int) -> View:
-    return View(epoch, (MemberInfo("a", "host", 1),), 0, epoch)
+def view(number: int) -> View:
+    return View(number, (MemberInfo("a", "host", 1),), 0, number)
 
 
 async def written(path: Path, **views: View) -> StateFile:
     state = StateFile(path, 10.0)
     for name, each in views.items():
-        state.remember(name, each)
+        state.store(name, each)
     await state.flush()
     return state
 
@@ -27,28 +27,28 @@ def loaded(path: Path) -> dict[str, View]:
     return StateFile(path, 10.0).load()
 
 
-async def test_state_file_holds_the_last_view_of_each_world_that_is_not_forgotten(tmp_path: Path) -> None:
+async def test_state_file_holds_the_last_view_of_each_known_world(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, one=view(1), two=view(1), three=view(1))
-    state.remember("two", view(2))
-    state.forget("three")
+    state.store("two", view(2))
+    state.remove("three")
     await state.flush()
     assert loaded(path) == {"one": view(1), "two": view(2)}
     assert loaded(tmp_path / "nothing here") == {}
 
 
-async def test_decision_appends_its_own_world_only_when_there_are_many(tmp_path: Path) -> None:
+async def test_decision_appends_only_its_own_world_when_there_are_many(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, **{f"w{number}": view(1) for number in range(500)})
     before = path.read_bytes()
-    state.remember("w7", view(2))
+    state.store("w7", view(2))
     await state.flush()
     after = path.read_bytes()
     assert after.startswith(before)
     assert 0 < len(after) - len(before) < 300
 
 
-async def test_half_a_line_is_ignored_when_the_process_ended_while_it_wrote(tmp_path: Path) -> None:
+async def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "state"
     await written(path, one=view(1))
     whole = path.read_bytes()
@@ -56,25 +56,25 @@ async def test_half_a_line_is_ignored_when_the_process_ended_while_it_wrote(tmp_
         path.write_bytes(whole + torn)
         again = StateFile(path, 10.0)
         assert again.load() == {"one": view(1)}
-        again.remember("two", view(3))
+        again.store("two", view(3))
         await again.flush()
         assert loaded(path) == {"one": view(1), "two": view(3)}
 
 
 @pytest.mark.parametrize("data", [b"no json", b"[]\n", b'{"w": 1}\n', b'{"w": "{}"}\n', b'{}\nnonsense\n{"w": null}\n'])
-def test_file_of_another_kind_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_file_of_another_format_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "state"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="does not hold the state of a rendezvous"):
         loaded(path)
 
 
-async def test_file_stays_small_when_the_same_worlds_change_again_and_again(tmp_path: Path) -> None:
+async def test_file_stays_small_when_the_same_worlds_change_repeatedly(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = await written(path, w=view(1))
     longest = 0
-    for epoch in range(2, 1200):
-        state.remember("w", view(epoch))
+    for number in range(2, 1200):
+        state.store("w", view(number))
         await state.flush()
         longest = max(longest, path.stat().st_size)
     assert longest < 1100 * 300
@@ -82,9 +82,7 @@ async def test_file_stays_small_when_the_same_worlds_change_again_and_again(tmp_
     assert loaded(path) == {"w": view(1199)}
 
 
-async def test_everything_is_written_again_when_a_write_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_file_is_rewritten_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
     state = await written(path, one=view(1))
     write = os.write
@@ -94,19 +92,17 @@ async def test_everything_is_written_again_when_a_write_has_failed(
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(os, "write", write_half)
-    state.remember("one", view(2))
+    state.store("one", view(2))
     with pytest.raises(OSError, match="no space left"):
         await state.flush()
     monkeypatch.undo()
     assert loaded(path) == {"one": view(1)}
-    state.remember("two", view(1))
+    state.store("two", view(1))
     await state.flush()
     assert loaded(path) == {"one": view(2), "two": view(1)}
 
 
-async def test_names_of_files_are_on_the_disk_when_a_decision_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_directory_entry_is_synced_with_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     sync = os.fsync
 
@@ -119,16 +115,14 @@ async def test_names_of_files_are_on_the_disk_when_a_decision_is(
     assert synced[-1] == str(tmp_path)
 
 
-async def test_flush_gives_up_in_time_when_the_disk_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_flush_times_out_when_the_disk_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: answers.wait(60))
     path = tmp_path / "state"
     state = StateFile(path, 0.1)
-    state.remember("one", view(1))
+    state.store("one", view(1))
     for _ in range(2):
-        with pytest.raises(TimeoutError, match="no answer from the disk"):
+        with pytest.raises(TimeoutError, match="the disk did not respond"):
             await state.flush()
     answers.set()
     async with asyncio.timeout(60):

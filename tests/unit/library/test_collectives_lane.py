@@ -1,4 +1,4 @@
-"""A lane does its jobs in order, holds no thread when idle, and ends with its world."""
+"""A serial queue runs its jobs in order, holds no thread while idle, and ends with its world."""
 
 import threading
 from functools import partial
@@ -24,16 +24,16 @@ def test_jobs_run_in_order_when_the_first_is_slow() -> None:
     for job in range(1, 50):
         lane.run(partial(done.append, job))
     lane.run(last.set)
-    assert lane.busy
+    assert lane._running
     assert done == []
     gate.set()
     assert last.wait(PATIENCE_S)
     assert done == list(range(50))
     assert waiters.close(PATIENCE_S)
-    assert not lane.busy
+    assert not lane._running
 
 
-def test_lanes_of_a_world_do_not_wait_for_each_other() -> None:
+def test_queues_of_a_world_do_not_wait_for_each_other() -> None:
     waiters = BlockingPool("test")
     first, second, gate, done = SerialQueue(waiters), SerialQueue(waiters), threading.Event(), threading.Event()
     first.run(partial(_pass, gate))
@@ -50,7 +50,7 @@ def test_job_is_refused_when_the_world_has_ended() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed"):
             lane.run(lambda: None)
-        assert not lane.busy
+        assert not lane._running
 
 
 def test_later_jobs_run_when_one_raises() -> None:
@@ -68,4 +68,4 @@ def test_later_jobs_run_when_one_raises() -> None:
     assert done.wait(PATIENCE_S)
     assert raised == failures
     assert waiters.close(PATIENCE_S)
-    assert not lane.busy
+    assert not lane._running

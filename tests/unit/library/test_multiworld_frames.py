@@ -1,4 +1,4 @@
-"""Frames survive any cutting of the stream; whatever is no frame is refused before it costs memory."""
+"""Frames are decoded from any segmentation of the stream; invalid frames are refused before they cost memory."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ def length(number: int) -> bytes:
 
 
 @given(st.lists(FRAMES, max_size=8), st.data())
-def test_the_same_frames_come_out_when_the_stream_is_cut_anywhere(frames: list[Frame], data: st.DataObject) -> None:
+def test_frames_are_decoded_when_the_stream_is_split_anywhere(frames: list[Frame], data: st.DataObject) -> None:
     stream = b"".join(frame.encode() for frame in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
     reader = FrameReader()
@@ -23,7 +23,7 @@ def test_the_same_frames_come_out_when_the_stream_is_cut_anywhere(frames: list[F
 
 
 @given(st.binary(max_size=2000), st.integers(1, 64))
-def test_garbage_gives_frames_or_an_error_and_never_more_memory_than_allowed(garbage: bytes, step: int) -> None:
+def test_random_bytes_give_frames_or_an_error_with_bounded_memory(garbage: bytes, step: int) -> None:
     reader = FrameReader(limit_bytes=100)
     try:
         for at in range(0, len(garbage), step):
@@ -37,22 +37,22 @@ def test_garbage_gives_frames_or_an_error_and_never_more_memory_than_allowed(gar
 @pytest.mark.parametrize(
     ("stream", "text"),
     [
-        (length(101), "a frame of 101 bytes, at most 100 are allowed"),
+        (length(101), "a frame of 101 bytes; at most 100 are allowed"),
         (b"GET / HTTP/1.1\r\n\r\n", "a frame of 1195725856 bytes"),
         (length(0), "unknown frame kind"),
         (length(1) + b"\xff", "unknown frame kind"),
-        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "a field's length is cut off"),
+        (length(4) + bytes([Kind.STORE_SET]) + b"\0\0\0", "the length of a field is incomplete"),
         (length(6) + bytes([Kind.STORE_SET]) + length(2) + b"x", "a field is longer than its frame"),
     ],
     ids=["long", "http", "empty", "kind", "cut_off", "field"],
 )
-def test_a_frame_that_cannot_be_is_refused(stream: bytes, text: str) -> None:
+def test_invalid_frame_is_refused(stream: bytes, text: str) -> None:
     with pytest.raises(FrameError, match=text):
         list(FrameReader(limit_bytes=100).feed(stream))
 
 
-def test_longer_frames_are_allowed_from_the_frame_on_after_which_the_limit_was_lifted() -> None:
-    """The proof and what follows it may come in one piece."""
+def test_longer_frames_are_allowed_after_the_limit_is_lifted() -> None:
+    """The proof and the frames after it may arrive in one read."""
     reader = FrameReader()
     long = Frame(Kind.STORE_SET, (b"key", b"v" * 2 * MAX_HANDSHAKE_BYTES))
     seen = []
@@ -64,7 +64,7 @@ def test_longer_frames_are_allowed_from_the_frame_on_after_which_the_limit_was_l
         list(FrameReader().feed(long.encode()))
 
 
-def test_what_is_missing_is_known_so_that_no_more_needs_to_be_read() -> None:
+def test_number_of_missing_bytes_is_known() -> None:
     frame = Frame(Kind.STORE_SET, (b"key", b"value"))
     stream, reader = frame.encode() + HEARTBEAT_BYTES + b"what is no frame any more", FrameReader()
     come: list[Frame] = []
@@ -74,16 +74,16 @@ def test_what_is_missing_is_known_so_that_no_more_needs_to_be_read() -> None:
         stream = stream[at:]
     assert come == [frame, Frame(Kind.HEARTBEAT)]
     assert stream == b"what is no frame any more"
-    assert not reader.holds_part
+    assert not reader.has_partial_frame
 
 
-def test_what_is_held_is_right_while_frames_are_given() -> None:
-    """A connection is handed over in the middle of it."""
+def test_buffered_bytes_are_correct_while_frames_are_consumed() -> None:
+    """A connection may be handed over between two frames."""
     reader = FrameReader()
-    held = [reader.holds_part for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
+    held = [reader.has_partial_frame for _ in reader.feed(2 * HEARTBEAT_BYTES + HEARTBEAT_BYTES[:2])]
     assert held == [True, True]
     assert list(reader.feed(HEARTBEAT_BYTES[2:])) == [Frame(Kind.HEARTBEAT)]
-    assert not reader.holds_part
+    assert not reader.has_partial_frame
     frames = reader.feed(HEARTBEAT_BYTES)
     next(frames)
-    assert not reader.holds_part
+    assert not reader.has_partial_frame

@@ -1,4 +1,4 @@
-"""Nobody gets past the handshake without the secret, on either side; what was recorded once is worth nothing later."""
+"""The handshake rejects both sides without the secret, and replayed or modified messages."""
 
 import json
 
@@ -10,14 +10,14 @@ from multiworld.control.handshake import NONCE_BYTES, ClientHandshake, Hello, Se
 SEAT = Hello("w", 1, 2, 3)
 
 
-def test_both_sides_are_sure_of_each_other_when_the_secret_is_the_same() -> None:
+def test_handshake_succeeds_with_the_same_secret() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     assert host.accept(guest.hello(host.challenge())) == SEAT
     guest.check_welcome(host.welcome())
     assert guest.check_reply(host.reply(b"answer")) == b"answer"
 
 
-def test_the_secret_itself_is_never_said() -> None:
+def test_secret_is_never_sent() -> None:
     host, guest = ServerHandshake(b"open sesame"), ClientHandshake(b"open sesame", SEAT)
     challenge = host.challenge()
     hello = guest.hello(challenge)
@@ -25,14 +25,14 @@ def test_the_secret_itself_is_never_said() -> None:
     assert b"open sesame" not in challenge.encode() + hello.encode() + host.welcome().encode()
 
 
-def test_the_guest_is_refused_when_it_has_the_wrong_secret() -> None:
+def test_client_with_a_wrong_secret_is_refused() -> None:
     host, guest = ServerHandshake(b"right", b"former"), ClientHandshake(b"wrong", SEAT)
     with pytest.raises(PermissionError, match="wrong secret"):
         host.accept(guest.hello(host.challenge()))
 
 
-def test_the_host_is_refused_when_it_has_the_wrong_secret() -> None:
-    """One that lets everybody in, and answers with a secret of its own."""
+def test_server_with_a_wrong_secret_is_refused() -> None:
+    """A server that accepts every client and replies with a secret of its own."""
     impostor, guest = ServerHandshake(b"wrong"), ClientHandshake(b"right", SEAT)
     hello = guest.hello(impostor.challenge())
     impostor._transcript = (impostor._nonce, hello.fields[1], hello.fields[0])
@@ -42,7 +42,7 @@ def test_the_host_is_refused_when_it_has_the_wrong_secret() -> None:
         guest.check_reply(impostor.reply(b"answer"))
 
 
-def test_a_recorded_hello_is_refused_when_it_is_played_again() -> None:
+def test_replayed_hello_is_refused() -> None:
     first, second = ServerHandshake(b"secret"), ServerHandshake(b"secret")
     recorded = ClientHandshake(b"secret", SEAT).hello(first.challenge())
     first.accept(recorded)
@@ -50,7 +50,7 @@ def test_a_recorded_hello_is_refused_when_it_is_played_again() -> None:
         second.accept(recorded)
 
 
-def test_a_recorded_welcome_is_refused_when_it_is_played_again() -> None:
+def test_replayed_welcome_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     challenge = host.challenge()
     host.accept(guest.hello(challenge))
@@ -60,14 +60,14 @@ def test_a_recorded_welcome_is_refused_when_it_is_played_again() -> None:
         later.check_welcome(host.welcome())
 
 
-def test_a_proof_cannot_be_sent_back_to_who_made_it() -> None:
+def test_reflected_proof_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     hello = guest.hello(host.challenge())
     with pytest.raises(PermissionError):
         guest.check_welcome(Frame(Kind.WELCOME, (hello.fields[2],)))
 
 
-def test_an_answer_cannot_be_exchanged() -> None:
+def test_modified_reply_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", Hello(question="where?"))
     host.accept(guest.hello(host.challenge()))
     _, proof = host.reply(b"here").fields
@@ -75,7 +75,7 @@ def test_an_answer_cannot_be_exchanged() -> None:
         guest.check_reply(Frame(Kind.REPLY, (b"there", proof)))
 
 
-def test_a_hello_is_refused_when_its_body_was_tampered_with() -> None:
+def test_hello_with_a_modified_body_is_refused() -> None:
     host, guest = ServerHandshake(b"secret"), ClientHandshake(b"secret", SEAT)
     _, nonce, proof = guest.hello(host.challenge()).fields
     with pytest.raises(PermissionError):
@@ -93,15 +93,15 @@ def test_a_hello_is_refused_when_its_body_was_tampered_with() -> None:
         b'{"world": 1}',
         b'{"rank": "1"}',
         b'{"rank": true}',
-        b'{"epoch": 1.5}',
-        b'{"epoch": 99999999999999999999}',
+        b'{"generation": 1.5}',
+        b'{"generation": 99999999999999999999}',
         b"[" * 60_000,
         b'{"question": 1}',
         b'{"other": 1}',
         json.dumps({"size": None}).encode(),
     ],
 )
-def test_a_body_that_is_no_hello_is_refused(body: bytes) -> None:
+def test_malformed_hello_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError, match="not a hello"):
         Hello.decode(body)
 
@@ -115,7 +115,7 @@ def test_a_body_that_is_no_hello_is_refused(body: bytes) -> None:
         Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION]), b"short")),
     ],
 )
-def test_a_guest_turns_away_from_what_is_no_host(frame: Frame) -> None:
+def test_client_rejects_a_malformed_server(frame: Frame) -> None:
     with pytest.raises(FrameError):
         ClientHandshake(b"", SEAT).hello(frame)
 
@@ -123,13 +123,13 @@ def test_a_guest_turns_away_from_what_is_no_host(frame: Frame) -> None:
 @pytest.mark.parametrize(
     "frame", [Frame(Kind.HEARTBEAT), Frame(Kind.HELLO), Frame(Kind.HELLO, (b"", b"short nonce", b""))]
 )
-def test_a_host_turns_away_what_is_no_guest(frame: Frame) -> None:
+def test_server_rejects_a_malformed_client(frame: Frame) -> None:
     with pytest.raises(FrameError):
         ServerHandshake(b"").accept(frame)
 
 
 @pytest.mark.parametrize("secret", [b"new", b"former"])
-def test_guest_is_let_in_and_host_believed_when_it_knows_any_of_the_secrets(secret: bytes) -> None:
+def test_handshake_succeeds_with_any_of_several_secrets(secret: bytes) -> None:
     host, guest = ServerHandshake(b"new", b"former"), ClientHandshake(secret, SEAT)
     assert host.accept(guest.hello(host.challenge())) == SEAT
     guest.check_welcome(host.welcome())

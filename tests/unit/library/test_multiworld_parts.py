@@ -1,4 +1,4 @@
-"""The small parts of a world: its store, its waiting threads, its events, its settings, its errors."""
+"""Parts of a world: its store, its blocking threads, its events, its settings, its errors."""
 
 import asyncio
 import gc
@@ -18,8 +18,8 @@ from multiworld.events import EventStream
 from multiworld.execution.blocking_pool import BlockingPool
 from multiworld.execution.process_group import UnsupportedBackendError, parse_backend
 from multiworld.execution.threads import DaemonThread
-from multiworld.membership import generations as epochs
-from multiworld.membership.generations import Epochs
+from multiworld.membership import generations
+from multiworld.membership.generations import Generations
 from multiworld.membership.store import ControlStore
 
 PATIENCE_S = 30.0
@@ -29,7 +29,7 @@ LONG = timedelta(seconds=PATIENCE_S)
 # -- store -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_published_and_read_back() -> None:
+def test_key_is_published_and_read_back() -> None:
     published: list[tuple[str, bytes]] = []
     store = ControlStore(lambda key, value: published.append((key, value)))
     store.set("a", "text")
@@ -43,7 +43,7 @@ def test_a_key_is_published_and_read_back() -> None:
     assert not store.delete_key("a")
 
 
-def test_a_reader_waits_until_another_member_has_set_the_key() -> None:
+def test_reader_waits_until_another_member_sets_the_key() -> None:
     store = ControlStore(lambda _key, _value: None)
     read: SimpleQueue[bytes] = SimpleQueue()
     thread = threading.Thread(target=lambda: read.put(store.get("late")))
@@ -54,7 +54,7 @@ def test_a_reader_waits_until_another_member_has_set_the_key() -> None:
     thread.join()
 
 
-def test_waiting_ends_when_the_store_is_aborted_and_nothing_is_published_any_more() -> None:
+def test_waiting_and_publishing_end_when_the_store_is_aborted() -> None:
     published: list[str] = []
     store = ControlStore(lambda key, _value: published.append(key))
     failures: SimpleQueue[Exception] = SimpleQueue()
@@ -74,17 +74,17 @@ def test_waiting_ends_when_the_store_is_aborted_and_nothing_is_published_any_mor
     assert published == []
 
 
-def test_waiting_ends_after_its_time_but_not_before_the_stores_own() -> None:
+def test_waiting_ends_after_its_own_timeout_and_not_the_stores() -> None:
     with pytest.raises(DistStoreError, match=r"no value for \['key'\] after 0.0 s"):
         ControlStore(lambda _key, _value: None).wait(["key"], timedelta(milliseconds=1))
     with pytest.raises(DistStoreError, match=r"after 0.2 s"):
-        ControlStore(lambda _key, _value: None, patience_s=0.2).wait(["key"], timedelta(milliseconds=1))
+        ControlStore(lambda _key, _value: None, min_timeout_s=0.2).wait(["key"], timedelta(milliseconds=1))
 
 
 # -- waiters -----------------------------------------------------------------------------------------------------------------
 
 
-def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() -> None:
+def test_threads_are_started_on_demand_and_reused() -> None:
     waiters = BlockingPool("test")
     gates = [threading.Event() for _ in range(3)]
     done: SimpleQueue[int] = SimpleQueue()
@@ -95,7 +95,7 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
 
     for number in range(3):
         waiters.run(partial(wait, number))
-    for number in (2, 0, 1):  # one that waits holds up no other
+    for number in (2, 0, 1):  # a blocked one does not delay the others
         gates[number].set()
         assert done.get(timeout=PATIENCE_S) == number
     for number in range(50):
@@ -108,7 +108,7 @@ def test_as_many_threads_wait_as_there_is_to_wait_for_and_they_are_used_again() 
         waiters.run(lambda: None)
 
 
-def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
+def test_close_reports_a_thread_that_does_not_return() -> None:
     waiters, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
@@ -120,7 +120,7 @@ def test_closing_says_so_when_a_thread_does_not_come_back() -> None:
     assert waiters.close(PATIENCE_S)
 
 
-def test_closing_takes_its_time_once_when_many_threads_do_not_come_back() -> None:
+def test_close_waits_once_for_several_blocked_threads() -> None:
     waiters, gate = BlockingPool("test"), threading.Event()
 
     def wait() -> None:
@@ -135,21 +135,21 @@ def test_closing_takes_its_time_once_when_many_threads_do_not_come_back() -> Non
     assert waiters.close(PATIENCE_S)
 
 
-def test_starting_a_thread_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that finds no memory does: `threading.Thread.start` would wait for it for ever."""
+def test_start_fails_when_the_thread_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a thread without memory does: `threading.Thread.start` would wait for it forever."""
     monkeypatch.setattr("multiworld.execution.threads._START_S", 0.1)
     begin: list[Callable[[], object]] = []
     ran: list[int] = []
     thread = DaemonThread(ran.append, "test", (1,))
     with monkeypatch.context() as patch:
         patch.setattr(threading, "_start_new_thread", lambda run, _: begin.append(run))
-        with pytest.raises(RuntimeError, match="did not begin"):
+        with pytest.raises(RuntimeError, match="did not start"):
             thread.start()
     begin[0]()  # late
     assert ran == []
 
 
-def test_a_waiter_can_close_its_own_world() -> None:
+def test_thread_can_close_its_own_world() -> None:
     waiters, done = BlockingPool("test"), threading.Event()
 
     def close() -> None:
@@ -160,7 +160,7 @@ def test_a_waiter_can_close_its_own_world() -> None:
     assert done.wait(PATIENCE_S)
 
 
-def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     waiters = BlockingPool("test")
 
     def refuse(_thread: threading.Thread) -> None:
@@ -176,7 +176,7 @@ def test_no_trace_is_left_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPa
 # -- events ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_every_reader_gets_every_event_from_its_subscription_on() -> None:
+async def test_subscriber_gets_every_event_after_its_subscription() -> None:
     stream = EventStream()
     first = stream.subscribe()
     stream.publish(WorldEvent("joined", "w", 1))
@@ -189,12 +189,12 @@ async def test_every_reader_gets_every_event_from_its_subscription_on() -> None:
     threading.Thread(target=publish).start()
     assert (await anext(first)).kind == "joined"
     for reader in (first, second):
-        assert [(await anext(reader)).epoch for _ in range(100)] == list(range(100))
+        assert [(await anext(reader)).generation for _ in range(100)] == list(range(100))
     stream.publish(None)
     assert [event async for event in first] == []
 
 
-async def test_a_reader_that_is_dropped_costs_nothing_even_if_it_never_read() -> None:
+async def test_dropped_subscriber_is_freed_even_if_it_never_read() -> None:
     stream = EventStream()
     for _ in range(10):
         stream.subscribe()
@@ -205,7 +205,7 @@ async def test_a_reader_that_is_dropped_costs_nothing_even_if_it_never_read() ->
     assert len(stream._readers) == 1
 
 
-def test_publishing_to_a_loop_that_has_ended_is_harmless() -> None:
+def test_publishing_to_a_closed_loop_is_harmless() -> None:
     stream = EventStream()
 
     async def subscribe() -> object:
@@ -216,18 +216,18 @@ def test_publishing_to_a_loop_that_has_ended_is_harmless() -> None:
     del reader
 
 
-# -- epochs ------------------------------------------------------------------------------------------------------------------
+# -- generations -------------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_of_a_name_grow_when_it_is_used_again() -> None:
-    taken = Epochs()
+def test_generation_increases_when_a_name_is_used_again() -> None:
+    taken = Generations()
     assert [taken.take("a"), taken.take("a"), taken.take("b"), taken.take("a", 7), taken.take("a")] == [1, 2, 1, 7, 8]
     assert (taken.take("a", 3), taken.take("a")) == (3, 9)
 
 
-def test_epochs_grow_and_take_bounded_room_when_names_are_endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epochs, "_NAMES", 100)
-    taken = Epochs()
+def test_generations_increase_and_use_bounded_memory_with_unlimited_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "_NAMES", 100)
+    taken = Generations()
     assert taken.take("first", 41) == 41
     for number in range(1000):
         taken.take(str(number))
@@ -239,7 +239,7 @@ def test_epochs_grow_and_take_bounded_room_when_names_are_endless(monkeypatch: p
 
 
 @pytest.mark.parametrize(("interval_s", "timeout_s"), [(0, 1), (-1, 1), (1, 1), (2, 1)])
-def test_heartbeats_that_make_no_sense_are_refused(interval_s: float, timeout_s: float) -> None:
+def test_inconsistent_heartbeat_settings_are_refused(interval_s: float, timeout_s: float) -> None:
     with pytest.raises(ValueError, match="heartbeat_interval_s must be over 0 and under heartbeat_timeout_s"):
         WorldManager(heartbeat_interval_s=interval_s, heartbeat_timeout_s=timeout_s)
 
@@ -255,17 +255,17 @@ def test_heartbeats_that_make_no_sense_are_refused(interval_s: float, timeout_s:
         ("c10d-gloo", {"cpu": "c10d-gloo"}),
     ],
 )
-def test_a_backend_is_understood(backend: str, parsed: dict[str, str]) -> None:
+def test_known_backend_is_accepted(backend: str, parsed: dict[str, str]) -> None:
     assert parse_backend(backend) == parsed
 
 
 @pytest.mark.parametrize("backend", ["", "mpi", "cpu:nccl", "gloo,", "cuda"])
-def test_an_unknown_backend_is_refused_with_what_is_known(backend: str) -> None:
+def test_unknown_backend_is_refused_with_the_known_ones(backend: str) -> None:
     with pytest.raises(UnsupportedBackendError, match="expected 'gloo', 'nccl'"):
         parse_backend(backend)
 
 
-def test_a_broken_world_survives_pickling_with_its_fields() -> None:
+def test_broken_world_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(BrokenWorldException("w", Cause.HANG, 2, "silent")))
     assert (error.world_name, error.cause, error.rank, error.detail) == ("w", Cause.HANG, 2, "silent")
     assert "rank 2, cause hang (silent)" in str(error)

@@ -1,4 +1,4 @@
-"""Whether an event loop runs: what heartbeats say of it, and what is made of that."""
+"""Event loop progress in heartbeats, and its evaluation by peers."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_heartbeats_differ_while_the_registered_loop_runs() -> None:
+async def test_heartbeat_counts_change_while_the_registered_loop_runs() -> None:
     counter = LoopCounter()
     assert counter.heartbeat() == HEARTBEAT_BYTES
     counter.register(asyncio.get_running_loop(), 0.001)
@@ -28,7 +28,7 @@ async def test_heartbeats_differ_while_the_registered_loop_runs() -> None:
     assert counter.heartbeat() == HEARTBEAT_BYTES
 
 
-async def test_heartbeats_are_the_same_while_the_registered_loop_is_blocked() -> None:
+async def test_heartbeat_counts_stay_while_the_registered_loop_is_blocked() -> None:
     counter = LoopCounter()
     counter.register(asyncio.get_running_loop(), 0.001)
     first = counter.heartbeat()
@@ -45,7 +45,7 @@ async def test_loop_is_counted_once_when_it_registers_twice() -> None:
     assert counter.heartbeat() == first
 
 
-def test_heartbeats_prove_nothing_when_the_loop_was_closed_and_another_may_register() -> None:
+def test_closed_loop_has_no_count_and_another_may_register() -> None:
     counter = LoopCounter()
 
     async def register() -> bytes:
@@ -57,23 +57,23 @@ def test_heartbeats_prove_nothing_when_the_loop_was_closed_and_another_may_regis
     assert asyncio.run(register()) not in (HEARTBEAT_BYTES, first)
 
 
-def test_peer_counts_as_stalled_for_as_long_as_its_count_stays() -> None:
+def test_peer_is_stalled_while_its_count_stays() -> None:
     clock = StallClock()
     for now_s in range(5):
-        clock.hear(7, float(now_s), longest_gap_s=2.0)
+        clock.on_heartbeat(7, float(now_s), max_gap_s=2.0)
     assert clock.stalled_s == 4.0
-    clock.hear(8, 5.0, longest_gap_s=2.0)
+    clock.on_heartbeat(8, 5.0, max_gap_s=2.0)
     assert clock.stalled_s == 0.0
 
 
-def test_long_silence_says_little_of_the_loop_when_the_process_stood_still() -> None:
+def test_long_gap_counts_little_when_the_whole_process_was_stopped() -> None:
     clock = StallClock()
-    clock.hear(7, 0.0, longest_gap_s=0.4)
-    clock.hear(7, 30.0, longest_gap_s=0.4)
+    clock.on_heartbeat(7, 0.0, max_gap_s=0.4)
+    clock.on_heartbeat(7, 30.0, max_gap_s=0.4)
     assert clock.stalled_s == 0.4
 
 
-def test_stall_limit_is_refused_when_it_is_shorter_than_a_few_heartbeats() -> None:
+def test_stall_timeout_shorter_than_a_few_heartbeats_is_refused() -> None:
     assert HeartbeatConfig(0.2, 1.0, 0.8).loop_stall_timeout_s == 0.8
     with pytest.raises(ValueError, match=r"at least 4 times heartbeat_interval_s \(0\.2\), got 0\.7"):
         HeartbeatConfig(0.2, 1.0, 0.7)

@@ -1,4 +1,4 @@
-"""Questions and answers before there is a world."""
+"""Queries and replies before a world exists."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from multiworld import AskError, WorldManager, ask
-from multiworld.membership import acceptor as reception_module
+from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import bind
 
 
@@ -21,26 +21,26 @@ async def echo(question: str, host: str) -> bytes:
     return f"{question} from {host}".encode()
 
 
-async def test_an_answer_comes_back_when_the_secret_is_right(host: WorldManager) -> None:
+async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) -> None:
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
     answers = await asyncio.gather(*(ask("127.0.0.1", port, f"question {n}", secret=b"right") for n in range(50)))
     assert answers == [f"question {n} from 127.0.0.1".encode() for n in range(50)]
 
 
-async def test_a_question_is_refused_when_the_secret_is_wrong(host: WorldManager) -> None:
+async def test_query_is_refused_when_the_secret_is_wrong(host: WorldManager) -> None:
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
     with pytest.raises(PermissionError, match="wrong secret"):
         await ask("127.0.0.1", port, "?", secret=b"wrong")
 
 
-async def test_no_answer_comes_when_nobody_answers_questions_there(host: WorldManager) -> None:
+async def test_query_fails_when_no_handler_is_registered(host: WorldManager) -> None:
     with pytest.raises(AskError, match="no answer to this question"):
         await ask("127.0.0.1", host.listen(), "?", secret=b"right")
 
 
-async def test_no_answer_comes_when_the_answerer_fails(host: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
+async def test_query_fails_when_the_handler_raises(host: WorldManager, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(question: str, host: str) -> bytes:
         raise LookupError("on purpose")
 
@@ -51,7 +51,7 @@ async def test_no_answer_comes_when_the_answerer_fails(host: WorldManager, caplo
     assert "on purpose" in caplog.text
 
 
-async def test_who_asks_is_told_why_when_the_answerer_refuses(
+async def test_caller_gets_the_reason_when_the_handler_refuses(
     host: WorldManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def refuse(question: str, host: str) -> bytes:
@@ -65,7 +65,7 @@ async def test_who_asks_is_told_why_when_the_answerer_refuses(
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
-async def test_asking_ends_after_its_timeout_when_the_answerer_does_not(host: WorldManager) -> None:
+async def test_query_times_out_when_the_handler_does_not_return(host: WorldManager) -> None:
     asked = asyncio.Event()
 
     async def ponder(question: str, host: str) -> bytes:
@@ -80,10 +80,10 @@ async def test_asking_ends_after_its_timeout_when_the_answerer_does_not(host: Wo
     assert asked.is_set()
 
 
-async def test_who_asks_is_shown_out_when_no_answer_is_found_in_time(
+async def test_connection_is_closed_when_the_handler_is_too_slow(
     host: WorldManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception_module, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(acceptor_module, "_ANSWER_S", 0.1)
 
     async def ponder(question: str, host: str) -> bytes:
         await asyncio.Event().wait()
@@ -95,7 +95,7 @@ async def test_who_asks_is_shown_out_when_no_answer_is_found_in_time(
         await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=3600)
 
 
-async def test_an_answer_that_comes_after_who_asked_has_gone_is_harmless(host: WorldManager) -> None:
+async def test_late_reply_after_the_caller_has_disconnected_is_harmless(host: WorldManager) -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def slow(question: str, host: str) -> bytes:
@@ -113,17 +113,17 @@ async def test_an_answer_that_comes_after_who_asked_has_gone_is_harmless(host: W
     assert await ask("127.0.0.1", port, "again", secret=b"right") == b"late"
 
 
-async def test_asking_nobody_says_so() -> None:
+async def test_error_says_that_nothing_listens() -> None:
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be asked"):
+    with pytest.raises(AskError, match=f"127.0.0.1:{port} cannot be queried"):
         await ask("127.0.0.1", port, "?")
 
 
 @pytest.mark.parametrize(
     "greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x01\x07", b""], ids=["http", "frame", "end"]
 )
-async def test_asking_something_else_says_so(greeting: bytes) -> None:
+async def test_error_says_that_another_protocol_answered(greeting: bytes) -> None:
     async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         await writer.drain()
@@ -131,25 +131,25 @@ async def test_asking_something_else_says_so(greeting: bytes) -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(AskError, match="cannot be asked"):
+        with pytest.raises(AskError, match="cannot be queried"):
             await ask("127.0.0.1", port, "?")
 
 
-async def test_asking_who_accepts_and_says_nothing_ends_after_its_timeout() -> None:
+async def test_query_times_out_when_the_server_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(AskError, match="did not answer within"):
         await ask("127.0.0.1", silent.getsockname()[1], "?", timeout_s=0.2)
 
 
-async def test_secret_can_be_changed_while_others_still_know_the_former_one(host: WorldManager) -> None:
+async def test_secret_can_be_rotated_while_the_former_is_accepted(host: WorldManager) -> None:
     async def echo(question: str, host: str) -> bytes:
         return question.encode()
 
     port = host.listen()
     host.answer("127.0.0.1", port, echo)
-    host.let_in(b"new", b"right")
+    host.set_accepted_secrets(b"new", b"right")
     for secret in (b"new", b"right"):
         assert await ask("127.0.0.1", port, "?", secret=secret) == b"?"
-    host.let_in(b"new")
+    host.set_accepted_secrets(b"new")
     assert await ask("127.0.0.1", port, "?", secret=b"new") == b"?"
     with pytest.raises(PermissionError):
         await ask("127.0.0.1", port, "?", secret=b"right")

@@ -1,4 +1,4 @@
-"""Who is let in at a port, who waits, and who is shown out."""
+"""Which connections an acceptor admits, keeps waiting, or closes."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameReader, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.control.loop import WatchDog
 from multiworld.errors import Cause
-from multiworld.membership import acceptor as reception_module
+from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import Acceptor, bind
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
 from multiworld.texts import MAX_TEXT_CHARS
@@ -22,7 +22,7 @@ PATIENT = HeartbeatConfig(0.05, 3600.0)
 
 
 class Told:
-    """A world that only writes down what it is told."""
+    """A world that records its events."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[tuple[object, ...]] = SimpleQueue()
@@ -31,27 +31,27 @@ class Told:
     def next(self) -> tuple[object, ...]:
         return self.queue.get(timeout=PATIENCE_S)
 
-    def on_all_here(self, epoch: int, local_host: str) -> None:
-        self.queue.put(("all here", epoch, local_host))
+    def on_all_joined(self, generation: int, local_host: str) -> None:
+        self.queue.put(("all joined", generation, local_host))
 
-    def on_stored(self, key: str, value: bytes) -> None:
+    def on_store_set(self, key: str, value: bytes) -> None:
         self.queue.put(("stored", key, value))
 
-    def on_gone(self, rank: int, cause: Cause, detail: str) -> None:
+    def on_member_failed(self, rank: int, cause: Cause, detail: str) -> None:
         self.details.append(detail)
-        self.queue.put(("gone", rank, cause))
+        self.queue.put(("failed", rank, cause))
 
-    def on_left(self, rank: int) -> None:
+    def on_member_left(self, rank: int) -> None:
         self.queue.put(("left", rank))
 
-    def on_all_settled(self) -> None:
-        self.queue.put(("settled",))
+    def on_all_drained(self) -> None:
+        self.queue.put(("drained",))
 
-    def on_refused(self, reason: str, *, final: bool) -> None:
-        self.queue.put(("refused", reason, final))
+    def on_join_failed(self, reason: str, *, final: bool) -> None:
+        self.queue.put(("join failed", reason, final))
 
 
-class PendingConnection:
+class Client:
     """The other end of a connection, step by step."""
 
     def __init__(self, port: int, hello: Hello, secret: bytes = b"secret") -> None:
@@ -62,7 +62,7 @@ class PendingConnection:
         self.handshake = ClientHandshake(secret, hello)
 
     def next(self) -> Frame | None:
-        """The next frame that is no heartbeat; None at the end."""
+        """The next frame that is not a heartbeat; None at the end."""
         while True:
             while self._come:
                 frame = self._come.pop(0)
@@ -73,7 +73,7 @@ class PendingConnection:
                 return None
             self._come += self._frames.feed(data)
 
-    def enter(self) -> "PendingConnection":
+    def enter(self) -> "Client":
         challenge = self.next()
         assert challenge is not None
         self.sock.sendall(self.handshake.hello(challenge).encode())
@@ -84,27 +84,29 @@ class PendingConnection:
 
 
 class House:
-    """A reception and the worlds behind it."""
+    """An acceptor and its worlds."""
 
     def __init__(self, watchdog: WatchDog) -> None:
         self.watchdog = watchdog
-        self.reception = Acceptor(watchdog, bind("127.0.0.1", 0), [b"secret"], PATIENT)
-        self.guests: list[PendingConnection] = []
-        watchdog.call_soon(self.reception.open)
+        self.acceptor = Acceptor(watchdog, bind("127.0.0.1", 0), [b"secret"], PATIENT)
+        self.clients: list[Client] = []
+        watchdog.call_soon(self.acceptor.open)
 
-    def host(self, world: str = "w", size: int = 2, epoch: int = 1) -> Told:
+    def host(self, world: str = "w", size: int = 2, generation: int = 1) -> Told:
         told = Told()
         self.on_watchdog(
-            lambda: self.reception.host(HostSession(self.watchdog, told, Hello(world, 0, size, epoch), PATIENT))
+            lambda: self.acceptor.add_session(
+                HostSession(self.watchdog, told, Hello(world, 0, size, generation), PATIENT)
+            )
         )
         return told
 
-    def guest(
-        self, world: str = "w", rank: int = 1, size: int = 2, epoch: int = 0, secret: bytes = b"secret"
-    ) -> PendingConnection:
-        guest = PendingConnection(self.reception.port, Hello(world, rank, size, epoch), secret)
-        self.guests.append(guest)
-        return guest
+    def client(
+        self, world: str = "w", rank: int = 1, size: int = 2, generation: int = 0, secret: bytes = b"secret"
+    ) -> Client:
+        client = Client(self.acceptor.port, Hello(world, rank, size, generation), secret)
+        self.clients.append(client)
+        return client
 
     def on_watchdog(self, call: Callable[[], object]) -> object:
         done: SimpleQueue[object] = SimpleQueue()
@@ -118,166 +120,166 @@ def house() -> Iterator[House]:
     watchdog.start()
     made = House(watchdog)
     yield made
-    watchdog.call_soon(made.reception.close)
+    watchdog.call_soon(made.acceptor.close)
     watchdog.stop()
-    for guest in made.guests:
-        guest.sock.close()
+    for client in made.clients:
+        client.sock.close()
 
 
-def test_guests_wait_for_their_world_and_start_with_it(house: House) -> None:
-    early = [house.guest(rank=rank, size=3).enter() for rank in (2, 1)]
+def test_members_wait_for_their_world_and_start_with_it(house: House) -> None:
+    early = [house.client(rank=rank, size=3).enter() for rank in (2, 1)]
     told = house.host(size=3)
-    assert told.next() == ("all here", 1, "127.0.0.1")
-    assert [guest.next() for guest in early] == [Frame(Kind.START, (b"1",))] * 2
+    assert told.next() == ("all joined", 1, "127.0.0.1")
+    assert [client.next() for client in early] == [Frame(Kind.START, (b"1",))] * 2
 
 
-def test_a_world_of_one_starts_at_once(house: House) -> None:
-    assert house.host(size=1).next() == ("all here", 1, "")
+def test_world_of_one_starts_at_once(house: House) -> None:
+    assert house.host(size=1).next() == ("all joined", 1, "")
 
 
 @pytest.mark.parametrize(
     ("wish", "reason", "retry"),
     [
-        ({"size": 3}, "rank 1 of 3 asked for a seat in a world of 2", b"0"),
-        ({"rank": 0}, "rank 0 of 2 asked for a seat", b"0"),
-        ({"rank": 2}, "rank 2 of 2 asked for a seat", b"0"),
-        ({"rank": -1}, "rank -1 of 2 asked for a seat", b"0"),
-        ({"epoch": 4}, "epoch 4 has formed already, the current one is 5", b"0"),
+        ({"size": 3}, "rank 1 of 3 cannot join a world of size 2", b"0"),
+        ({"rank": 0}, "rank 0 of 2 cannot join a world", b"0"),
+        ({"rank": 2}, "rank 2 of 2 cannot join a world", b"0"),
+        ({"rank": -1}, "rank -1 of 2 cannot join a world", b"0"),
+        ({"generation": 4}, "generation 4 has formed already; the current one is 5", b"0"),
     ],
 )
-def test_a_guest_is_refused_when_its_seat_does_not_exist(
+def test_member_is_refused_when_its_rank_does_not_exist(
     house: House, wish: dict[str, int], reason: str, retry: bytes
 ) -> None:
-    house.host(epoch=5)
-    guest = house.guest(**wish).enter()  # type: ignore[arg-type]
-    refusal = guest.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].decode().startswith(reason)
-    assert refusal.fields[1] == retry
-    assert guest.next() is None
+    house.host(generation=5)
+    client = house.client(**wish).enter()  # type: ignore[arg-type]
+    rejection = client.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].decode().startswith(reason)
+    assert rejection.fields[1] == retry
+    assert client.next() is None
 
 
-def test_a_guest_may_try_again_when_its_seat_is_taken(house: House) -> None:
+def test_member_may_retry_when_its_rank_is_taken(house: House) -> None:
     house.host(size=3)
-    house.guest(size=3).enter()
-    second = house.guest(size=3).enter()
+    house.client(size=3).enter()
+    second = house.client(size=3).enter()
     assert second.next() == Frame(Kind.REFUSE, (b"rank 1 is taken", b"1"))
 
 
-def test_a_guest_without_a_wish_for_an_epoch_waits_for_the_next_when_this_one_has_started(house: House) -> None:
+def test_member_without_a_requested_generation_waits_for_the_next_when_this_one_has_started(house: House) -> None:
     first = house.host()
-    house.guest().enter()
+    house.client().enter()
     first.next()
-    waiting = house.guest().enter()
-    second = house.host(epoch=2)
-    assert second.next() == ("all here", 2, "127.0.0.1")
+    waiting = house.client().enter()
+    second = house.host(generation=2)
+    assert second.next() == ("all joined", 2, "127.0.0.1")
     assert waiting.next() == Frame(Kind.START, (b"2",))
 
 
-def test_a_guest_with_a_later_epoch_waits_for_it(house: House) -> None:
-    house.host(epoch=2)
-    waiting = house.guest(epoch=3).enter()
-    told = house.host(epoch=3)
-    assert told.next() == ("all here", 3, "127.0.0.1")
+def test_member_with_a_later_generation_waits_for_it(house: House) -> None:
+    house.host(generation=2)
+    waiting = house.client(generation=3).enter()
+    told = house.host(generation=3)
+    assert told.next() == ("all joined", 3, "127.0.0.1")
     assert waiting.next() == Frame(Kind.START, (b"3",))
 
 
-def test_the_younger_of_two_guests_for_one_seat_gets_it(house: House) -> None:
-    """The elder may be what is left of a process that has been started anew."""
-    elder, younger = house.guest().enter(), house.guest().enter()
+def test_the_newer_of_two_clients_for_one_rank_is_admitted(house: House) -> None:
+    """The earlier one may belong to a process that has been restarted."""
+    elder, younger = house.client().enter(), house.client().enter()
     house.host().next()
     assert younger.next() == Frame(Kind.START, (b"1",))
     del elder
 
 
-def test_a_guest_that_leaves_before_the_start_frees_its_seat(house: House) -> None:
+def test_rank_is_free_again_when_its_member_leaves_before_the_start(house: House) -> None:
     told = house.host(size=3)
-    house.guest(size=3).enter().sock.close()
-    house.guest(rank=2, size=3).enter()
-    for _ in range(1000):  # until the end of the first connection has been seen
-        heir = house.guest(size=3).enter()
+    house.client(size=3).enter().sock.close()
+    house.client(rank=2, size=3).enter()
+    for _ in range(1000):  # until the end of the first connection has been detected
+        heir = house.client(size=3).enter()
         answer = heir.next()
         assert answer is not None
         if answer.kind is Kind.START:
             break
-    assert told.next() == ("all here", 1, "127.0.0.1")
+    assert told.next() == ("all joined", 1, "127.0.0.1")
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_recorded_entry_is_refused_when_it_is_played_again(house: House, times: int) -> None:
-    """Byte by byte what somebody with the secret has said, on a connection of its own, while the world still waits for its members."""
+def test_replayed_join_is_refused(house: House, times: int) -> None:
+    """The recorded bytes of an authenticated member, on a new connection, while the world still waits for members."""
     told = house.host(size=3)
-    house.guest(size=3).enter()
-    honest = house.guest(rank=2, size=3)
+    house.client(size=3).enter()
+    honest = house.client(rank=2, size=3)
     challenge = honest.next()
     assert challenge is not None
     recorded = honest.handshake.hello(challenge).encode()
     for _ in range(times):
-        replayer = house.guest(rank=2, size=3, secret=b"not known")
+        replayer = house.client(rank=2, size=3, secret=b"not known")
         assert replayer.next() != challenge
         replayer.sock.sendall(recorded)
         assert replayer.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
         assert replayer.next() is None
     honest.sock.sendall(recorded)
-    assert told.next()[0] == "all here"
+    assert told.next()[0] == "all joined"
 
 
-def test_a_guest_with_the_wrong_secret_is_refused_for_good(house: House) -> None:
-    guest = house.guest(secret=b"wrong")
-    challenge = guest.next()
+def test_member_with_a_wrong_secret_is_refused_permanently(house: House) -> None:
+    client = house.client(secret=b"wrong")
+    challenge = client.next()
     assert challenge is not None
-    guest.sock.sendall(guest.handshake.hello(challenge).encode())
-    assert guest.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
-    assert guest.next() is None
+    client.sock.sendall(client.handshake.hello(challenge).encode())
+    assert client.next() == Frame(Kind.REFUSE, (b"wrong secret", b"0"))
+    assert client.next() is None
 
 
 class NestedHello(Hello):
-    """What somebody who knows the secret may send."""
+    """A hello with deeply nested JSON, which a member with the secret may send."""
 
     def encode(self) -> bytes:
         return b"[" * 30_000
 
 
-def test_a_guest_is_told_why_when_its_hello_is_none(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    guest = PendingConnection(house.reception.port, NestedHello())
-    house.guests.append(guest)
-    challenge = guest.next()
+def test_client_gets_the_reason_when_its_hello_is_invalid(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(house.acceptor.port, NestedHello())
+    house.clients.append(client)
+    challenge = client.next()
     assert challenge is not None
-    guest.sock.sendall(guest.handshake.hello(challenge).encode())
-    refusal = guest.next()
-    assert refusal is not None
-    assert refusal.kind is Kind.REFUSE
-    assert refusal.fields[0].startswith(b"not a hello")
-    assert refusal.fields[1] == b"1"
+    client.sock.sendall(client.handshake.hello(challenge).encode())
+    rejection = client.next()
+    assert rejection is not None
+    assert rejection.kind is Kind.REFUSE
+    assert rejection.fields[0].startswith(b"not a hello")
+    assert rejection.fields[1] == b"1"
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
 
 
-def test_what_a_member_says_of_a_failure_is_cut_and_escaped_when_it_is_long(house: House) -> None:
+def test_long_failure_report_of_a_member_is_truncated_and_escaped(house: House) -> None:
     told = house.host()
-    member = house.guest().enter()
+    member = house.client().enter()
     told.next()
     member.sock.sendall(Frame(Kind.MEMBER_FAILED, (b"1", b"error", b"\x1b[2J" + b"x" * 100_000)).encode())
-    assert told.next() == ("gone", 1, Cause.ERROR)
+    assert told.next() == ("failed", 1, Cause.ERROR)
     (detail,) = told.details
     assert detail.startswith("\\x1b[2Jxxx")
     assert len(detail) == MAX_TEXT_CHARS
 
 
-def test_who_proves_nothing_in_time_is_shown_out(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception_module, "_HANDSHAKE_S", 0.1)
-    silent, drip = house.guest(), house.guest()
+def test_client_is_closed_when_it_does_not_authenticate_in_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor_module, "_HANDSHAKE_S", 0.1)
+    silent, drip = house.client(), house.client()
     drip.sock.sendall(b"\0")
-    for guest in (silent, drip):
-        challenge = guest.next()
+    for client in (silent, drip):
+        challenge = client.next()
         assert challenge is not None
         assert challenge.kind is Kind.CHALLENGE
-        assert guest.next() is None
+        assert client.next() is None
 
 
-def test_who_sends_heartbeats_and_no_proof_is_shown_out(house: House) -> None:
-    """Each is cheap, and a million of them a second would keep the watchdog from its worlds."""
-    stranger = socket.create_connection(("127.0.0.1", house.reception.port))
+def test_client_is_closed_when_it_sends_only_heartbeats(house: House) -> None:
+    """A million heartbeats per second would keep the watchdog thread from its worlds."""
+    stranger = socket.create_connection(("127.0.0.1", house.acceptor.port))
     stranger.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
         stranger.sendall(5_000 * HEARTBEAT_BYTES)
@@ -286,52 +288,52 @@ def test_who_sends_heartbeats_and_no_proof_is_shown_out(house: House) -> None:
         while data := stranger.recv(1 << 16):
             come += data
     assert [frame.kind for frame in FrameReader().feed(come)] == [Kind.CHALLENGE]
-    house.guest().enter().sock.close()
+    house.client().enter().sock.close()
     stranger.close()
 
 
-def test_the_oldest_stranger_is_shown_out_when_there_are_too_many(
+def test_the_oldest_unauthenticated_client_is_closed_when_there_are_too_many(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception_module, "_MAX_STRANGERS", 3)
-    friend = house.guest("later").enter()
-    strangers = [house.guest() for _ in range(5)]
+    monkeypatch.setattr(acceptor_module, "_MAX_UNAUTHENTICATED", 3)
+    friend = house.client("later").enter()
+    strangers = [house.client() for _ in range(5)]
     for stranger in strangers:
         stranger.next()
     for stranger in strangers[:2]:
         assert stranger.next() is None
-    assert house.on_watchdog(lambda: len(house.reception._strangers)) == 3
+    assert house.on_watchdog(lambda: len(house.acceptor._unauthenticated)) == 3
     strangers[4].sock.sendall(Frame(Kind.HEARTBEAT).encode())
     house.host("later")
     assert friend.next() == Frame(Kind.START, (b"1",))
 
 
-def test_a_guest_that_waits_may_only_beat(house: House) -> None:
-    guest = house.guest().enter()
-    guest.sock.sendall(Frame(Kind.STORE_SET, (b"key", b"value")).encode())
-    assert guest.next() is None
+def test_waiting_client_may_only_send_heartbeats(house: House) -> None:
+    client = house.client().enter()
+    client.sock.sendall(Frame(Kind.STORE_SET, (b"key", b"value")).encode())
+    assert client.next() is None
 
 
-def test_everybody_is_shown_out_when_the_reception_closes(house: House) -> None:
-    waiting, stranger = house.guest().enter(), house.guest()
+def test_all_clients_are_closed_when_the_acceptor_closes(house: House) -> None:
+    waiting, stranger = house.client().enter(), house.client()
     stranger.next()
-    house.on_watchdog(house.reception.close)
+    house.on_watchdog(house.acceptor.close)
     assert waiting.next() is None
     assert stranger.next() is None
     with pytest.raises(ConnectionRefusedError):
-        house.guest()
+        house.client()
 
 
-def test_members_hear_each_other_through_the_host(house: House) -> None:
+def test_members_get_reports_of_each_other_through_the_host(house: House) -> None:
     told = house.host(size=3)
-    first, second = house.guest(rank=1, size=3).enter(), house.guest(rank=2, size=3).enter()
+    first, second = house.client(rank=1, size=3).enter(), house.client(rank=2, size=3).enter()
     told.next()
     assert first.next() == second.next() == Frame(Kind.START, (b"1",))
     first.sock.sendall(Frame(Kind.STORE_SET, (b"key", b"value")).encode())
     assert told.next() == ("stored", "key", b"value")
     assert second.next() == Frame(Kind.STORE_SET, (b"key", b"value"))
     first.sock.sendall(Frame(Kind.MEMBER_FAILED, (b"2", b"transport", b"")).encode())
-    assert told.next() == ("gone", 2, Cause.TRANSPORT)
+    assert told.next() == ("failed", 2, Cause.TRANSPORT)
     assert second.next() == Frame(Kind.MEMBER_FAILED, (b"2", b"transport", b""))
 
 
@@ -345,66 +347,64 @@ def test_members_hear_each_other_through_the_host(house: House) -> None:
     ],
     ids=["rank", "cause", "fields", "kind"],
 )
-def test_a_member_that_talks_nonsense_is_lost(house: House, frame: Frame) -> None:
+def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -> None:
     told = house.host()
-    member = house.guest().enter()
+    member = house.client().enter()
     told.next()
     member.sock.sendall(frame.encode())
-    assert told.next() == ("gone", 1, Cause.EXIT)
+    assert told.next() == ("failed", 1, Cause.EXIT)
 
 
-def strict_roster(house: House, told: Told) -> HostSession:
-    """Rank 0 of a world of two that watches event loops."""
+def strict_session(house: House, told: Told) -> HostSession:
+    """Rank 0 of a world of two with event loop monitoring."""
     watching = HeartbeatConfig(0.05, 3600.0, 0.5)
-    roster = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), watching))
-    assert isinstance(roster, HostSession)
-    house.on_watchdog(lambda: house.reception.host(roster))
-    return roster
+    session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), watching))
+    assert isinstance(session, HostSession)
+    house.on_watchdog(lambda: house.acceptor.add_session(session))
+    return session
 
 
 @pytest.mark.parametrize("fields", [(b"7",), (b"7", b"of a later release")])
-def test_a_member_whose_count_stands_still_is_lost_as_stalled_and_told_so(
-    house: House, fields: tuple[bytes, ...]
-) -> None:
+def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: House, fields: tuple[bytes, ...]) -> None:
     told = Told()
-    roster = strict_roster(house, told)
-    member = house.guest().enter()
-    assert told.next()[0] == "all here"
+    session = strict_session(house, told)
+    member = house.client().enter()
+    assert told.next()[0] == "all joined"
     while told.queue.empty():
         member.sock.sendall(Frame(Kind.HEARTBEAT, fields).encode())
         time.sleep(0.02)
-    assert told.next() == ("gone", 1, Cause.STALLED)
+    assert told.next() == ("failed", 1, Cause.STALLED)
     assert member.next() == Frame(Kind.START, (b"1",))
     notice = member.next()
     assert notice is not None
     assert (notice.kind, notice.fields[:2]) == (Kind.MEMBER_FAILED, (b"1", b"stalled"))
-    house.on_watchdog(roster.detach)
+    house.on_watchdog(session.close)
 
 
-def test_a_member_is_not_stalled_when_its_heartbeats_have_no_count(house: House) -> None:
+def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
     told = Told()
-    roster = strict_roster(house, told)
-    member = house.guest().enter()
-    assert told.next()[0] == "all here"
-    (lifeline,) = roster.lifelines.values()
+    session = strict_session(house, told)
+    member = house.client().enter()
+    assert told.next()[0] == "all joined"
+    (connection,) = session.connections.values()
     for _ in range(3):
         member.sock.sendall(HEARTBEAT_BYTES + Frame(Kind.STORE_SET, (b"key", b"value")).encode())
         assert told.next()[0] == "stored"
-    assert lifeline.stall_clock.stalled_s == 0.0
-    house.on_watchdog(roster.detach)
+    assert connection.stall_clock.stalled_s == 0.0
+    house.on_watchdog(session.close)
 
 
-def test_a_silent_member_is_lost_and_told_so(house: House) -> None:
+def test_silent_member_is_lost_and_told_so(house: House) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
-    roster = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), strict))
-    assert isinstance(roster, HostSession)
-    house.on_watchdog(lambda: house.reception.host(roster))
-    member = house.guest().enter()
-    assert told.next()[0] == "all here"
-    assert told.next() == ("gone", 1, Cause.HANG)
+    session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), strict))
+    assert isinstance(session, HostSession)
+    house.on_watchdog(lambda: house.acceptor.add_session(session))
+    member = house.client().enter()
+    assert told.next()[0] == "all joined"
+    assert told.next() == ("failed", 1, Cause.HANG)
     assert member.next() == Frame(Kind.START, (b"1",))
     notice = member.next()
     assert notice is not None
     assert (notice.kind, notice.fields[:2]) == (Kind.MEMBER_FAILED, (b"1", b"hang"))
-    house.on_watchdog(roster.detach)
+    house.on_watchdog(session.close)

@@ -1,4 +1,4 @@
-"""The one thread that watches: timers, calls from elsewhere, sockets; it forgives its own stalls and survives its callbacks."""
+"""The watchdog thread: timers, calls from other threads, sockets; it tolerates its own stalls and failing callbacks."""
 
 import logging
 import selectors
@@ -27,19 +27,19 @@ def watchdog() -> Iterator[WatchDog]:
 
 
 class Owner:
-    """Writes down what a lifeline tells it."""
+    """Writes down what a control connection reports."""
 
     def __init__(self) -> None:
         self.told: SimpleQueue[object] = SimpleQueue()
 
-    def on_frame(self, lifeline: ControlConnection, frame: Frame) -> None:
+    def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
         if frame.kind is Kind.MEMBER_FAILED:
             raise ValueError("a frame that our side cannot handle")
         if frame.kind is Kind.LEFT:
             raise FrameError("unexpected")
         self.told.put(frame)
 
-    def on_lost(self, lifeline: ControlConnection, reason: str) -> None:
+    def on_lost(self, connection: ControlConnection, reason: str) -> None:
         self.told.put(reason)
 
     def next(self) -> object:
@@ -47,7 +47,7 @@ class Owner:
 
 
 class Ends:
-    """A lifeline and the plain socket at its other end."""
+    """A control connection and the plain socket at its other end."""
 
     def __init__(self, watchdog: WatchDog) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -56,7 +56,7 @@ class Ends:
         self.owner = Owner()
         self._made: SimpleQueue[ControlConnection] = SimpleQueue()
         watchdog.call_soon(lambda: self._made.put(ControlConnection(watchdog, ours, self.owner)))
-        self.lifeline = self._made.get(timeout=PATIENCE_S)
+        self.connection = self._made.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def ends(watchdog: WatchDog) -> Iterator[Ends]:
     made.peer.close()
 
 
-def test_calls_run_in_the_order_of_asking(watchdog: WatchDog) -> None:
+def test_calls_run_in_the_order_in_which_they_were_scheduled(watchdog: WatchDog) -> None:
     done: SimpleQueue[int] = SimpleQueue()
     for number in range(1000):
         watchdog.call_soon(done.put, number)
@@ -86,7 +86,7 @@ def test_calls_of_many_threads_all_run(watchdog: WatchDog) -> None:
     assert sum(done.get(timeout=PATIENCE_S) for _ in range(4000)) == 4000
 
 
-def test_timers_run_in_the_order_in_which_they_are_due_and_cancelled_ones_never(watchdog: WatchDog) -> None:
+def test_timers_run_in_order_and_cancelled_ones_never(watchdog: WatchDog) -> None:
     done: SimpleQueue[str] = SimpleQueue()
 
     def plan() -> None:
@@ -100,7 +100,7 @@ def test_timers_run_in_the_order_in_which_they_are_due_and_cancelled_ones_never(
     assert done.empty()
 
 
-def test_a_callback_that_fails_is_logged_and_stops_no_other(
+def test_failing_callback_is_logged_and_does_not_stop_others(
     watchdog: WatchDog, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: SimpleQueue[str] = SimpleQueue()
@@ -116,7 +116,7 @@ def test_a_callback_that_fails_is_logged_and_stops_no_other(
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
-def test_what_was_asked_before_the_stop_is_still_done() -> None:
+def test_scheduled_calls_run_before_the_stop() -> None:
     watchdog = WatchDog()
     done: list[int] = []
     watchdog.start()
@@ -124,29 +124,29 @@ def test_what_was_asked_before_the_stop_is_still_done() -> None:
         watchdog.call_soon(done.append, number)
     watchdog.stop()
     assert done == list(range(100))
-    watchdog.call_soon(done.append, 100)  # harmless, and never done
+    watchdog.call_soon(done.append, 100)  # harmless, and never run
     assert len(done) == 100
 
 
-def test_a_watchdog_that_never_started_can_be_stopped() -> None:
+def test_watchdog_that_never_started_can_be_stopped() -> None:
     WatchDog().stop()
 
 
-def test_a_stall_of_our_own_is_not_held_against_the_peers(watchdog: WatchDog, ends: Ends) -> None:
+def test_own_stall_does_not_count_as_silence_of_peers(watchdog: WatchDog, ends: Ends) -> None:
     silences: SimpleQueue[float] = SimpleQueue()
 
     def measure() -> None:
-        silences.put(watchdog.now_s - ends.lifeline.last_heard_s)
+        silences.put(watchdog.now_s - ends.connection.last_received_s)
 
     watchdog.call_soon(watchdog.call_later, 0.05, measure)
     silences.get(timeout=PATIENCE_S)
-    watchdog.call_soon(time.sleep, 1.0)  # as SIGSTOP, or somebody who holds the GIL
+    watchdog.call_soon(time.sleep, 1.0)  # like SIGSTOP, or a thread that holds the GIL
     watchdog.call_soon(watchdog.call_later, 0.05, measure)
-    # Nothing was heard for over a second, but we were away for one of it.
+    # No heartbeat for over a second, but this process was stopped for one second of it.
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
 
-def test_frames_arrive_and_the_end_is_told_once(ends: Ends) -> None:
+def test_frames_arrive_and_the_end_is_reported_once(ends: Ends) -> None:
     frames = [Frame(Kind.STORE_SET, (b"key", bytes([number]) * 1000)) for number in range(100)]
     ends.peer.sendall(b"".join(frame.encode() for frame in frames))
     assert [ends.owner.next() for _ in frames] == frames
@@ -158,13 +158,13 @@ def test_frames_arrive_and_the_end_is_told_once(ends: Ends) -> None:
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "it sent garbage: a frame of"),
-        (Frame(Kind.LEFT).encode(), "it sent garbage: unexpected"),
-        (Frame(Kind.MEMBER_FAILED).encode(), "what it sent could not be handled"),
+        (b"GET / HTTP/1.1\r\n\r\n", "it sent an invalid frame: a frame of"),
+        (Frame(Kind.LEFT).encode(), "it sent an invalid frame: unexpected"),
+        (Frame(Kind.MEMBER_FAILED).encode(), "its frame could not be handled"),
     ],
-    ids=["garbage", "refused", "our own bug"],
+    ids=["garbage", "refused", "internal error"],
 )
-def test_the_lifeline_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
+def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: str) -> None:
     ends.peer.sendall(sent + Frame(Kind.HEARTBEAT).encode())
     told = ends.owner.next()
     assert isinstance(told, str)
@@ -172,18 +172,18 @@ def test_the_lifeline_is_lost_when_it_carries(ends: Ends, sent: bytes, reason: s
     assert ends.peer.recv(1) == b""
 
 
-def test_the_lifeline_is_lost_when_its_peer_reads_nothing(watchdog: WatchDog, ends: Ends) -> None:
+def test_control_connection_is_lost_when_its_peer_does_not_read(watchdog: WatchDog, ends: Ends) -> None:
     data = Frame(Kind.STORE_SET, (b"key", b"v" * (MAX_FRAME_BYTES - 100))).encode()
     for _ in range(50):
-        watchdog.call_soon(ends.lifeline.send, data)
-    assert ends.owner.next() == "it reads nothing that we send"
-    assert len(ends.lifeline._outbox) <= 6 * MAX_FRAME_BYTES
+        watchdog.call_soon(ends.connection.send, data)
+    assert ends.owner.next() == "it does not read what we send"
+    assert len(ends.connection._outbox) <= 6 * MAX_FRAME_BYTES
 
 
-def test_a_closed_lifeline_still_delivers_what_was_sent_before(watchdog: WatchDog, ends: Ends) -> None:
-    data = b"x" * 3_000_000  # more than the sockets hold: the rest goes out after `close`
-    watchdog.call_soon(ends.lifeline.send, data)
-    watchdog.call_soon(ends.lifeline.close)
+def test_closed_control_connection_still_sends_its_queue(watchdog: WatchDog, ends: Ends) -> None:
+    data = b"x" * 3_000_000  # more than the socket buffers hold: the rest is sent after `close`
+    watchdog.call_soon(ends.connection.send, data)
+    watchdog.call_soon(ends.connection.close)
     received = 0
     while piece := ends.peer.recv(1 << 16):
         received += len(piece)
@@ -191,7 +191,7 @@ def test_a_closed_lifeline_still_delivers_what_was_sent_before(watchdog: WatchDo
     assert ends.owner.told.empty()
 
 
-def test_a_socket_closed_in_the_same_round_is_not_served_any_more(watchdog: WatchDog) -> None:
+def test_socket_closed_in_the_same_iteration_is_not_served(watchdog: WatchDog) -> None:
     served: SimpleQueue[int] = SimpleQueue()
     pairs = [socket.socketpair() for _ in range(2)]
 
@@ -208,13 +208,17 @@ def test_a_socket_closed_in_the_same_round_is_not_served_any_more(watchdog: Watc
     watchdog.call_soon(watch)
     served.get(timeout=PATIENCE_S)
     watchdog.call_soon(served.put, -1)
-    assert served.get(timeout=PATIENCE_S) == -1, "the other socket was ready in the same round, and is not watched"
+    assert served.get(timeout=PATIENCE_S) == -1, (
+        "the other socket was ready in the same iteration and is no longer watched"
+    )
     for ours, theirs in pairs:
         ours.close()
         theirs.close()
 
 
-def test_nothing_is_logged_while_all_is_well(watchdog: WatchDog, ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_during_normal_operation(
+    watchdog: WatchDog, ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG):
         ends.peer.sendall(Frame(Kind.HEARTBEAT).encode())
         ends.owner.next()

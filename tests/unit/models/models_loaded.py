@@ -1,4 +1,4 @@
-"""The five models for tests, each loaded once a run."""
+"""The five models for tests, each loaded once per run."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ def loaded(name: str) -> LoadedModel:
 
 
 def images(count: int, size: int = IMAGE_SIZE, seed: int = 3) -> Tensor:
-    """uint8 [count,3,size,size]: coarse random patterns, so that no two are alike on average."""
+    """uint8 [count,3,size,size]: coarse random patterns that differ on average."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(count, 3, 4, 4, generator=generator)
     return nn.functional.interpolate(coarse, size=(size, size)).mul(255).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Stages composed are the unsplit model, bit for bit."""
+"""Composed stages equal the unsplit model bit for bit."""
 
 import pytest
 import safetensors.torch
@@ -27,7 +27,7 @@ from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 
 def worker_stage(model: LoadedModel, spec: StageSpec) -> Stage:
-    """What a worker makes of the description and the weights it is sent."""
+    """The stage that a worker builds from the description and the weights that it receives."""
     stage = build_stage(StageSpec.from_json(spec.to_json()))
     stage.load_state_dict(stage_weights(model, spec), strict=True)
     return stage
@@ -35,7 +35,7 @@ def worker_stage(model: LoadedModel, spec: StageSpec) -> Stage:
 
 @torch.inference_mode()
 def compose(model: LoadedModel, specs: list[StageSpec], batch: Tensor) -> Tensor:
-    """Run `batch` through all stages, checking on the way what each is promised and promises."""
+    """Run `batch` through all stages and check the declared shapes on the way."""
     for spec in specs:
         stage = worker_stage(model, spec)
         assert tuple(batch.shape[1:]) == stage_input_shape(spec, IMAGE_SIZE)
@@ -80,7 +80,7 @@ def test_random_weights_give_probabilities_that_depend_on_the_image(name: str) -
     assert float((probabilities[0] - probabilities[1]).abs().max()) > 1e-3
 
 
-def test_reference_is_torchvisions_transform_and_softmax() -> None:
+def test_reference_equals_torchvision_transform_and_softmax() -> None:
     model = load_model("resnet18", "random:1")
     batch = images(2, size=224)
     normalised = ResNet18_Weights.IMAGENET1K_V1.transforms(resize_size=224)(batch)
@@ -90,7 +90,7 @@ def test_reference_is_torchvisions_transform_and_softmax() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 @pytest.mark.parametrize("size", [1, 31, 33, 97])
-def test_shapes_without_weights_are_those_of_a_run_when_the_size_is_odd(name: str, size: int) -> None:
+def test_declared_shapes_equal_those_of_a_run_with_an_odd_size(name: str, size: int) -> None:
     model = loaded(name)
     batch = images(1, size=size) if size >= 4 else torch.zeros(1, 3, size, size, dtype=torch.uint8)
     with torch.inference_mode():
@@ -100,7 +100,7 @@ def test_shapes_without_weights_are_those_of_a_run_when_the_size_is_odd(name: st
             assert tuple(batch.shape[1:]) == stage_output_shape(spec, size)
 
 
-def test_state_dicts_have_torchvisions_names_and_are_disjoint() -> None:
+def test_state_dicts_have_torchvision_names_and_are_disjoint() -> None:
     model = loaded("resnet50")
     whole = model.module.state_dict()
     parts = [stage_weights(model, spec) for spec in split_model(model, 4)]
@@ -111,7 +111,7 @@ def test_state_dicts_have_torchvisions_names_and_are_disjoint() -> None:
     assert "bn1.num_batches_tracked" in names
 
 
-def test_stage_weights_survive_as_safetensors() -> None:
+def test_stage_weights_survive_safetensors() -> None:
     model = loaded("resnet18")
     for spec in split_model(model, 3):
         weights = stage_weights(model, spec)
@@ -120,7 +120,7 @@ def test_stage_weights_survive_as_safetensors() -> None:
         assert all(torch.equal(received[name], tensor) for name, tensor in weights.items())
 
 
-def test_built_stages_share_nothing() -> None:
+def test_built_stages_share_no_memory() -> None:
     model = loaded("resnet18")
     spec = split_model(model, 2)[1]
     first, second = worker_stage(model, spec), build_stage(spec)
@@ -129,7 +129,7 @@ def test_built_stages_share_nothing() -> None:
     assert torch.equal(first.get_parameter("fc.weight"), model.module.get_parameter("fc.weight"))
 
 
-def test_loading_a_stage_fails_when_a_weight_is_missing_or_of_another_shape() -> None:
+def test_stage_loading_fails_when_a_weight_is_missing_or_misshapen() -> None:
     model = loaded("resnet18")
     spec = split_model(model, 2)[1]
     weights = stage_weights(model, spec)
@@ -155,7 +155,7 @@ def test_built_stage_is_in_eval_mode_without_gradients() -> None:
         pytest.param(torch.zeros(1, 1, 8, 8, dtype=torch.uint8), id="one channel"),
     ],
 )
-def test_first_stage_refuses_when_the_input_is_no_uint8_rgb_batch(batch: Tensor) -> None:
+def test_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch(batch: Tensor) -> None:
     model = loaded("resnet18")
     with pytest.raises(ModelError, match=r"expected torch\.uint8"):
         reference_stage(model, split_model(model, 2)[0])(batch)
@@ -163,7 +163,7 @@ def test_first_stage_refuses_when_the_input_is_no_uint8_rgb_batch(batch: Tensor)
         Reference(model)(batch)
 
 
-def test_stage_weights_refuses_when_the_stage_belongs_to_other_weights() -> None:
+def test_stage_weights_are_rejected_for_a_stage_of_other_weights() -> None:
     spec = split_model(load_model("resnet18", "random:9", image_size=IMAGE_SIZE), 2)[0]
     with pytest.raises(StageError, match="random:9"):
         stage_weights(loaded("resnet18"), spec)

@@ -1,4 +1,4 @@
-"""Labels from files of every accepted form, and a clear error for every other."""
+"""Label files: every accepted format, and a clear error for every other."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from multiworld_serving.models.weights.labels import read_labels
         ("index.json", json.dumps({"0": ["n1", "cat"], "1": ["n2", "dog"], "2": ["n3", "sea cow"]})),
     ],
 )
-def test_labels_are_read_in_order_of_class(tmp_path: Path, filename: str, content: str) -> None:
+def test_labels_are_read_in_class_order(tmp_path: Path, filename: str, content: str) -> None:
     path = tmp_path / filename
     path.write_bytes(content.encode())
     assert read_labels(str(path), 3) == ("cat", "dog", "sea cow")
@@ -41,7 +41,7 @@ def test_labels_are_read_in_order_of_class(tmp_path: Path, filename: str, conten
         ("labels.json", b'["cat"]', "has 1 labels"),
     ],
 )
-def test_labels_are_refused_when_the_file_is_wrong(tmp_path: Path, filename: str, content: bytes, message: str) -> None:
+def test_invalid_labels_file_is_refused(tmp_path: Path, filename: str, content: bytes, message: str) -> None:
     path = tmp_path / filename
     path.write_bytes(content)
     with pytest.raises(ModelError, match=message):
@@ -49,6 +49,6 @@ def test_labels_are_refused_when_the_file_is_wrong(tmp_path: Path, filename: str
 
 
 @pytest.mark.parametrize("missing", ["nowhere.txt", "."])
-def test_labels_are_refused_when_there_is_no_such_file(tmp_path: Path, missing: Any) -> None:
+def test_missing_labels_file_is_refused(tmp_path: Path, missing: Any) -> None:
     with pytest.raises(ModelError, match="cannot read labels"):
         read_labels(str(tmp_path / missing), 3)

@@ -1,4 +1,4 @@
-"""Loading weights: every accepted form gives the same model, and every wrong one a clear error."""
+"""Loading weights: every accepted format gives the same model; every other gives a clear error."""
 
 import hashlib
 import os
@@ -44,7 +44,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_random_weights_are_the_same_for_a_seed_and_leave_the_global_generator_alone() -> None:
+def test_random_weights_depend_only_on_the_seed_and_keep_the_global_generator() -> None:
     before = torch.random.get_rng_state()
     first = load_model("resnet18", "random:7")
     torch.rand(3)
@@ -56,7 +56,7 @@ def test_random_weights_are_the_same_for_a_seed_and_leave_the_global_generator_a
     assert not torch.equal(other.get_parameter("conv1.weight"), first.module.get_parameter("conv1.weight"))
 
 
-def test_random_weights_come_with_imagenets_labels_and_preprocessing() -> None:
+def test_random_weights_have_imagenet_labels_and_preprocessing() -> None:
     model = load_model("resnet50", "random:0")
     assert (model.name, model.version) == ("resnet50", "random:0")
     assert len(model.labels) == model.num_classes == 1000
@@ -67,7 +67,7 @@ def test_random_weights_come_with_imagenets_labels_and_preprocessing() -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_module_is_torchvisions_own_model(name: str) -> None:
+def test_module_is_the_torchvision_model(name: str) -> None:
     model = load_model(name, "random:0").module
     with torch.device("meta"):
         theirs = torchvision_models.get_model(name)
@@ -75,7 +75,7 @@ def test_module_is_torchvisions_own_model(name: str) -> None:
     assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
 
 
-def test_safetensors_file_is_loaded_with_its_own_number_of_classes(file: Path, weights: dict[str, Tensor]) -> None:
+def test_safetensors_file_is_loaded_with_its_number_of_classes(file: Path, weights: dict[str, Tensor]) -> None:
     model = load_model("resnet18", str(file))
     assert_same(model.module.state_dict(), weights)
     assert model.labels == tuple(f"class_{i}" for i in range(10))
@@ -103,7 +103,7 @@ def wrapped(weights: dict[str, Tensor], form: str) -> Any:
 
 @pytest.mark.parametrize("form", ["plain", "state_dict", "model", "module.", "nested", "float64", "no counters"])
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_pth_file_is_loaded_in_each_common_form(
+def test_pth_file_is_loaded_in_each_common_format(
     tmp_path: Path, weights: dict[str, Tensor], form: str, legacy: bool
 ) -> None:
     path = tmp_path / "checkpoint.pth"
@@ -122,7 +122,7 @@ def test_labels_file_names_the_classes(tmp_path: Path, file: Path) -> None:
         load_model("resnet18", str(file), labels=str(labels))
 
 
-def test_preprocessing_is_overridden_by_what_is_given(file: Path) -> None:
+def test_given_values_override_preprocessing(file: Path) -> None:
     def preprocessing(**changes: Any) -> Preprocessing:
         return load_model("resnet18", str(file), **changes).preprocessing
 
@@ -142,12 +142,12 @@ def test_preprocessing_is_overridden_by_what_is_given(file: Path) -> None:
         ({"std": (1.0, 0.0, 1.0)}, "std contains 0.0"),
     ],
 )
-def test_preprocessing_is_refused_when_out_of_range(file: Path, changes: dict[str, Any], message: str) -> None:
+def test_preprocessing_out_of_range_is_refused(file: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model("resnet18", str(file), **changes)
 
 
-def test_another_resnets_weights_are_refused_and_recognised(file: Path) -> None:
+def test_weights_of_another_resnet_are_recognized_and_refused(file: Path) -> None:
     with pytest.raises(ArchitectureError, match=r"are resnet18's, not resnet50's; choose --model resnet18"):
         load_model("resnet50", str(file))
 
@@ -159,7 +159,9 @@ def test_another_resnets_weights_are_refused_and_recognised(file: Path) -> None:
         (torchvision_models.mobilenet_v3_small, "unknown .first features"),
     ],
 )
-def test_other_architectures_weights_are_refused_with_what_differs(tmp_path: Path, builder: Any, message: str) -> None:
+def test_weights_of_another_architecture_are_refused_with_the_difference(
+    tmp_path: Path, builder: Any, message: str
+) -> None:
     path = tmp_path / "other.safetensors"
     safetensors.torch.save_file(builder(weights=None).state_dict(), path)
     with pytest.raises(ArchitectureError, match=message) as caught:
@@ -179,7 +181,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("form", ["torch", "pickle"])
-def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
+def test_pickle_with_code_is_refused_and_not_executed(tmp_path: Path, form: str) -> None:
     path, victim = tmp_path / "evil.pth", tmp_path / "victim"
     if form == "torch":
         torch.save({"fc.weight": Bomb(victim)}, path)
@@ -190,7 +192,7 @@ def test_pickle_with_code_is_refused_and_not_run(tmp_path: Path, form: str) -> N
     assert not victim.exists()
 
 
-def test_whole_pickled_model_is_refused_with_how_to_save(tmp_path: Path) -> None:
+def test_pickled_model_is_refused_with_instructions(tmp_path: Path) -> None:
     path = tmp_path / "whole.pt"
     torch.save(random_model("resnet18", seed=0, num_classes=2), path)
     with pytest.raises(WeightsError, match=r"whole pickled model.*torch\.save\(model\.state_dict\(\), path\)"):
@@ -225,10 +227,10 @@ def test_garbage_file_is_refused(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "holds a list"),
-        ({}, "holds an empty dict"),
-        ({"fc.weight": 3}, "holds a int under 'fc.weight'"),
-        (torch.zeros(3), "holds a Tensor"),
+        ([1, 2], "contains a list"),
+        ({}, "contains an empty dict"),
+        ({"fc.weight": 3}, "contains a int under 'fc.weight'"),
+        (torch.zeros(3), "contains a Tensor"),
         ({"fc.weight": torch.zeros(10**6, 1)}, "1 tensors found"),
         ({"fc.weight": torch.zeros(())}, "1 tensors found"),
     ],
@@ -267,12 +269,12 @@ def test_unusable_values_are_refused(tmp_path: Path, weights: dict[str, Tensor],
         ("resnet18", "nowhere.pth", "nowhere.pth does not exist"),
     ],
 )
-def test_weights_are_refused_when_there_are_none_of_that_name(name: str, weights_text: str, message: str) -> None:
+def test_unknown_weights_name_is_refused(name: str, weights_text: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(name, weights_text)
 
 
-def test_weights_are_refused_when_the_path_is_a_directory(tmp_path: Path) -> None:
+def test_directory_as_weights_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.pth").mkdir()
     with pytest.raises(WeightsError, match="is not a file"):
         load_model("resnet18", str(tmp_path / "folder.pth"))

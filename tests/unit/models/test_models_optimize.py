@@ -1,4 +1,4 @@
-"""Ways to compute a stage: close to the reference, chosen by measurement, and never a fast wrong one."""
+"""Execution modes of a stage: close to the reference, selected by measurement, and never a faster wrong one."""
 
 import copy
 import ctypes
@@ -32,14 +32,14 @@ from multiworld_serving.models.optimize.selection import Trial, choose, fastest
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 CPU = torch.device("cpu")
-needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="this torch has no oneDNN, or hides it")
+needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
 UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
 
 
 def through(
     name: str, num_stages: int, make: Callable[[Stage], Callable[[Tensor], Tensor]], batch: Tensor
 ) -> list[Tensor]:
-    """What each stage, made over, puts out for the reference's input of that stage."""
+    """The output of each converted stage for the reference input of that stage."""
     model, outputs = loaded(name), []
     for spec in split_model(model, num_stages):
         stage = reference_stage(model, spec)
@@ -64,10 +64,10 @@ def test_folded_stages_equal_the_reference_within_the_tolerance(name: str, num_s
 @pytest.mark.parametrize("num_stages", [1, 3, 10])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @torch.inference_mode()
-def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
+def test_fused_stages_equal_the_reference_and_keep_their_input(
     name: str, num_stages: int, layout: torch.memory_format
 ) -> None:
-    """Also where the first block adds to its own input, and where that needs no copy to be channels-last."""
+    """Also if the first block adds to its own input, and if that is already channels-last."""
 
     def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
         fused = FoldedStage(stage, fuse_for=Workload(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2)))
@@ -86,8 +86,8 @@ def test_fused_stages_equal_the_reference_and_leave_their_input_alone(
 
 @needs_onednn
 @torch.inference_mode()
-def test_fused_convolution_has_the_layout_that_is_wanted_for_so_many_rows_and_threads() -> None:
-    """Weights in another one are laid out anew in every call. Where the wishes are the same, so are the weights."""
+def test_fused_convolution_uses_the_preferred_layout_for_batch_size_and_threads() -> None:
+    """Weights in another layout would be reordered in every call. Equal layouts share the weights."""
     conv = nn.Conv2d(256, 512, 1).to(memory_format=torch.channels_last)
     fused = FusedConv(conv, (256, 14, 14), Workload((256, 14, 14), 8, (1, 2, 3)), relu=False)
     for threads in (1, 2, 3):
@@ -104,11 +104,11 @@ def test_fused_convolution_has_the_layout_that_is_wanted_for_so_many_rows_and_th
 
 
 def raw(packed: Tensor) -> bytes:
-    """A tensor in oneDNN's own layout, as it lies in memory."""
+    """The bytes of a tensor in oneDNN's own layout."""
     return ctypes.string_at(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
 
 
-def test_number_of_threads_is_as_before_behind_a_block_that_computes_on_others() -> None:
+def test_thread_count_is_restored_after_a_block() -> None:
     before = torch.get_num_threads()
     with torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
@@ -123,7 +123,7 @@ def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @torch.inference_mode()
-def test_reduced_precision_is_within_its_tolerance_and_not_the_reference(precision: str) -> None:
+def test_reduced_precision_differs_from_the_reference_within_its_tolerance(precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float16
     for output, expected in pairs(through("resnet18", 2, lambda stage: FoldedStage(stage, dtype), images(2))):
         off = deviation(output, expected, probabilities=expected.ndim == 2)
@@ -131,8 +131,8 @@ def test_reduced_precision_is_within_its_tolerance_and_not_the_reference(precisi
 
 
 @torch.inference_mode()
-def test_normalisation_is_folded_exactly_at_the_borders_too() -> None:
-    """Were the mean in the weights, the zeros that the convolution pads with would be black and not the mean."""
+def test_folded_normalization_is_exact_at_the_borders() -> None:
+    """With the mean folded into the weights, the convolution's zero padding would mean black instead of the mean."""
     model = loaded("resnet18")
     stage = reference_stage(model, split_model(model, 10)[0])
     black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
@@ -142,7 +142,7 @@ def test_normalisation_is_folded_exactly_at_the_borders_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_no_batch_normalisation_is_left_when_folded(name: str) -> None:
+def test_folded_stage_has_no_batch_normalization(name: str) -> None:
     model = loaded(name)
     stage = copy.deepcopy(reference_stage(model, split_model(model, 1)[0]))
     assert any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
@@ -151,7 +151,7 @@ def test_no_batch_normalisation_is_left_when_folded(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_folding_leaves_the_stage_and_its_input_as_they_were() -> None:
+def test_folding_does_not_change_the_original_stage_and_input() -> None:
     model = loaded("resnet18")
     stage, batch = reference_stage(model, split_model(model, 1)[0]), images(2)
     weights = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
@@ -162,14 +162,14 @@ def test_folding_leaves_the_stage_and_its_input_as_they_were() -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in stage.state_dict().items())
 
 
-def test_folded_first_stage_refuses_when_the_input_is_no_uint8_rgb_batch() -> None:
+def test_folded_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch() -> None:
     model = loaded("resnet18")
     folded = FoldedStage(reference_stage(model, split_model(model, 2)[0]))
     with pytest.raises(ModelError, match=r"expected torch\.uint8"):
         folded(torch.zeros(1, 3, 8, 8))
 
 
-def test_stage_is_bit_for_bit_the_reference_when_nothing_is_to_be_optimised() -> None:
+def test_unoptimized_stage_equals_the_reference_bit_for_bit() -> None:
     model = loaded("resnet18")
     stage = reference_stage(model, split_model(model, 1)[0])
     made = optimize(stage, (3, IMAGE_SIZE, IMAGE_SIZE), 8, NO_TUNING, CPU)
@@ -178,7 +178,7 @@ def test_stage_is_bit_for_bit_the_reference_when_nothing_is_to_be_optimised() ->
         assert torch.equal(made.module(images(2)), stage(images(2)))
 
 
-# -- choosing ---------------------------------------------------------------------------------------------------------------
+# -- selection --------------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -202,14 +202,14 @@ class Timed(nn.Module):
 
 
 def chosen(*ways: tuple[ExecutionMode, float, float], limit_s: float = 1e9) -> tuple[ExecutionMode, str]:
-    """Which of (recipe, seconds it takes, share that it is off) is chosen, and why."""
+    """Which of (recipe, duration in seconds, deviation) is selected, and why."""
     clock = Clock()
     makers = [(recipe, lambda t=takes_s, o=off: Timed(clock, t, o)) for recipe, takes_s, off in ways]
     made = choose(makers, Timed(clock, 0.0), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
     return made.mode, made.why
 
 
-def test_fastest_way_is_chosen_when_all_are_close() -> None:
+def test_fastest_mode_is_selected_when_all_are_accurate() -> None:
     recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 1e-6), (BFLOAT16, 1.0, 1e-2))
     assert recipe == BFLOAT16
     assert "3000.0" in why
@@ -217,34 +217,34 @@ def test_fastest_way_is_chosen_when_all_are_close() -> None:
 
 
 @pytest.mark.parametrize("off", [1e-3, 1.0, float("nan")])
-def test_fast_and_wrong_way_is_never_chosen(off: float) -> None:
+def test_fast_inaccurate_mode_is_never_selected(off: float) -> None:
     recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 0.001, off))
     assert recipe == UNOPTIMIZED
     assert "is allowed" in why
 
 
-def test_simpler_way_is_kept_when_the_other_is_faster_by_less_than_noise() -> None:
+def test_simpler_mode_is_kept_when_the_gain_is_within_noise() -> None:
     assert chosen((UNOPTIMIZED, 1.0, 0.0), (EAGER, 0.99, 0.0))[0] == UNOPTIMIZED
 
 
-def test_nothing_more_is_tried_when_time_is_up() -> None:
+def test_no_further_mode_is_tried_when_time_is_up() -> None:
     recipe, why = chosen((EAGER, 3.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
     assert recipe == EAGER
     assert "eager/bfloat16 no time to try" in why
 
 
-def test_what_promises_most_is_tried_first_when_time_is_short() -> None:
+def test_most_promising_mode_is_tried_first_when_time_is_short() -> None:
     recipe, why = chosen((UNOPTIMIZED, 3.0, 0.0), (EAGER, 2.0, 0.0), (BFLOAT16, 1.0, 0.0), limit_s=1.0)
     assert recipe == BFLOAT16
     assert "eager/float32 no time to try" in why
 
 
-def test_way_that_was_not_timed_never_beats_one_before_it() -> None:
+def test_unmeasured_mode_never_replaces_an_earlier_one() -> None:
     ways = [Trial(UNOPTIMIZED, nn.Identity()), Trial(EAGER, nn.Identity())]
     assert fastest(ways) is ways[0]
 
 
-def test_auto_chooses_a_real_way_and_says_what_it_measured() -> None:
+def test_auto_selects_a_mode_and_reports_its_measurements() -> None:
     model = loaded("resnet18")
     spec = split_model(model, 3)[1]
     stage = reference_stage(model, spec)
@@ -258,7 +258,7 @@ def test_auto_chooses_a_real_way_and_says_what_it_measured() -> None:
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(True, (UNOPTIMIZED, EAGER, BFLOAT16)), (False, (UNOPTIMIZED, EAGER))])
-def test_auto_tries_bfloat16_only_where_the_device_has_it(
+def test_auto_tries_bfloat16_only_if_the_device_supports_it(
     monkeypatch: pytest.MonkeyPatch, fast: bool, expected: tuple[ExecutionMode, ...]
 ) -> None:
     monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: fast)
@@ -266,7 +266,7 @@ def test_auto_tries_bfloat16_only_where_the_device_has_it(
     assert candidates(Tuning("auto", "auto"), CPU) == expected
 
 
-def test_gpu_tries_graphs_too_where_compiling_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_also_tries_graphs_when_compilation_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
     gpu, graphs = torch.device("cuda"), (ExecutionMode("graphed"), ExecutionMode("graphed", "bfloat16"))
     assert candidates(Tuning("auto", "auto"), gpu) == (UNOPTIMIZED, EAGER, BFLOAT16, *graphs)
@@ -274,7 +274,7 @@ def test_gpu_tries_graphs_too_where_compiling_is_wanted(monkeypatch: pytest.Monk
     assert candidates(Tuning("bfloat16", "eager"), gpu) == (BFLOAT16,)
 
 
-def test_way_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
+def test_failing_mode_is_skipped_except_for_the_first() -> None:
     clock = Clock()
 
     def refuse() -> nn.Module:
@@ -289,13 +289,13 @@ def test_way_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
         choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
 
 
-def test_convolutions_are_fused_where_the_device_and_the_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_are_fused_if_device_and_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
     monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: dtype == torch.float32)
     assert candidates(Tuning("auto", "eager"), CPU) == (ExecutionMode("fused"), BFLOAT16)
 
 
-def test_precision_that_was_asked_for_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_precision_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
     assert candidates(Tuning("bfloat16", "auto"), CPU) == (BFLOAT16,)
     assert candidates(Tuning("float32", "eager"), CPU) == (EAGER,)
@@ -306,13 +306,13 @@ def test_precision_that_was_asked_for_is_the_only_one_tried(monkeypatch: pytest.
     ("precision", "optimize", "word"),
     [("int8", "eager", "int8"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
 )
-def test_tuning_is_refused_when_it_makes_no_sense(precision: str, optimize: str, word: str) -> None:
+def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageError, match=word):
         Tuning(precision, optimize)
 
 
-def test_compiled_code_has_a_place_when_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under a number nobody knows; `Path.home` would raise, and no worker start."""
+def test_compile_cache_has_a_folder_when_the_user_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with an unknown user id: `Path.home` would raise, and no worker would start."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     assert CompiledStageCache().folder.is_absolute()
@@ -320,10 +320,10 @@ def test_compiled_code_has_a_place_when_the_user_has_no_home(monkeypatch: pytest
     assert CompiledStageCache().folder == Path("/var/cache/some/multiworld/compiled")
 
 
-# -- closeness --------------------------------------------------------------------------------------------------------------
+# -- deviation --------------------------------------------------------------------------------------------------------------
 
 
-def test_deviation_of_probabilities_is_that_of_their_logits() -> None:
+def test_deviation_of_probabilities_equals_that_of_their_logits() -> None:
     logits = torch.linspace(-10, 10, 21).unsqueeze(0)
     off = logits.clone()
     off[0, 0] += 0.2
@@ -331,7 +331,7 @@ def test_deviation_of_probabilities_is_that_of_their_logits() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 7.0])
-def test_deviation_of_what_is_no_probability_is_more_than_any_tolerance(bad: float) -> None:
+def test_deviation_of_invalid_probabilities_exceeds_any_tolerance(bad: float) -> None:
     expected = torch.full((1, 4), 0.25)
     output = expected.clone()
     output[0, 2] = bad

@@ -1,4 +1,4 @@
-"""Published weights: from the cache, and without a network. No test reaches out: the proxy leads to this process."""
+"""Published weights from the cache and without a network. No test uses the network: the proxy leads to this process."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A proxy that takes connections and says nothing."""
+    """A proxy that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 
@@ -37,7 +37,7 @@ def listener() -> Iterator[socket.socket]:
 def use_proxy(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies it saw first
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urllib caches the proxies of its first use
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def assert_from_cache(model: LoadedModel) -> None:
 
 @pytest.mark.usefixtures("cached", "no_network")
 @pytest.mark.parametrize("weights", ["IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1", "auto"])
-def test_published_weights_come_from_the_cache_when_they_are_there(weights: str) -> None:
+def test_published_weights_are_taken_from_the_cache(weights: str) -> None:
     assert_from_cache(load_model("resnet18", weights))
 
 
@@ -79,7 +79,7 @@ def test_download_failure_says_what_to_do(cache: Path) -> None:
     assert socket.getdefaulttimeout() is None
 
 
-def test_stalled_download_is_given_up(listener: socket.socket, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_stalled_download_times_out(listener: socket.socket, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(pretrained, "STALL_TIMEOUT_S", 0.1)
     use_proxy(monkeypatch, listener.getsockname()[1])
     with pytest.raises(WeightsError, match="cannot download"):
@@ -87,14 +87,14 @@ def test_stalled_download_is_given_up(listener: socket.socket, monkeypatch: pyte
     assert not list(cache.glob("*.pth"))
 
 
-def test_damaged_cache_says_which_file_to_delete(cached: Path) -> None:
+def test_damaged_cache_file_is_named_in_the_error(cached: Path) -> None:
     cached.write_bytes(cached.read_bytes()[:1000])
     with pytest.raises(WeightsError, match=f"{re.escape(str(cached))}.*delete that file"):
         load_model("resnet18", "DEFAULT")
 
 
 @pytest.mark.usefixtures("no_network")
-def test_auto_falls_back_with_one_warning_when_nothing_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_with_one_warning_when_offline(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         model = load_model("resnet18", "auto")
     assert model.version == "random:0"
@@ -103,14 +103,14 @@ def test_auto_falls_back_with_one_warning_when_nothing_answers(caplog: pytest.Lo
     assert "NO TRAINED WEIGHTS" in warning[0]
 
 
-def test_auto_falls_back_in_bounded_time_when_the_host_is_silent(
+def test_auto_falls_back_within_a_time_limit_when_the_host_is_silent(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "PROBE_TIMEOUT_S", 0.1)
     use_proxy(monkeypatch, listener.getsockname()[1])
     start_s = time.monotonic()
     assert load_model("resnet18", "auto").version == "random:0"
-    assert time.monotonic() - start_s < 20  # torch.hub alone would wait for ever
+    assert time.monotonic() - start_s < 20  # torch.hub alone would wait forever
 
 
 def test_auto_falls_back_when_the_cache_is_damaged(cached: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +120,7 @@ def test_auto_falls_back_when_the_cache_is_damaged(cached: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_published_file_is_recognised_by_its_content(name: str) -> None:
+def test_published_file_is_recognized_by_its_content(name: str) -> None:
     for weights in ARCHITECTURES[name].weights_enum:
         prefix = weights.url.rsplit("-", 1)[-1].removesuffix(".pth")
         assert pretrained.weights_with_content(name, prefix + "0" * 56) is weights

@@ -1,4 +1,4 @@
-"""Where models are cut: against brute force, and against an independent count of the work."""
+"""Partitions compared with brute force, and costs compared with an independent count."""
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
@@ -53,25 +53,25 @@ def test_partition_is_as_good_as_brute_force(chain: tuple[list[int], int, list[i
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=8), st.data())
-def test_partition_is_as_good_as_brute_force_when_costs_are_floats(costs: list[float], data: st.DataObject) -> None:
+def test_partition_is_as_good_as_brute_force_with_float_costs(costs: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
     boundaries = [0.0] * (len(costs) - 1)
     slowest, _, _ = score(costs, boundaries, partition(costs, num_stages, boundaries))
     assert slowest == pytest.approx(brute_force(costs, num_stages, boundaries)[0], rel=1e-9, abs=1e-3)
 
 
-def test_partition_prefers_the_smaller_boundary_when_the_slowest_stage_is_the_same() -> None:
+def test_partition_prefers_the_smaller_boundary_when_the_slowest_stage_is_equal() -> None:
     assert partition([1, 0, 1], 2, [8, 4]) == [(0, 2), (2, 3)]
     assert partition([1, 0, 1], 2, [4, 8]) == [(0, 1), (1, 3)]
 
 
-def test_partition_prefers_the_most_even_when_boundaries_are_the_same() -> None:
+def test_partition_prefers_the_most_even_split_when_boundaries_are_equal() -> None:
     assert partition([9, 1, 1, 1, 1], 3, [1, 1, 1, 1]) == [(0, 1), (1, 3), (3, 5)]
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 @pytest.mark.parametrize("num_stages", range(1, 7))
-def test_cut_covers_the_model_and_balances_the_counted_work(name: str, num_stages: int) -> None:
+def test_partition_covers_the_model_and_balances_the_counted_work(name: str, num_stages: int) -> None:
     specs = split_model(loaded(name), num_stages)
     assert [spec.index for spec in specs] == list(range(num_stages))
     assert [block for spec in specs for block in spec.blocks] == list(block_names(name))
@@ -82,14 +82,14 @@ def test_cut_covers_the_model_and_balances_the_counted_work(name: str, num_stage
     assert slowest <= sum(costs) / num_stages + max(costs)
 
 
-def test_cut_follows_the_costs_it_is_given() -> None:
+def test_partition_follows_the_given_costs() -> None:
     model = loaded("resnet18")
     costs = [100.0] + [1.0] * 9
     assert [spec.end_block for spec in split_model(model, 2, costs=costs)] == [1, 10]
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_counted_costs_are_half_of_torchs_own_count_of_flops(name: str) -> None:
+def test_counted_costs_are_half_of_torch_flop_counts(name: str) -> None:
     batch = torch.empty(1, 3, 96, 96, device="meta")
     counter = FlopCounterMode(display=False)
     with torch.device("meta"):
@@ -101,14 +101,14 @@ def test_counted_costs_are_half_of_torchs_own_count_of_flops(name: str) -> None:
     assert 2 * sum(costs) == counter.get_total_flops()
 
 
-def test_counted_costs_of_the_stem_and_head_are_what_a_pencil_gives() -> None:
+def test_counted_costs_of_stem_and_head_equal_manual_calculation() -> None:
     costs = count_multiply_adds("resnet18", 224)
     assert costs[0] == 64 * 112 * 112 * 3 * 7 * 7
     assert costs[-1] == 512 * 1000
     assert 1.81e9 < sum(costs) < 1.82e9  # the 1.81 GFLOPS (multiply-adds) that torchvision publishes
 
 
-def test_measured_costs_are_one_positive_time_a_block_and_can_be_cut_by() -> None:
+def test_measured_costs_are_one_positive_time_per_block_and_give_a_partition() -> None:
     model = loaded("resnet18")
     before = torch.random.get_rng_state()
     costs = measure_costs(model, image_size=32, repeats=1, warmup=0)
@@ -119,7 +119,7 @@ def test_measured_costs_are_one_positive_time_a_block_and_can_be_cut_by() -> Non
 
 
 @pytest.mark.parametrize("num_stages", [0, -1, 11, True])
-def test_cut_refuses_when_the_number_of_stages_is_impossible(num_stages: int) -> None:
+def test_impossible_number_of_stages_is_refused(num_stages: int) -> None:
     with pytest.raises(ModelError, match="has 10 blocks; expected 1 to 10 stages"):
         split_model(loaded("resnet18"), num_stages)
 
@@ -132,11 +132,11 @@ def test_cut_refuses_when_the_number_of_stages_is_impossible(num_stages: int) ->
         pytest.param([1.0] * 9 + [-1.0], id="negative"),
     ],
 )
-def test_cut_refuses_when_costs_do_not_fit(costs: list[float]) -> None:
+def test_costs_that_do_not_match_the_blocks_are_refused(costs: list[float]) -> None:
     with pytest.raises(ModelError, match="expected 10 numbers"):
         split_model(loaded("resnet18"), 2, costs=costs)
 
 
-def test_measure_costs_refuses_when_there_is_nothing_to_measure() -> None:
+def test_empty_measurement_is_refused() -> None:
     with pytest.raises(ModelError, match="repeats is 0"):
         measure_costs(loaded("resnet18"), repeats=0)

@@ -1,4 +1,4 @@
-"""The description of a stage survives its way as JSON, and nothing malformed gets through."""
+"""Stage descriptions survive JSON, and malformed ones are refused."""
 
 import json
 from dataclasses import asdict, replace
@@ -57,7 +57,7 @@ def test_spec_is_refused_when_a_value_is_out_of_range(change: dict[str, Any], me
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000])
-def test_spec_is_refused_when_the_text_is_no_json_object(text: str) -> None:
+def test_spec_is_refused_when_the_text_is_not_a_json_object(text: str) -> None:
     with pytest.raises(ModelError, match="stage description"):
         StageSpec.from_json(text)
 

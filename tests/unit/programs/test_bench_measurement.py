@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.testing.load.clients import Load, Sample
-from multiworld_serving.testing.load.latency_plot import draw_latency
 from multiworld_serving.testing.load.measurement import measure, measure_recent
+from multiworld_serving.testing.plots import draw_latency
 
 SAMPLES = [
     Sample(0.5, 0.1, 200),  # warm-up

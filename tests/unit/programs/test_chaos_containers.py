@@ -1,4 +1,4 @@
-"""What `docker inspect` says of containers, and which process on this machine is which in there."""
+"""Parsing of `docker inspect`, and mapping of this machine's processes to containers."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from multiworld_serving.testing.chaos.campaign import unavailable_reason
-from multiworld_serving.testing.chaos.container_faults import CONTAINER_FAULTS
-from multiworld_serving.testing.chaos.containers import (
+from multiworld_serving.testing.chaos.faults import CONTAINER_FAULTS
+from multiworld_serving.testing.chaos.observer import Snapshot
+from multiworld_serving.testing.chaos.system.containers import (
     Container,
     ContainerError,
     _children,
@@ -17,8 +18,7 @@ from multiworld_serving.testing.chaos.containers import (
     _namespaced,
     docker,
 )
-from multiworld_serving.testing.chaos.observer import Snapshot
-from multiworld_serving.testing.chaos.system_under_test import RunningService
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 
 ID = "0123456789abcdef" * 4
 
@@ -29,7 +29,7 @@ def inspected(**changes: Any) -> dict[str, Any]:
         "Image": "sha256:1",
         "Name": "/shop-worker-1",
         "State": {"Pid": 4711},
-        "Config": {"Hostname": ID[:12], "Labels": {"com.docker.compose.service": "worker"}},
+        "Config": {"Cmd": ["worker"], "Hostname": ID[:12], "Labels": {"com.docker.compose.service": "worker"}},
         "HostConfig": {"Memory": 1 << 30, "PortBindings": {}},
         "NetworkSettings": {
             "Networks": {"shop_worlds": {"Aliases": ["shop-worker-1", "worker", ID[:12]], "IPAddress": "172.18.0.3"}},
@@ -39,12 +39,13 @@ def inspected(**changes: Any) -> dict[str, Any]:
     return found | changes
 
 
-def test_container_is_read_from_what_docker_says() -> None:
+def test_container_is_parsed_from_docker_inspect() -> None:
     assert _container(inspected()) == Container(
         id=ID,
         image="sha256:1",
         name="shop-worker-1",
         service="worker",
+        program="worker",
         hostname=ID[:12],
         pid=4711,
         memory_bytes=1 << 30,
@@ -57,24 +58,24 @@ def test_container_is_read_from_what_docker_says() -> None:
 @pytest.mark.parametrize(
     ("host", "reached"), [("127.0.0.1", "127.0.0.1:80"), ("0.0.0.0", "127.0.0.1:80"), ("10.1.2.3", "10.1.2.3:80")]
 )
-def test_leader_is_reached_where_its_port_is_published_also_while_it_does_not_run(host: str, reached: str) -> None:
+def test_frontend_address_is_its_published_port_even_when_stopped(host: str, reached: str) -> None:
     ports = {"8000/tcp": [{"HostIp": host, "HostPort": "80"}], "8001/tcp": None}
     running = inspected(NetworkSettings={"Networks": {}, "Ports": ports})
     stopped = inspected(NetworkSettings={"Networks": {}, "Ports": {}}, HostConfig={"Memory": 0, "PortBindings": ports})
     assert _container(running).http == _container(stopped).http == reached
 
 
-def test_processes_that_are_in_no_container_are_taken_for_nobodys() -> None:
+def test_processes_outside_containers_belong_to_no_container() -> None:
     assert _namespaced(os.getpid())[0] == os.getpid()
     if len(_namespaced(os.getpid())) == 1:
-        assert list(_children(os.getpid())) == [], "the first process of a container is number 1 in there"
+        assert list(_children(os.getpid())) == [], "the first process of a container has pid 1 inside"
     assert list(_children(0)) == []
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert _namespaced(ended.pid) == []
 
 
-def test_command_that_fails_says_what_docker_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_command_includes_dockers_message(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho some warning >&2\necho 'no such container: x' >&2\nexit 1\n")
     program.chmod(0o755)
@@ -86,6 +87,6 @@ def test_command_that_fails_says_what_docker_said(tmp_path: Any, monkeypatch: py
         docker("kill", "x")
 
 
-def test_faults_of_containers_are_left_out_when_the_service_runs_in_none() -> None:
+def test_container_faults_are_left_out_when_the_service_runs_in_none() -> None:
     killed = next(fault for fault in CONTAINER_FAULTS if fault.name == "leader-kill")
     assert unavailable_reason(killed, RunningService("http://x"), Snapshot(0.0, {}))

@@ -1,4 +1,4 @@
-"""What is seen of a service: answers, its status page, its processes and connections."""
+"""Observations of a service: answers, its status page, its processes and connections."""
 
 import os
 import socket
@@ -14,14 +14,15 @@ from PIL import Image
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.testing.chaos.campaign import inject
-from multiworld_serving.testing.chaos.fault_context import FaultContext
-from multiworld_serving.testing.chaos.faults import Fault, fault
-from multiworld_serving.testing.chaos.network import drop_rules
-from multiworld_serving.testing.chaos.observer import Outage, Replica, Snapshot, metric, outages, parse_status
-from multiworld_serving.testing.chaos.processes import Connection, Process, parent, resources
-from multiworld_serving.testing.chaos.system_under_test import RunningService, pids_in_names
+from multiworld_serving.testing.chaos.faults import BY_NAME
+from multiworld_serving.testing.chaos.faults.context import FaultContext
+from multiworld_serving.testing.chaos.observer import Outage, Replica, Snapshot, outages, parse_status
+from multiworld_serving.testing.chaos.system.network import drop_rules
+from multiworld_serving.testing.chaos.system.processes import Connection, Process, parent, resources
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService, pids_in_names
 from multiworld_serving.testing.load.clients import ReferenceRequest, count_indistinguishable
 from multiworld_serving.testing.load.images import image_file, photo
+from multiworld_serving.testing.local_service import metric_sum
 
 QUESTION = ReferenceRequest(b"", expected={1: 0.5, 2: 0.3, 3: 0.1})
 
@@ -42,26 +43,26 @@ def test_answer_is_right_when_it_differs_by_rounding() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5001, c2=0.2999, c3=0.1)) == ""
 
 
-def test_answer_is_right_when_the_least_probable_class_gave_way_to_its_equal() -> None:
+def test_answer_is_right_when_classes_of_equal_probability_are_swapped() -> None:
     assert QUESTION.find_mismatch(says(c1=0.5, c2=0.3, c4=0.1)) == ""
 
 
 @pytest.mark.parametrize("answer", [says(c1=0.4, c2=0.4, c3=0.1), says(c7=0.5, c8=0.3, c9=0.1), says()])
-def test_answer_is_wrong_when_it_is_that_of_another_image(answer: dict[str, object]) -> None:
+def test_answer_is_wrong_when_it_belongs_to_another_image(answer: dict[str, object]) -> None:
     assert QUESTION.find_mismatch(answer).startswith("wrong answer")
 
 
-def test_images_with_the_same_answer_are_told() -> None:
+def test_images_with_equal_answers_are_reported() -> None:
     assert count_indistinguishable([QUESTION, QUESTION, ReferenceRequest(b"", expected={1: 0.9})]) == 1
 
 
-def test_photo_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+def test_photo_depends_on_the_seed_only() -> None:
     assert photo(1) == photo(1) != photo(2)
     with Image.open(BytesIO(photo(1, 200, 100))) as image:
         assert (image.format, image.size) == ("JPEG", (200, 100))
 
 
-def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
+def test_invalid_image_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_text("text")
     with pytest.raises(UserError, match=r"--image .*a\.jpg"):
         image_file(tmp_path / "a.jpg")
@@ -72,7 +73,7 @@ def test_image_file_is_refused_when_it_is_no_image(tmp_path: Path) -> None:
     assert image_file(tmp_path / "a.png")[1] == "image/png"
 
 
-def test_moment_is_read_from_the_status_page() -> None:
+def test_snapshot_is_parsed_from_the_status() -> None:
     failure = {"cause": "hang", "detail": "", "at_unix_s": 12.5}
     page = {"slot": 1, "state": "warming", "epoch": 3, "worker": "a", "last_failure": failure}
     now = parse_status({"uptime_s": 3.0, "stages": [{"index": 2, "replicas": [page]}]}, 13.0)
@@ -82,7 +83,20 @@ def test_moment_is_read_from_the_status_page() -> None:
     assert (now.ready, now.leader_since_s) == (0, 10.0)
 
 
-def test_moments_differ_when_the_leader_was_started_anew() -> None:
+def test_service_is_complete_only_with_all_leaders() -> None:
+    slot = {"slot": 0, "state": "ready", "epoch": 1, "worker": "a", "last_failure": None}
+    status = {"uptime_s": 3.0, "stages": [{"index": 0, "replicas": [slot]}]}
+    first, second, lost = (
+        {"address": f"127.0.0.1:{8001 + number}", "state": state, "pid": number, "uptime_s": 3.0}
+        for number, state in ((1, "ready"), (2, "ready"), (2, "unreachable"))
+    )
+    both = parse_status({**status, "leaders": [first, second]}, 13.0)
+    one = parse_status({**status, "leaders": [first, lost]}, 13.0)
+    assert (both.complete, one.complete) == (True, False)
+    assert one.differs_from(both)
+
+
+def test_moments_differ_when_the_leader_was_restarted() -> None:
     before = Snapshot(10.0, {}, leader_since_s=1.0)
     assert not Snapshot(20.0, {}, leader_since_s=1.5).differs_from(before)
     assert Snapshot(20.0, {}, leader_since_s=18.0).differs_from(before)
@@ -98,7 +112,7 @@ def test_moments_differ_when_the_leader_was_started_anew() -> None:
         (replica("ready", epoch=2), True),
     ],
 )
-def test_replica_is_broken_when_it_serves_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
+def test_replica_is_broken_when_it_is_in_another_world_or_in_none(later: Replica, broken: bool) -> None:
     assert later.broken_since(replica("ready")) is broken
 
 
@@ -117,23 +131,24 @@ def test_outage_lasts_while_no_replica_of_the_stage_is_ready() -> None:
 
 def test_metric_is_the_sum_of_its_series() -> None:
     text = '# HELP a_total x\na_total{stage="0"} 2.0\na_total{stage="1"} 3.5\na_total_more 9\nb 1\n'
-    assert (metric(text, "a_total"), metric(text, "b"), metric(text, "c")) == (5.5, 1.0, 0.0)
+    assert (metric_sum(text, "a_total"), metric_sum(text, "b"), metric_sum(text, "c")) == (5.5, 1.0, 0.0)
 
 
-def test_workers_are_found_by_host_name_and_process_when_they_are_called_so() -> None:
+def test_workers_are_found_when_they_are_named_by_host_and_pid() -> None:
     host = socket.gethostname()
     assert pids_in_names([f"{host}-12", f"{host}-x", "elsewhere-13", "local-0"]) == {f"{host}-12": 12}
 
 
-def test_workers_are_found_in_the_log_and_the_last_start_counts(tmp_path: Path) -> None:
+def test_workers_are_found_by_their_last_start_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         "2026-01-31 INFO leader multiworld_serving.deploy.processes.supervisor: worker slot=0 pid=11 started\n"
-        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\n'
+        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\nleader slot=1 pid=14 started\n'
     )
-    assert RunningService("http://x", log=log)._pids_in_log() == {"local-0": 13, "local-1": 12}
+    service = RunningService("http://x", log=log)
+    assert (service.child_pids("worker"), service.child_pids("leader")) == ({0: 13, 1: 12}, {1: 14})
     with pytest.raises(UserError, match="--log"):
-        RunningService("http://x", log=tmp_path / "none")._pids_in_log()
+        RunningService("http://x", log=tmp_path / "none").child_pids("worker")
 
 
 @pytest.fixture
@@ -153,7 +168,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_process_stands_still_while_it_is_stopped(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_process_is_stopped_during_a_freeze(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         with process.stopped():
             while state(sleeper.pid) != "T":  # bounded by the test's own timeout
@@ -163,7 +178,7 @@ def test_process_stands_still_while_it_is_stopped(sleeper: "subprocess.Popen[byt
         assert resources(sleeper.pid).threads == 1
 
 
-def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_ended_process_is_not_signaled(sleeper: "subprocess.Popen[bytes]") -> None:
     with Process(sleeper.pid) as process:
         sleeper.kill()
         sleeper.wait()
@@ -173,7 +188,7 @@ def test_process_that_has_ended_is_not_signalled(sleeper: "subprocess.Popen[byte
             resources(sleeper.pid)
 
 
-def test_process_has_its_memory_back_afterwards(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_memory_limit_of_a_process_is_restored(sleeper: "subprocess.Popen[bytes]") -> None:
     limits = Path(f"/proc/{sleeper.pid}/limits")
     before = limits.read_text()
     with Process(sleeper.pid) as process, process.without_memory():
@@ -181,7 +196,7 @@ def test_process_has_its_memory_back_afterwards(sleeper: "subprocess.Popen[bytes
     assert limits.read_text() == before
 
 
-def test_connections_of_a_process_are_those_that_it_has_open() -> None:
+def test_connections_of_a_process_are_its_open_ones() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         server, _ = listener.accept()
         with server, Process(os.getpid()) as process:
@@ -190,7 +205,7 @@ def test_connections_of_a_process_are_those_that_it_has_open() -> None:
     assert parent(os.getpid()) == os.getppid()
 
 
-def test_rules_lose_packets_in_the_directions_asked_for_and_new_connections_too() -> None:
+def test_rules_drop_packets_in_the_given_directions_including_new_connections() -> None:
     connection = Connection("10.0.0.1", 4000, "10.0.0.2", 8001)
     out = ["-s", "10.0.0.1", "--sport", "4000", "-d", "10.0.0.2", "--dport", "8001"]
     back = ["-s", "10.0.0.2", "--sport", "8001", "-d", "10.0.0.1", "--dport", "4000"]
@@ -205,7 +220,7 @@ def test_rules_lose_packets_in_the_directions_asked_for_and_new_connections_too(
 
 
 class QuietObserver:
-    """A service to which nothing happens."""
+    """A service whose state never changes."""
 
     def __init__(self, *replicas: Replica) -> None:
         self.snapshots = [at(0.0, *replicas)]
@@ -227,7 +242,6 @@ def test_injection_is_unexpected_when_its_target_has_ended() -> None:
 
     target = replica("ready")
     context = FaultContext(NoWorkers(), QuietObserver(target), [target], 1.0, QUESTION)  # type: ignore[arg-type]
-    harmless: Fault = fault("pause")
-    injection = inject(harmless, context)
+    injection = inject(BY_NAME["pause"], context)
     assert injection.unexpected[0].startswith("a target process had ended")
     assert injection.recovered

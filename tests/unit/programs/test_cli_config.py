@@ -1,4 +1,4 @@
-"""`multiworld config` tells the settings and where they come from; `multiworld key` makes keys that the service knows."""
+"""`multiworld config` shows settings and their sources; `multiworld key` creates keys that the service accepts."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.config import SettingsError
 from multiworld_serving.common.config.keys import hash_key, keys_of_text, read_keys
+from multiworld_serving.common.config.settings import declaration
 from multiworld_serving.server.settings import ServeSettings
 
 FILE = """
@@ -29,12 +30,12 @@ def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    """Each setting as JSON tells it."""
+    """Each setting in the JSON output."""
     assert main(["config", "--json", *arguments]) == 0
     return {line["name"]: line for line in json.loads(capsys.readouterr().out)}
 
 
-def test_config_tells_where_each_setting_comes_from(
+def test_config_shows_the_source_of_each_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_REPLICAS", "5")
@@ -49,12 +50,13 @@ def test_config_tells_where_each_setting_comes_from(
         "image_size": ("64", "command line"),
     }
     assert (lines["log_format"]["origin"], lines["top_k"]["origin"]) == ("file service.toml", "default")
-    assert lines.keys() == ServeSettings.model_fields.keys()
+    shown = {name for name, field in ServeSettings.model_fields.items() if not declaration(field)["hidden"]}
+    assert lines.keys() == shown
     assert lines["timeout_s"]["allowed"] == "a number above 0 up to 3,600"
     assert (lines["timeout_s"]["option"], lines["timeout_s"]["variable"]) == ("--timeout-s", "MULTIWORLD_TIMEOUT_S")
 
 
-def test_config_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_worker_settings(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "worker", "--config", "service.toml")
     assert (lines["leader"]["value"], lines["leader"]["origin"]) == ("10.0.0.1:8001", "file service.toml")
     assert "exit_with_parent" not in lines
@@ -71,7 +73,7 @@ def test_config_masks_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert "**********" in out
 
 
-def test_config_shows_people_a_table_of_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_a_table_of_changed_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--changed", "--config", "service.toml"]) == 0
     out = capsys.readouterr().out
     assert "stages" in out
@@ -90,7 +92,7 @@ def test_config_shows_people_a_table_of_what_was_changed(capsys: pytest.CaptureF
         (["somebody"], "somebody"),
     ],
 )
-def test_config_refuses_what_the_program_would_refuse(
+def test_config_rejects_what_the_program_would_reject(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert main(["config", *arguments]) == 2
@@ -99,7 +101,7 @@ def test_config_refuses_what_the_program_would_refuse(
     assert says in error
 
 
-def test_config_refuses_an_unknown_variable(
+def test_config_rejects_an_unknown_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MULTIWORLD_STAGSE", "3")
@@ -107,7 +109,7 @@ def test_config_refuses_an_unknown_variable(
     assert "did you mean MULTIWORLD_STAGES?" in capsys.readouterr().err
 
 
-def test_key_is_known_by_the_line_that_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_matches_its_stored_line(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("alice", "bob"):
         assert main(["key", name, "--add-to", "api.keys"]) == 0
         key = capsys.readouterr().out.strip()
@@ -118,7 +120,7 @@ def test_key_is_known_by_the_line_that_is_kept(capsys: pytest.CaptureFixture[str
     assert "already has a key named alice" in capsys.readouterr().err
 
 
-def test_key_prints_its_line_when_nobody_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_prints_its_line_without_a_key_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "ops", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert keys_of_text(made["line"], "test").name_of(made["key"].encode()) == "ops"
@@ -139,7 +141,7 @@ def test_key_prints_its_line_when_nobody_keeps_it(capsys: pytest.CaptureFixture[
         (f"{hash_key('a')}\n", "expected NAME:HASH"),
     ],
 )
-def test_keys_that_cannot_be_read_are_refused_without_telling_them(text: str, says: str) -> None:
+def test_unreadable_keys_are_refused_without_being_shown(text: str, says: str) -> None:
     Path("bad.keys").write_text(text)
     with pytest.raises(SettingsError, match=says) as refused:
         read_keys(Path("bad.keys"))

@@ -1,4 +1,4 @@
-"""The reference of the command line is what its declarations make of it; completion knows the verbs; colours are for terminals."""
+"""The command line reference is generated from the declarations; completion knows the verbs; colors are used on terminals only."""
 
 import os
 import subprocess
@@ -12,12 +12,12 @@ from multiworld_serving.cli.reference import document
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_page_is_in_step() -> None:
+def test_reference_page_is_up_to_date() -> None:
     page = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
-    assert page == document(), "make it anew: python -m multiworld_serving.cli.reference > docs/reference/commands.md"
+    assert page == document(), "regenerate it: python -m multiworld_serving.cli.reference > docs/reference/commands.md"
 
 
-def test_the_page_has_the_options_of_a_verb() -> None:
+def test_reference_page_has_the_options_of_a_verb() -> None:
     page = document()
     for part in (
         "## multiworld bench",
@@ -31,14 +31,14 @@ def test_the_page_has_the_options_of_a_verb() -> None:
 
 
 @pytest.mark.parametrize(("words", "offered"), [("multiworld st", "status"), ("multiworld status --wa", "--watch")])
-def test_the_shell_completes_verbs_and_options(words: str, offered: str) -> None:
+def test_shell_completes_verbs_and_options(words: str, offered: str) -> None:
     asked = {"_MULTIWORLD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     command = [sys.executable, "-m", "multiworld_serving.cli.main"]
     done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
     assert offered in done.stdout.split()
 
 
-def test_there_are_no_colours_in_a_pipe() -> None:
+def test_output_in_a_pipe_has_no_colors() -> None:
     command = [sys.executable, "-m", "multiworld_serving.cli.main"]
     for arguments in (["--help"], ["bench", "--help"], ["config"], ["chaos", "--list"]):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)

@@ -1,5 +1,6 @@
-"""The command line: what each verb passes on, prints and exits with."""
+"""The command line: arguments, output and exit status of each verb."""
 
+import contextlib
 import json
 import os
 import pty
@@ -11,18 +12,23 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from pydantic import SecretStr
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.status_table import duration
 from multiworld_serving.common.config import Settings, UserError
 from multiworld_serving.common.config.settings import declaration
-from multiworld_serving.deploy.processes.local_workers import local_workers
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.service import _Service
+from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+
+S = TypeVar("S", bound=Settings)
 
 ANSWER = {
     "model": "resnet18",
@@ -64,7 +70,7 @@ SNAPSHOT = {
 
 
 class FakeService(BaseHTTPRequestHandler):
-    """Answers as the service does; refuses what is not called cat."""
+    """Answers like the service; refuses files that are not named cat."""
 
     status: ClassVar[Any] = SNAPSHOT
 
@@ -90,14 +96,20 @@ class FakeService(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
+@contextlib.contextmanager
+def serving(handler: type[FakeService]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(FakeService) as running:
+        yield running
 
 
 @pytest.fixture
@@ -108,7 +120,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """Stands for multiworld_serving.server.main and multiworld_serving.workers.main: remembers what it was called with."""
+    """Stands for the `run` functions of all programs: remembers what it was called with."""
 
     def __init__(self) -> None:
         self.arguments: tuple[Any, ...] = ()
@@ -124,10 +136,10 @@ class Recorder:
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name in ("multiworld_serving.server.main", "multiworld_serving.workers.main"):
-        module = ModuleType(name)
+    for name in ("server.main", "server.frontends.main", "workers.main", "deploy.processes.service"):
+        module = ModuleType(f"multiworld_serving.{name}")
         vars(module)["run"] = recorder.run
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, f"multiworld_serving.{name}", module)
     monkeypatch.setattr("multiworld_serving.cli.options.configure_logging", lambda *_, **__: None)
     monkeypatch.delenv("MULTIWORLD_TOKEN", raising=False)
     return recorder
@@ -144,24 +156,28 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 def test_serve_passes_its_settings_and_the_supervisor(program: Recorder) -> None:
     program.outcome = 7
     assert main(["serve", "--model", "resnet18", "--stages", "3", "--http-port", "0", "--access-log"]) == 7
-    settings, processes = program.arguments
+    [settings] = program.arguments
     assert (settings.model, settings.stages, settings.http_port, settings.access_log) == ("resnet18", 3, 0, True)
-    assert settings.token is not None
-    assert processes.workers.func is local_workers
-    assert processes.workers.keywords["fork_server"].pid is None, "what forks the workers is ended with the service"
+    assert settings.token is None, "only its own processes need a secret"
 
 
-def test_serve_starts_no_workers_when_they_come_from_outside(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_passes_its_settings(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
-    assert main(["serve", "--external-workers"]) == 0
-    assert program.arguments[1].workers is None
+    assert main(["leader", "--model", "resnet18", "--leader-name", "left"]) == 0
+    [settings] = program.arguments
+    assert isinstance(settings, LeaderSettings)
+    assert (settings.model, settings.leader_name, settings.accepted_secrets) == ("resnet18", "left", (b"open-sesame",))
 
 
-def test_flag_of_the_environment_is_taken_back_by_the_command_line(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frontend_joins_every_leader_that_it_is_given(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "open-sesame")
+    assert main(["frontend", "--leader", "10.0.0.1:8001", "--leader", "10.0.0.2:8001,10.0.0.3:8001"]) == 0
+    [settings] = program.arguments
+    assert isinstance(settings, FrontendSettings)
+    assert [str(address) for address in settings.leaders] == ["10.0.0.1:8001", "10.0.0.2:8001", "10.0.0.3:8001"]
+
+
+def test_command_line_overrides_a_flag_of_the_environment(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_ACCESS_LOG", "true")
     main(["serve"])
     assert program.arguments[0].access_log is True
@@ -169,19 +185,43 @@ def test_flag_of_the_environment_is_taken_back_by_the_command_line(
     assert program.arguments[0].access_log is False
 
 
-def test_worker_understands_the_command_of_the_local_supervisor(
-    program: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leader = ServeSettings(worker_threads=3, heartbeat_timeout_s=2.5).with_token()
-    supervisor = local_workers(leader, "127.0.0.1:4321")
-    command = list(supervisor._command(1))
-    monkeypatch.setenv("MULTIWORLD_TOKEN", supervisor._environment["MULTIWORLD_TOKEN"])
-    assert main(command[command.index("worker") :]) == 0
+def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {
+        "http_port": 0,
+        "join_port": 0,
+        "metrics_port": 0,
+        "worker_threads": 3,
+        "heartbeat_timeout_s": 2.5,
+    }
+    settings = ServeSettings(**given, local_token=SecretStr("of-this-service"), leaders=2)
+    with contextlib.ExitStack() as stack:
+        service = _Service(settings, stack)
+        fork_server = cast(ForkServer, None)
+        [workers] = service._workers(fork_server)
+        monkeypatch.setenv("MULTIWORLD_TOKEN", workers._environment["MULTIWORLD_TOKEN"])
+        worker = received(program, workers, WorkerSettings)
+        monkeypatch.delenv("MULTIWORLD_TOKEN")
+        leader = received(program, service._leaders(fork_server), LeaderSettings)
+        frontend = received(program, service._frontends(fork_server), FrontendSettings)
+        addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
+        assert tuple(map(str, worker.leaders)) == tuple(map(str, frontend.leaders)) == addresses
+        assert leader.join_fd == service._joins[1].fileno()
+    assert (worker.name, worker.threads) == ("local-1", 3)
+    assert (leader.leader_name, frontend.name) == ("leader-1", "frontend-0")
+    assert {each.secret for each in (worker, leader, frontend)} == {b"of-this-service"}
+    assert {each.heartbeat_timeout_s for each in (worker, leader, frontend)} == {2.5}
+    assert worker.exit_with_parent
+    assert leader.exit_with_parent
+    assert frontend.exit_with_parent
+
+
+def received(program: Recorder, group: Supervisor, cls: type[S]) -> S:
+    """The settings that a program of this group gets from its command."""
+    command = list(group._command(min(1, len(group.restarts) - 1)))
+    assert main(command[command.index("multiworld_serving.cli.main") + 1 :]) == 0
     [settings] = program.arguments
-    assert isinstance(settings, WorkerSettings)
-    assert (settings.leader, settings.name, settings.threads) == ("127.0.0.1:4321", "local-1", 3)
-    assert (settings.heartbeat_timeout_s, settings.exit_with_parent) == (2.5, True)
-    assert settings.token == leader.token
+    assert isinstance(settings, cls)
+    return settings
 
 
 @pytest.mark.parametrize(
@@ -194,6 +234,10 @@ def test_worker_understands_the_command_of_the_local_supervisor(
         ["serve", "--config", "/nowhere.toml"],
         ["serve", "--external-workers"],
         ["serve", "extra"],
+        ["leader"],
+        ["frontend"],
+        ["frontend", "--leader", "nowhere"],
+        ["frontend", "--leader", "127.0.0.1:1", "--leader", "127.0.0.1:1"],
         ["worker"],
         ["worker", "--leader", "nowhere"],
         ["predict"],
@@ -203,25 +247,25 @@ def test_worker_understands_the_command_of_the_local_supervisor(
     ],
     ids=" ".join,
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_bad_input_prints_one_line_and_exits_with_2(
     program: Recorder, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert main(arguments) == 2
     one_line(capsys)
 
 
-def test_misspelt_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     main(["serve", "--stagse", "2"])
     assert "--stages" in one_line(capsys)
 
 
-def test_error_of_a_person_is_one_line_and_status_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_prints_one_line_and_exits_with_2(program: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
     program.outcome = UserError("port 8000 is in use:\n  choose another with --http-port")
     assert main(["serve"]) == 2
     assert one_line(capsys).endswith("port 8000 is in use: choose another with --http-port\n")
 
 
-def test_error_of_models_is_one_line_and_status_2(
+def test_model_error_prints_one_line_and_exits_with_2(
     program: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class ModelError(ValueError):
@@ -235,30 +279,35 @@ def test_error_of_models_is_one_line_and_status_2(
     assert "no such weights" in one_line(capsys)
 
 
-def test_unexpected_error_is_raised_as_it_is(program: Recorder) -> None:
+def test_unexpected_error_is_raised_unchanged(program: Recorder) -> None:
     program.outcome = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         main(["serve"])
 
 
-def test_ctrl_c_is_status_130(program: Recorder) -> None:
+def test_ctrl_c_exits_with_130(program: Recorder) -> None:
     program.outcome = KeyboardInterrupt()
     assert main(["serve"]) == 130
 
 
-@pytest.mark.parametrize("verb", [[], ["serve"], ["worker"], ["predict"], ["status"], ["version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb", [[], ["serve"], ["leader"], ["frontend"], ["worker"], ["predict"], ["status"], ["version"]], ids=" ".join
+)
 def test_help_is_printed(capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
     assert main([*verb, "--help"]) == 0
     assert "Usage: multiworld" in capsys.readouterr().out
 
 
-def test_help_is_printed_when_no_verb_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "predict" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("verb", "cls"), [("serve", ServeSettings), ("worker", WorkerSettings)])
-def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
+@pytest.mark.parametrize(
+    ("verb", "cls"),
+    [("serve", ServeSettings), ("leader", LeaderSettings), ("frontend", FrontendSettings), ("worker", WorkerSettings)],
+)
+def test_help_lists_every_setting_except_secret_and_hidden_ones(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, cls: type[Settings]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -275,28 +324,29 @@ def test_help_lists_every_setting_but_secrets_and_what_is_hidden(
 def test_verbs_that_do_not_compute_start_without_torch() -> None:
     program = (
         "import sys\n"
+        "import multiworld_serving.deploy.processes.service\n"
         "from multiworld_serving.cli.main import main\n"
-        "for arguments in (['--help'], ['serve', '--help'], ['version'], ['status', '--url', 'http://127.0.0.1:1']):\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['leader', '--help'], ['frontend', '--help'], ['version'], ['status', '--url', 'http://127.0.0.1:1']):\n"
         "    main(arguments)\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_predict_shows_a_table(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_a_table(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "cat.jpg"]) == 0
     out = capsys.readouterr().out
     for part in ("cat.jpg", "tabby cat", "281", "0.7500", "resnet18 random:0", "total 12.5 ms"):
         assert part in out
 
 
-def test_predict_prints_one_json_object_a_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_prints_one_json_object_per_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in lines] == [{"file": "cat.jpg", **ANSWER, "asked_for": 1}] * 2
 
 
-def test_predict_goes_on_when_a_file_is_refused_or_missing(
+def test_predict_continues_when_a_file_is_refused_or_missing(
     url: str, images: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["predict", "--url", url, "dog.txt", "nowhere.jpg", "cat.jpg"]) == 1
@@ -308,7 +358,7 @@ def test_predict_goes_on_when_a_file_is_refused_or_missing(
     ]
 
 
-def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: str, images: None) -> None:
+def test_predict_shows_progress_on_a_terminal_when_its_output_is_redirected(url: str, images: None) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "multiworld_serving.cli.main", "predict", "--url", url, "--json", *["cat.jpg"] * 3]
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -324,7 +374,7 @@ def test_predict_shows_a_bar_on_a_terminal_when_its_results_go_elsewhere(url: st
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["predict", "cat.jpg", "cat.jpg"]], ids=["status", "predict"])
-def test_service_that_does_not_answer_is_one_line_that_says_how_to_start_it(
+def test_unreachable_service_prints_one_line_with_instructions(
     images: None, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
@@ -333,7 +383,7 @@ def test_service_that_does_not_answer_is_one_line_that_says_how_to_start_it(
     assert "multiworld serve" in one_line(capsys)
 
 
-def test_status_shows_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
@@ -347,7 +397,41 @@ def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out) == SNAPSHOT
 
 
-def test_status_says_so_when_something_else_answers(
+class BusyService(FakeService):
+    """Cannot serve now."""
+
+    def do_GET(self) -> None:
+        self._answer(503, {"error": "not ready"})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(503, {"error": "not ready"})
+
+
+@pytest.mark.parametrize("arguments", [["status", "--json"], ["predict", "cat.jpg", "cat.jpg"]], ids=" ".join)
+def test_next_url_is_used_when_one_fails(
+    images: None, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with serving(FakeService) as ended:
+        pass
+    with serving(BusyService) as busy:
+        for failing in (ended, busy):
+            assert main([*arguments, "--url", failing, "--url", url]) == 0
+            assert main([*arguments, "--url", f"{failing},{url}"]) == 0
+            monkeypatch.setenv("MULTIWORLD_URL", f"{failing},{url}")
+            assert main(arguments) == 0
+        assert capsys.readouterr().err == ""
+        assert main([*arguments[:2], "--url", ended, "--url", busy]) == 1
+        assert "not ready" in one_line(capsys)
+
+
+def test_refused_image_is_not_sent_to_the_next_url(images: None, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(BusyService) as busy:
+        assert main(["predict", "dog.txt", "--url", url, "--url", busy]) == 1
+    assert "not an image" in one_line(capsys)
+
+
+def test_status_reports_that_another_server_answers(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeService, "status", ["something", "else"])
@@ -355,7 +439,7 @@ def test_status_says_so_when_something_else_answers(
     assert "does not answer like a multiworld service" in one_line(capsys)
 
 
-def test_version_names_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_versions_of_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
     assert {"multiworld", "torch"} <= json.loads(capsys.readouterr().out).keys()
 
@@ -364,5 +448,5 @@ def test_version_names_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) 
     ("seconds", "text"),
     [(0, "0 s"), (59.4, "59 s"), (60, "1 min 0 s"), (3599.7, "1 h 0 min"), (90000, "1 d 1 h"), (-5, "0 s")],
 )
-def test_duration_has_two_units_at_most(seconds: float, text: str) -> None:
+def test_duration_has_at_most_two_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text

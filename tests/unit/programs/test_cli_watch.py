@@ -1,4 +1,4 @@
-"""What `multiworld status --watch` draws of the messages of GET /events."""
+"""The display of `multiworld status --watch` for the messages of GET /events."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def text(picture: StatusView) -> str:
     return console.file.getvalue()
 
 
-def test_messages_are_read_from_lines() -> None:
+def test_messages_are_parsed_from_lines() -> None:
     lines = [
         "retry: 2000",
         "",
@@ -65,7 +65,7 @@ def test_messages_are_read_from_lines() -> None:
     assert list(messages(lines)) == [("status", {"a": 1}), ("event", [])]
 
 
-def test_picture_shows_replicas_throughput_and_what_happened() -> None:
+def test_display_shows_replicas_throughput_and_events() -> None:
     picture = StatusView()
     picture.apply("status", STATUS)
     picture.apply("points", [{"answered": 5.0, "failed": 0, "p50_ms": 12.3, "p99_ms": 40.0}])
@@ -79,7 +79,7 @@ def test_picture_shows_replicas_throughput_and_what_happened() -> None:
     assert "stage 0 replica 0 rejoined and serves local-0@4" in shown
 
 
-def test_events_are_shown_once_and_those_of_another_leader_replace_them() -> None:
+def test_events_are_shown_once_and_replaced_by_those_of_a_new_leader() -> None:
     picture = StatusView()
     for event_id in (5, 6, 6, 5):
         picture.apply("event", event(event_id))
@@ -93,5 +93,5 @@ def test_watch_and_json_are_refused_together(capsys: pytest.CaptureFixture[str])
     assert "--watch and --json" in capsys.readouterr().err
 
 
-def test_status_travels_as_json() -> None:
+def test_status_survives_json() -> None:
     assert next(messages(["event: status", f"data: {json.dumps(STATUS)}", ""])) == ("status", STATUS)

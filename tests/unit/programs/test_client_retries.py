@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import threading
@@ -29,6 +30,7 @@ from multiworld_client import (
     UnavailableError,
     UnreachableError,
 )
+from multiworld_client.retries import RemainingTime
 
 JPEG = b"\xff\xd8\xff"
 FAST_RETRIES = Retries(max_tries=4, first_pause_s=0.01, max_pause_s=0.02)
@@ -36,7 +38,7 @@ ANSWER = {"predictions": [{"label": "cat", "class_id": 3, "probability": 0.5}], 
 GOOD = (200, {"X-Model-Version": "a%20b", "X-Path": "s0.r1,s1.r0;s0.r0,s1.r0", "X-Attempts": "2"}, json.dumps(ANSWER))
 
 
-def refusal(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:
+def rejection(status: int, reason: str, **headers: str) -> tuple[int, dict[str, str], str]:
     return (
         status,
         {name.replace("_", "-"): text for name, text in headers.items()},
@@ -51,17 +53,26 @@ class Script:
     answers: list[tuple[int, dict[str, str], str] | None] = field(default_factory=list)
     requests: list[dict[str, str]] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
+    connections: set[object] = field(default_factory=set)
+    readiness: int = 200
     url: str = ""
 
 
-@pytest.fixture
-def script() -> Iterator[Script]:
+@contextlib.contextmanager
+def served() -> Iterator[Script]:
+    """A server with its script."""
     made = Script()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self) -> None:
+            self.send_response(made.readiness)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def do_POST(self) -> None:
+            made.connections.add(self.client_address)
             self.rfile.read(int(self.headers["content-length"]))
             made.requests.append(dict(self.headers))
             made.at_s.append(time.monotonic())
@@ -77,6 +88,8 @@ def script() -> Iterator[Script]:
                 self.send_header(name, text)
             self.end_headers()
             self.wfile.write(body.encode())
+            if headers.get("Connection") == "close":
+                self.close_connection = True
 
         def log_message(self, format: str, *args: Any) -> None:
             """Log nothing."""
@@ -86,7 +99,7 @@ def script() -> Iterator[Script]:
             """Ignore: the script closes connections."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         made.url = f"http://127.0.0.1:{server.server_address[1]}"
         yield made
@@ -94,16 +107,28 @@ def script() -> Iterator[Script]:
         thread.join()
 
 
+@pytest.fixture
+def script() -> Iterator[Script]:
+    with served() as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Script]:
+    with served() as made:
+        yield made
+
+
 Predict = Callable[..., Any]
 
 
-async def predict_sync(script: Script, **options: Any) -> Prediction:
-    with Client(script.url, **{"retries": FAST_RETRIES, **options}) as client:
+async def predict_sync(*scripts: Script, **options: Any) -> Prediction:
+    with Client([script.url for script in scripts], **{"retries": FAST_RETRIES, **options}) as client:
         return client.predict(JPEG, request_id="mine")
 
 
-async def predict_async(script: Script, **options: Any) -> Prediction:
-    async with AsyncClient(script.url, **{"retries": FAST_RETRIES, **options}) as client:
+async def predict_async(*scripts: Script, **options: Any) -> Prediction:
+    async with AsyncClient([script.url for script in scripts], **{"retries": FAST_RETRIES, **options}) as client:
         return await client.predict(JPEG, request_id="mine")
 
 
@@ -112,7 +137,7 @@ both = pytest.mark.parametrize("predict", [predict_sync, predict_async])
 
 @both
 async def test_request_is_retried_when_the_error_is_temporary(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(429, "overloaded"), None, refusal(503, "not_ready"), GOOD]
+    script.answers = [rejection(429, "overloaded"), None, rejection(503, "not_ready"), GOOD]
     prediction = await predict(script)
     assert (prediction.label, prediction.probability, prediction.tries) == ("cat", 0.5, 4)
     assert (prediction.version, prediction.path, prediction.attempts) == ("a b", ("s0.r1", "s1.r0"), 2)
@@ -124,14 +149,14 @@ async def test_request_is_retried_when_the_error_is_temporary(script: Script, pr
 
 @both
 async def test_retry_waits_as_long_as_retry_after_says(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(503, "not_ready", Retry_After="1"), GOOD]
+    script.answers = [rejection(503, "not_ready", Retry_After="1"), GOOD]
     assert (await predict(script)).tries == 2
     assert script.at_s[1] - script.at_s[0] >= 1.0
 
 
 @both
 async def test_error_is_raised_at_once_when_retry_after_exceeds_the_deadline(script: Script, predict: Predict) -> None:
-    script.answers = [refusal(429, "overloaded", Retry_After="3600")]
+    script.answers = [rejection(429, "overloaded", Retry_After="3600")]
     began_s = time.monotonic()
     with pytest.raises(OverloadedError) as raised:
         await predict(script, timeout_s=30.0)
@@ -144,12 +169,12 @@ async def test_error_is_raised_at_once_when_retry_after_exceeds_the_deadline(scr
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (refusal(400, "invalid_inference_request"), InvalidRequestError),
-        (refusal(401, "unauthenticated"), AccessDeniedError),
-        (refusal(403, "forbidden"), AccessDeniedError),
-        (refusal(404, "unknown_model"), InvalidRequestError),
-        (refusal(500, "poison"), ServerFailedError),
-        (refusal(504, "deadline"), DeadlineError),
+        (rejection(400, "invalid_inference_request"), InvalidRequestError),
+        (rejection(401, "unauthenticated"), AccessDeniedError),
+        (rejection(403, "forbidden"), AccessDeniedError),
+        (rejection(404, "unknown_model"), InvalidRequestError),
+        (rejection(500, "poison"), ServerFailedError),
+        (rejection(504, "deadline"), DeadlineError),
         ((418, {}, "a teapot"), InvalidRequestError),
         ((200, {}, "hello"), ProtocolError),
         ((200, {}, "{}"), ProtocolError),
@@ -168,7 +193,9 @@ async def test_error_is_raised_at_once_when_it_is_permanent(
 
 
 @both
-@pytest.mark.parametrize(("answer", "error"), [(refusal(503, "draining"), UnavailableError), (None, UnreachableError)])
+@pytest.mark.parametrize(
+    ("answer", "error"), [(rejection(503, "draining"), UnavailableError), (None, UnreachableError)]
+)
 async def test_last_error_is_raised_after_max_tries(
     script: Script, predict: Predict, answer: tuple[int, dict[str, str], str] | None, error: type[ClientError]
 ) -> None:
@@ -180,7 +207,7 @@ async def test_last_error_is_raised_after_max_tries(
 
 @both
 async def test_deadline_error_is_raised_when_the_server_stalls(script: Script, predict: Predict) -> None:
-    script.answers = [(200, {"Content-Length": "5"}, "")]  # announces a body that never comes
+    script.answers = [(200, {"Content-Length": "5"}, "")]  # announces a body that never arrives
     with pytest.raises(DeadlineError):
         await predict(script, timeout_s=0.3)
 
@@ -192,8 +219,122 @@ def test_errors_can_be_pickled(error: ClientError) -> None:
     assert str(again) == str(error)
 
 
-def test_pauses_grow_up_to_the_limit() -> None:
+def test_delays_grow_up_to_the_limit() -> None:
     retries = Retries(first_pause_s=0.1, max_pause_s=1.0)
     pauses = [retries.pause_s(failures) for failures in range(1, 200)]
     assert 0.05 <= pauses[0] <= 0.1
     assert all(0.5 <= pause <= 1.0 for pause in pauses[5:])
+
+
+CUT_OFF = (200, {"Content-Length": "500", "Connection": "close"}, json.dumps(ANSWER))
+"""The beginning of an answer of a server that dies while it sends it."""
+
+
+@both
+@pytest.mark.parametrize(
+    "failure",
+    [None, CUT_OFF, rejection(503, "not_ready", Retry_After="60"), rejection(429, "overloaded", Retry_After="60")],
+    ids=["connection lost", "answer cut off", "503", "429"],
+)
+async def test_request_goes_to_the_next_url_at_once_when_the_first_fails(
+    script: Script, other: Script, predict: Predict, failure: tuple[int, dict[str, str], str] | None
+) -> None:
+    script.answers, other.answers = [failure], [GOOD]
+    prediction = await predict(script, other, retries=Retries(first_pause_s=20.0, max_pause_s=20.0))
+    assert (prediction.label, prediction.tries) == ("cat", 2)
+    assert other.at_s[0] - script.at_s[0] < 10
+    assert script.requests[0]["X-Request-Id"] == other.requests[0]["X-Request-Id"]
+
+
+@both
+async def test_request_goes_to_the_next_url_when_nothing_listens_at_the_first(script: Script, predict: Predict) -> None:
+    script.answers = [GOOD]
+    with served() as ended:
+        pass
+    assert (await predict(ended, script)).tries == 2
+
+
+@both
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 504])
+async def test_permanent_error_is_not_sent_to_another_url(
+    script: Script, other: Script, predict: Predict, status: int
+) -> None:
+    script.answers, other.answers = [rejection(status, "no")], [GOOD]
+    with pytest.raises(ClientError):
+        await predict(script, other)
+    assert not other.requests
+
+
+@both
+async def test_retry_waits_for_the_shortest_retry_after_when_all_urls_fail(
+    script: Script, other: Script, predict: Predict
+) -> None:
+    script.answers = [rejection(429, "overloaded", Retry_After="60")]
+    other.answers = [rejection(503, "not_ready", Retry_After="1"), GOOD]
+    assert (await predict(script, other, timeout_s=30.0)).tries == 3
+    assert len(script.requests) == 1
+    assert other.at_s[1] - other.at_s[0] >= 1.0
+
+
+@both
+async def test_error_is_raised_at_once_when_every_retry_after_exceeds_the_deadline(
+    script: Script, other: Script, predict: Predict
+) -> None:
+    script.answers = other.answers = [rejection(429, "overloaded", Retry_After="3600")]
+    began_s = time.monotonic()
+    with pytest.raises(OverloadedError):
+        await predict(script, other, timeout_s=30.0)
+    assert time.monotonic() - began_s < 20
+    assert (len(script.requests), len(other.requests)) == (1, 1)
+
+
+@both
+async def test_tries_at_all_urls_together_are_limited(script: Script, other: Script, predict: Predict) -> None:
+    script.answers = other.answers = [None]
+    with pytest.raises(UnreachableError):
+        await predict(script, other)
+    assert len(script.requests) + len(other.requests) == FAST_RETRIES.max_tries
+
+
+def test_calls_stay_at_one_url_and_its_connection_until_it_fails(script: Script, other: Script) -> None:
+    script.answers = [GOOD, GOOD, None, GOOD]
+    other.answers = [GOOD, GOOD, None, GOOD]
+    with Client((script.url, other.url), retries=FAST_RETRIES) as client:
+        tries = [client.predict(JPEG).tries for _ in range(6)]
+    assert tries == [1, 1, 2, 1, 2, 1]
+    assert (len(script.requests), len(other.requests)) == (5, 3)
+    assert (len(script.connections), len(other.connections)) == (2, 1)
+
+
+def test_next_call_begins_at_the_next_url_when_the_first_stalls(script: Script, other: Script) -> None:
+    script.answers, other.answers = [(200, {"Content-Length": "5"}, "")], [GOOD]
+    with Client([script.url, other.url]) as client:
+        with pytest.raises(DeadlineError):
+            client.predict(JPEG, timeout_s=0.3)
+        assert client.predict(JPEG).tries == 1
+    assert len(other.requests) == 1
+
+
+def test_connecting_to_one_of_several_urls_leaves_time_for_the_others() -> None:
+    deadline_s = time.monotonic() + 4.0
+    assert RemainingTime(deadline_s).get("connect") > 3.0
+    assert RemainingTime(deadline_s, others=True).get("connect") <= 2.0
+    assert RemainingTime(deadline_s + 60.0, others=True).get("connect") <= 3.0
+    assert RemainingTime(deadline_s, others=True).get("read") > 3.0
+
+
+async def test_is_ready_is_true_when_any_url_is_ready(script: Script, other: Script) -> None:
+    script.readiness = 503
+    with Client([script.url, other.url]) as client:
+        assert client.is_ready()
+    async with AsyncClient([script.url, other.url]) as aio_client:
+        assert await aio_client.is_ready()
+        other.readiness = 503
+        assert not await aio_client.is_ready()
+
+
+@pytest.mark.parametrize("urls", [[], "127.0.0.1:8000", ["http://a:8000", "ftp://b"], "http://", "http://a:b"])
+def test_invalid_urls_raise_value_error(urls: str | list[str]) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=r"such as http://127\.0\.0\.1:8000"):
+            kind(urls)

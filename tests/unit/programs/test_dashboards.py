@@ -1,15 +1,19 @@
-"""Every query of the dashboards names metrics and labels that a leader or a worker exports."""
+"""Every query of the dashboards uses metrics and labels that a leader or a worker exports."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from multiworld_serving.deploy.processes.service import _RestartCounts
+from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, panels, recorded_names, rules_text, selectors
@@ -20,20 +24,22 @@ FROM_PROMETHEUS = {"job", "instance"}
 
 
 def told() -> dict[str, set[str]]:
-    """The labels of every series that a leader or a worker exposes, by name."""
+    """The labels of every series that a leader or a worker exports, by name."""
     metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
     tell_everything(metrics)
     tell_everything_of_a_worker(of_worker)
-    text = metrics.exposition()[0] + of_worker.exposition()[0]
+    with tempfile.NamedTemporaryFile("r") as file:
+        _RestartCounts(ServeSettings(), file.name)
+        of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", file.read())])
     found: dict[str, set[str]] = {"up": set(FROM_PROMETHEUS)}
-    for line in text.decode().splitlines():
+    for line in (of_service + of_worker.exposition()[0].decode()).splitlines():
         if match := re.fullmatch(r"(\w+)(?:\{(.*)\})? \S+", line):
             found.setdefault(match[1], set(FROM_PROMETHEUS)).update(re.findall(r'(\w+)="', match[2] or ""))
     return found
 
 
 def unknown(queries: Iterable[Query]) -> list[str]:
-    """What these ask for that nobody tells: names, and labels that such a name has not."""
+    """Metric names that no process exports, and labels that a metric does not have."""
     known, problems = told(), []
     recorded = recorded_names()
     for query in queries:
@@ -49,20 +55,20 @@ def unknown(queries: Iterable[Query]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
-def test_every_query_asks_for_what_is_told(file: Path) -> None:
+def test_every_dashboard_query_uses_exported_metrics(file: Path) -> None:
     queries = dashboard_queries(file)
     assert len(queries) > 8
     assert all(selectors(query.expr) for query in queries)
     assert not unknown([*queries, *written.variable_queries(file)])
 
 
-def test_every_rule_asks_for_what_is_told() -> None:
+def test_every_rule_uses_exported_metrics() -> None:
     rules = Query("rules", rules_text())
     assert len(selectors(rules.expr)) > 20
     assert not unknown([rules])
 
 
-def test_a_renamed_metric_and_a_missing_label_are_found() -> None:
+def test_renamed_metric_and_missing_label_are_detected() -> None:
     gone = Query(
         "here", 'sum(rate(multiworld_requests_renamed_total{code="200"}[1m])) / multiworld_redundancy{stage="0"}'
     )
@@ -73,7 +79,7 @@ def test_a_renamed_metric_and_a_missing_label_are_found() -> None:
 
 
 @pytest.mark.parametrize("file", written.DASHBOARDS, ids=lambda file: file.stem)
-def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own(file: Path) -> None:
+def test_every_panel_has_a_description_and_a_position_of_its_own(file: Path) -> None:
     dashboard = json.loads(file.read_text())
     shown = list(panels(dashboard))
     assert len({panel["id"] for panel in shown}) == len(shown)

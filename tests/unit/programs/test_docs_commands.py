@@ -1,4 +1,4 @@
-"""Every `multiworld` command in the documentation is valid: verb, options and values."""
+"""Every `multiworld` command in the documentation is valid: verb and options, in command lines also the values."""
 
 import re
 import shlex
@@ -13,10 +13,14 @@ from multiworld_serving.cli.main import app
 from multiworld_serving.common.config import Settings, SettingsError, load
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+from tests.documents import documents
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/systemd/*.service")])
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
+MENTIONED = re.compile(
+    r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<arguments>[a-z][^`\n#|;&)]*)", re.MULTILINE
+)
 PROGRAMS: dict[str, type[Settings]] = {"serve": ServeSettings, "worker": WorkerSettings}
 
 
@@ -38,6 +42,13 @@ def commands() -> Iterator[Command]:
 COMMANDS = list(commands())
 
 
+def mentions() -> Iterator[Command]:
+    """All commands, in blocks and in text; these may be incomplete."""
+    for document in documents():
+        for found in MENTIONED.finditer(document.read_text(encoding="utf-8")):
+            yield Command(document, found["arguments"].strip())
+
+
 def test_commands_are_found_in_documents() -> None:
     assert {"operations.md", "several-machines.md", "kubernetes.md", "README.md"} <= {x.document.name for x in COMMANDS}
     assert len(COMMANDS) > 15
@@ -55,6 +66,15 @@ def test_documented_command_is_valid(command: Command) -> None:
         if verb == "worker" and not options.get("leader"):
             options["leader"] = "leader.example:8001"  # from the settings file
         load(PROGRAMS[verb], options)
+
+
+@pytest.mark.parametrize("command", sorted(set(mentions())), ids=str)
+def test_mentioned_command_has_known_options(command: Command) -> None:
+    verb, *words = (word for word in shlex.split(command.arguments.replace("…", "")) if word not in ("[", "]"))
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    known = {option for item in group.commands[verb].params for option in (*item.opts, *item.secondary_opts)}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}
 
 
 def test_unknown_option_is_detected() -> None:

@@ -1,4 +1,4 @@
-"""The health check of a container: well, not well, silent, or nobody there."""
+"""The health check of a container: healthy, unhealthy, not responding, or not listening."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from multiworld_serving.deploy.health import health_error, main
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    """A server whose every answer has this status; gives its address."""
+    """A server that answers with this status; returns its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -34,30 +34,32 @@ def answering(status: int) -> Iterator[str]:
             thread.join()
 
 
-def test_it_is_well_when_it_answers_200() -> None:
+def test_status_200_is_healthy() -> None:
     with answering(200) as url:
         assert main([url]) == 0
 
 
-def test_it_is_not_well_when_it_answers_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_status_is_unhealthy(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(503) as url:
         assert main([url]) == 1
     assert "503: says the server" in capsys.readouterr().err
 
 
-def test_it_is_not_well_when_nobody_listens() -> None:
+def test_refused_connection_is_unhealthy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert "does not answer" in health_error(f"http://127.0.0.1:{port}/healthz")
 
 
-def test_it_is_not_well_when_it_stands_still() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts, and nobody reads
+def test_unresponsive_server_is_unhealthy() -> None:
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as listener:  # the kernel accepts the connection, and no process reads it
         port = listener.getsockname()[1]
         assert "does not answer" in health_error(f"http://127.0.0.1:{port}/healthz", timeout_s=0.2)
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["leader:8000"], ["https://127.0.0.1:8000/"]])
-def test_it_says_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,17 +1,17 @@
-"""Observers never break what they observe."""
+"""Failing observers do not affect the observed code."""
 
 import logging
-import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server import main as server_main
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestOutcome
 
 
 class Observer:
@@ -29,12 +29,12 @@ class Observer:
         raise ValueError("nothing")
 
 
-def test_observer_is_what_it_was_when_it_is_guarded() -> None:
+def test_guarded_observer_behaves_like_the_original() -> None:
     observer = guarded(Observer())
     assert (observer.name, observer.saw("it")) == ("me", "it")
 
 
-def test_observer_is_called_again_and_logged_once_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_observer_is_logged_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
     observer = guarded(Observer())
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
@@ -49,7 +49,7 @@ def test_observer_is_called_again_and_logged_once_when_it_fails(caplog: pytest.L
     assert "BrokenPipeError: it" in caplog.text
 
 
-def test_cancellation_is_not_swallowed_when_an_observer_is_guarded() -> None:
+def test_guarded_observer_does_not_swallow_cancellation() -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -60,17 +60,6 @@ def test_cancellation_is_not_swallowed_when_an_observer_is_guarded() -> None:
 def snapshot(state: str) -> Any:
     replica = SimpleNamespace(state=state, worker="w")
     return SimpleNamespace(spares=(), stages=(SimpleNamespace(index=0, replicas=(replica,)),), ready=state == "ready")
-
-
-class Supervisor:
-    def __init__(self) -> None:
-        self.known: list[str] = []
-
-    def proven(self, worker: str) -> None:
-        self.known.append(worker)
-
-    def present(self, names: object) -> None:
-        pass
 
 
 def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +73,33 @@ def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Closed())
 
 
-def test_supervisor_is_told_when_standard_output_is_a_broken_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0)
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        progress = server_main._StartupReporter(settings, {"http_port": one, "metrics_port": one})
-    progress.workers = supervisor = Supervisor()
-    watchers = server_main._SnapshotListeners(progress.show)
-    watchers.add(progress.tell_supervisor)
+def test_frontends_are_told_when_the_reporter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = server_main._StartupReporter()
+    listeners = server_main._SnapshotListeners(reporter.show)
+    told: list[str] = []
+    listeners.add(lambda snapshot: told.append(snapshot.stages[0].replicas[0].state))
     closed_pipe(monkeypatch)
-    watchers.tell(snapshot("loading"))
-    watchers.tell(snapshot("ready"))
-    assert supervisor.known == ["w"]
+    monkeypatch.setattr(server_main.logger, "info", print)
+    listeners.tell(snapshot("loading"))
+    listeners.tell(snapshot("ready"))
+    assert told == ["loading", "ready"]
+
+
+@pytest.mark.parametrize("broken", ["metrics", "statistics"])
+def test_request_is_recorded_without_an_exception_when_an_observer_fails(broken: str) -> None:
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            def fail(*_: object, **__: object) -> None:
+                raise ValueError(name)
+
+            return fail
+
+    observers: dict[str, Any] = {"metrics": Metrics(), "statistics": Statistics(), broken: Failing()}
+    recorder = LocalRequestRecorder("resnet18", **observers)
+    assert recorder.request_started("predict") in (0, None)
+    recorder.request_ended(0, RequestOutcome("v", "predict", 200, "ok", 0.1, None))
+    if broken == "statistics":
+        labels = {"model": "resnet18", "version": "v", "protocol": "predict", "code": "200", "reason": "ok"}
+        assert observers["metrics"].registry.get_sample_value("multiworld_requests_total", labels) == 1
+    else:
+        assert observers["statistics"].as_json("resnet18", "v")["inference_stats"]["fail"]["count"] == 1

@@ -1,4 +1,4 @@
-"""Log lines for people and for programs."""
+"""Log lines in text and JSON format."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def as_json(message: str, *args: object, **extra: object) -> dict[str, Any]:
     return parsed
 
 
-def test_text_line_names_process_and_logger_and_appends_extra_fields() -> None:
+def test_text_line_has_process_logger_and_extra_fields() -> None:
     line = TextFormatter("worker-0").format(record("world=%s ready->broken", "s0r1", cause="exit"))
     assert line.endswith(" INFO    worker-0 workers.link: world=s0r1 ready->broken cause=exit")
 
@@ -31,7 +31,7 @@ def test_text_stays_one_line_when_the_message_has_line_breaks() -> None:
     assert "\n" not in TextFormatter().format(record("a\r\n2026-01-01 00:00:00 INFO forged: b"))
 
 
-def test_text_shows_the_traceback_when_there_is_one() -> None:
+def test_text_includes_the_traceback() -> None:
     entry = record("it failed")
     try:
         raise ValueError("of the test")
@@ -48,17 +48,17 @@ def test_json_line_has_the_fields_of_message_and_extra() -> None:
     assert (line["world"], line["cause"], line["detail"], line["attempts"]) == ("s0r1", "exit", "closed by peer", 2)
 
 
-def test_json_fields_cannot_pass_for_the_lines_own() -> None:
+def test_extra_fields_cannot_replace_standard_json_fields() -> None:
     line = as_json("level=debug logger=forged time=never")
     assert (line["level"], line["logger"]) == ("info", "workers.link")
     assert line["time"] != "never"
 
 
-def test_json_line_shows_what_json_cannot() -> None:
+def test_json_line_contains_the_repr_of_other_objects() -> None:
     assert as_json("x", where=Exception("e"))["where"] == "e"
 
 
-def test_lines_go_to_standard_error_from_the_least_severity_on() -> None:
+def test_lines_of_the_minimum_level_go_to_standard_error() -> None:
     program = (
         "import logging, warnings\n"
         "from multiworld_serving.common.config import configure_logging\n"

@@ -1,4 +1,4 @@
-"""Settings gathered from the command line, the environment, a TOML file and the defaults."""
+"""Settings from the command line, the environment, a TOML file and the defaults."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def worker(config_file: Path | None = None, **options: Any) -> WorkerSettings:
     return load(WorkerSettings, {"leader": "127.0.0.1:8001", **options}, config_file=config_file, programs=PROGRAMS)
 
 
-def refusal(cls: type[Settings] = ServeSettings, config_file: Path | None = None, **options: Any) -> str:
+def rejection(cls: type[Settings] = ServeSettings, config_file: Path | None = None, **options: Any) -> str:
     with pytest.raises(SettingsError) as raised:
         load(cls, options, config_file=config_file, programs=PROGRAMS)
     message = str(raised.value)
@@ -50,13 +50,13 @@ def refusal(cls: type[Settings] = ServeSettings, config_file: Path | None = None
     return message
 
 
-def test_defaults_hold_when_nothing_is_said() -> None:
+def test_defaults_apply_without_other_sources() -> None:
     settings = serve()
     assert (settings.model, settings.stages, settings.replicas, settings.http_port) == ("resnet50", 2, 2, 8000)
     assert {row.origin for row in effective_settings(settings)} == {"default"}
 
 
-def test_stronger_source_wins_when_several_speak(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
+def test_source_of_higher_precedence_wins(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
     path = toml("stages = 3\nreplicas = 3\nwindow = 3\n")
     monkeypatch.setenv("MULTIWORLD_STAGES", "4")
     monkeypatch.setenv("MULTIWORLD_REPLICAS", "4")
@@ -69,23 +69,23 @@ def test_stronger_source_wins_when_several_speak(monkeypatch: pytest.MonkeyPatch
     assert origins["top_k"] == "default"
 
 
-def test_each_program_takes_its_own_when_they_share_a_file(toml: WriteToml) -> None:
+def test_each_program_uses_its_own_settings_of_a_shared_file(toml: WriteToml) -> None:
     path = toml('log_format = "json"\n[serve]\nstages = 4\ndevice = "cpu"\n[worker]\nthreads = 3\ndevice = "cuda:1"\n')
     assert (serve(path).log_format, serve(path).stages, serve(path).device) == ("json", 4, "cpu")
     assert (worker(path).log_format, worker(path).threads, worker(path).device) == ("json", 3, "cuda:1")
 
 
-def test_table_wins_over_what_stands_before_the_tables(toml: WriteToml) -> None:
+def test_table_overrides_top_level_keys(toml: WriteToml) -> None:
     path = toml('log_level = "debug"\n[worker]\nlog_level = "error"\n')
     assert (serve(path).log_level, worker(path).log_level) == ("debug", "error")
 
 
-def test_file_is_read_when_the_environment_names_it(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
+def test_environment_can_name_the_file(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
     monkeypatch.setenv("MULTIWORLD_CONFIG", str(toml("stages = 3\n")))
     assert serve().stages == 3
 
 
-def test_variables_of_the_other_program_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_other_program_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_LEADER", "leader:8001")
     monkeypatch.setenv("MULTIWORLD_STAGES", "3")
     monkeypatch.setenv("MULTIWORLD_URL", "http://127.0.0.1:8000")
@@ -93,7 +93,7 @@ def test_variables_of_the_other_program_are_no_error(monkeypatch: pytest.MonkeyP
     assert load(WorkerSettings, {}, programs=PROGRAMS).leader == "leader:8001"
 
 
-def test_empty_variable_counts_as_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_STAGES", "")
     assert serve().stages == 2
 
@@ -110,10 +110,10 @@ def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatc
     assert serve().http_port == 8000
 
 
-def test_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_BATCH_TIMEOUT", "1")
     assert (
-        refusal() == "unknown environment variable MULTIWORLD_BATCH_TIMEOUT: did you mean MULTIWORLD_BATCH_TIMEOUT_S?"
+        rejection() == "unknown environment variable MULTIWORLD_BATCH_TIMEOUT: did you mean MULTIWORLD_BATCH_TIMEOUT_S?"
     )
 
 
@@ -128,14 +128,14 @@ def test_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.Mo
         ("stages = 0", "stages = 0 in file {path}: must be a whole number from 1 to 64"),
     ],
 )
-def test_file_is_refused_when_it_says_what_cannot_be(toml: WriteToml, text: str, message: str) -> None:
+def test_file_with_invalid_settings_is_refused(toml: WriteToml, text: str, message: str) -> None:
     path = toml(text)
-    assert refusal(config_file=path).startswith(message.format(path=path))
+    assert rejection(config_file=path).startswith(message.format(path=path))
 
 
-def test_file_is_refused_when_it_is_no_toml_or_not_there(toml: WriteToml, tmp_path: Path) -> None:
-    assert "is not valid TOML" in refusal(config_file=toml("stages: 3"))
-    assert "No such file" in refusal(config_file=tmp_path / "nowhere.toml")
+def test_missing_or_malformed_file_is_refused(toml: WriteToml, tmp_path: Path) -> None:
+    assert "is not valid TOML" in rejection(config_file=toml("stages: 3"))
+    assert "No such file" in rejection(config_file=tmp_path / "nowhere.toml")
 
 
 @pytest.mark.parametrize(
@@ -153,22 +153,20 @@ def test_file_is_refused_when_it_is_no_toml_or_not_there(toml: WriteToml, tmp_pa
         ("image_size", "4", "a whole number from 8 to 4,096"),
     ],
 )
-def test_bad_value_is_refused_as_it_was_written(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
-) -> None:
+def test_bad_value_is_quoted_in_the_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str) -> None:
     said: dict[str, Any] = {name: value}
-    assert refusal(**said) == f"{option(name)} {value}: must be {allowed}"
+    assert rejection(**said) == f"{option(name)} {value}: must be {allowed}"
     monkeypatch.setenv(variable(name), value)
-    assert refusal() == f"{variable(name)}={value}: must be {allowed}"
+    assert rejection() == f"{variable(name)}={value}: must be {allowed}"
 
 
 @pytest.mark.parametrize(
     "leader",
     ["", "host", "host:", ":8001", "host:0", "host:65536", "host:x", "u@host:1", "host:1/x", "a:1,a:1", "a:1,"],
 )
-def test_leader_is_refused_when_it_is_not_host_and_port(leader: str) -> None:
+def test_leader_that_is_not_host_and_port_is_refused(leader: str) -> None:
     assert (
-        refusal(WorkerSettings, leader=leader)
+        rejection(WorkerSettings, leader=leader)
         == f"--leader {leader}: must be HOST:PORT, such as 10.0.0.1:8001, each leader once"
     )
 
@@ -180,29 +178,29 @@ def test_leader_is_split_into_host_and_port() -> None:
 
 
 def test_missing_leader_is_named() -> None:
-    assert refusal(WorkerSettings).startswith("--leader is missing: ")
+    assert rejection(WorkerSettings).startswith("--leader is missing: ")
 
 
-def test_settings_are_refused_when_they_contradict_each_other() -> None:
-    assert "heartbeat_timeout_s (0.1) must be longer" in refusal(heartbeat_timeout_s="0.1")
-    assert refusal(http_port="8001").startswith("http_port and join_port are both 8001")
-    assert "must not be less" in refusal(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
+def test_contradicting_settings_are_refused() -> None:
+    assert "heartbeat_timeout_s (0.1) must be longer" in rejection(heartbeat_timeout_s="0.1")
+    assert rejection(http_port="8001").startswith("http_port and join_port are both 8001")
+    assert "must not be less" in rejection(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
     assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
 
 
-def test_settings_cannot_be_changed() -> None:
+def test_settings_are_immutable() -> None:
     settings = serve()
     with pytest.raises(ValidationError):
         settings.stages = 3
 
 
-def test_constructor_looks_at_its_arguments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constructor_uses_only_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_STAGES", "7")
     assert ServeSettings().stages == 2
 
 
 @pytest.mark.parametrize("cls", PROGRAMS)
-def test_every_field_is_described_and_has_a_panel(cls: type[Settings]) -> None:
+def test_every_field_has_a_description_and_a_help_panel(cls: type[Settings]) -> None:
     for name, field in cls.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
@@ -210,7 +208,7 @@ def test_every_field_is_described_and_has_a_panel(cls: type[Settings]) -> None:
         assert field.json_schema_extra["panel"], name
 
 
-def test_secret_is_masked_wherever_settings_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_masked_in_every_representation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", " open-sesame ")
     settings = serve()
     assert settings.token == SecretStr("open-sesame")
@@ -218,16 +216,13 @@ def test_secret_is_masked_wherever_settings_are_shown(monkeypatch: pytest.Monkey
     assert "token=********** (environment)" in describe(settings)
 
 
-def test_token_is_made_when_only_local_workers_need_it() -> None:
-    first, second = serve().with_token(), serve().with_token()
-    assert first.token is not None
-    assert second.token is not None
-    assert len(first.token.get_secret_value()) >= 32
-    assert first.token != second.token
-    assert first.origin("token") == "generated"
+def test_token_is_needed_only_for_workers_from_elsewhere() -> None:
+    assert serve().with_token().token is None
+    with pytest.raises(SettingsError, match="which external workers require"):
+        serve(external_workers=True).with_token()
 
 
-def test_token_is_demanded_when_workers_come_from_outside() -> None:
+def test_token_is_required_for_external_workers() -> None:
     with pytest.raises(SettingsError, match="openssl rand"):
         serve(external_workers=True).with_token()
     with pytest.raises(SettingsError, match="MULTIWORLD_TOKEN"):
@@ -243,48 +238,50 @@ def test_token_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two words", b"one\ntwo words", b"\xff\xfe", b"x" * 5000])
-def test_token_file_is_refused_when_it_holds_no_token(tmp_path: Path, content: bytes) -> None:
+def test_token_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)
     with pytest.raises(SettingsError, match=str(file)):
         serve(token_file=str(file)).with_token()
 
 
-def test_token_file_is_refused_when_it_is_not_there(tmp_path: Path) -> None:
+def test_missing_token_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="No such file"):
         serve(token_file=str(tmp_path / "nowhere")).with_token()
 
 
-def test_stronger_source_decides_between_token_and_token_file(monkeypatch: pytest.MonkeyPatch, toml: WriteToml) -> None:
+def test_source_of_higher_precedence_selects_token_or_token_file(
+    monkeypatch: pytest.MonkeyPatch, toml: WriteToml
+) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "of-the-environment")
     settings = serve(toml('token_file = "of-the-file"'))
     assert (settings.token, settings.token_file) == (SecretStr("of-the-environment"), None)
     assert serve(token_file="of-the-command-line").token is None
 
 
-def test_token_and_token_file_are_refused_when_one_source_gives_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_and_token_file_from_one_source_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "a")
     monkeypatch.setenv("MULTIWORLD_TOKEN_FILE", "b")
-    assert refusal() == "token and token_file are both given (environment): give one of them"
+    assert rejection() == "token and token_file are both given (environment): give one of them"
 
 
 def test_blank_token_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_TOKEN", "   ")
-    assert refusal() == "MULTIWORLD_TOKEN=…: must be at least one character"
+    assert rejection() == "MULTIWORLD_TOKEN=…: must be at least one character"
 
 
-def test_reduced_precision_is_refused_when_nothing_may_be_optimised() -> None:
-    assert "optimize eager" in refusal(optimize="none", precision="bfloat16")
+def test_reduced_precision_is_refused_without_optimization() -> None:
+    assert "optimize eager" in rejection(optimize="none", precision="bfloat16")
     assert serve(optimize="none", precision="auto").precision == "auto"
 
 
-def test_measuring_never_takes_most_of_the_time_to_join() -> None:
+def test_tuning_time_is_limited_by_the_join_timeout() -> None:
     settings = serve(stages=8, join_timeout_s=4.0)
     assert settings.tuning_limit_s * settings.stages <= settings.join_timeout_s / 2
     assert serve().tuning_limit_s <= 2.0
 
 
-def test_first_line_of_the_token_file_is_ours_while_a_token_is_rotated(tmp_path: Path) -> None:
+def test_first_line_of_the_token_file_is_used_during_a_rotation(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("new\nformer\n")
     settings = serve(token_file=str(file)).with_token()
@@ -301,14 +298,14 @@ def test_first_line_of_the_token_file_is_ours_while_a_token_is_rotated(tmp_path:
         ("[::1]", "[::1]:8001"),
     ],
 )
-def test_advertised_address_has_the_join_port_unless_it_names_one(given: str | None, told: str) -> None:
+def test_advertised_address_uses_the_join_port_by_default(given: str | None, told: str) -> None:
     assert serve(advertise_host=given).advertised(8001) == told
 
 
 @pytest.mark.parametrize("given", ["", "a b", "host:", "host:70000", "user@host", "http://host"])
-def test_advertised_address_is_refused_when_it_is_none(given: str) -> None:
-    assert "must be HOST or HOST:PORT" in refusal(advertise_host=given)
+def test_invalid_advertised_address_is_refused(given: str) -> None:
+    assert "must be HOST or HOST:PORT" in rejection(advertise_host=given)
 
 
-def test_bind_host_is_refused_when_it_is_no_address() -> None:
-    assert "an address of this machine" in refusal(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")
+def test_invalid_bind_host_is_refused() -> None:
+    assert "an address of this machine" in rejection(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")

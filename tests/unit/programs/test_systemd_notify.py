@@ -1,4 +1,4 @@
-"""What systemd is told of a service, by a socket that a test listens on in its place."""
+"""Notifications to systemd, received by a socket of the test."""
 
 import asyncio
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config.systemd import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd
 
 PATIENCE_S = 60.0
 
 
 class Systemd:
-    """Hears what a service tells."""
+    """Receives notifications."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -48,11 +48,11 @@ def systemd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     made.close()
 
 
-async def test_systemd_is_told_ready_then_beats_then_stopping_when_the_service_runs(systemd: Systemd) -> None:
+async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(systemd: Systemd) -> None:
     async with notify_systemd():
         assert systemd.next() == "READY=1"
         for _ in range(3):
-            await asyncio.sleep(0.01)  # the beats come from this loop
+            await asyncio.sleep(0.01)  # the watchdog messages come from this loop
             assert await asyncio.to_thread(systemd.next) == "WATCHDOG=1"
     told = await asyncio.to_thread(systemd.next)
     while told == "WATCHDOG=1":
@@ -60,7 +60,7 @@ async def test_systemd_is_told_ready_then_beats_then_stopping_when_the_service_r
     assert told == "STOPPING=1"
 
 
-async def test_systemd_is_told_no_beats_when_the_unit_has_no_watchdog(
+async def test_no_watchdog_messages_are_sent_without_a_watchdog(
     systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WATCHDOG_USEC")
@@ -69,7 +69,7 @@ async def test_systemd_is_told_no_beats_when_the_unit_has_no_watchdog(
     assert [systemd.next(), systemd.next()] == ["READY=1", "STOPPING=1"]
 
 
-async def test_systemd_is_told_nothing_when_it_watches_our_parent(
+async def test_nothing_is_sent_when_systemd_supervises_the_parent_process(
     systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_PID", str(os.getppid()))
@@ -93,7 +93,7 @@ async def test_service_runs_when_systemd_does_not_listen(systemd: Systemd, caplo
     ],
     ids=["worker", "leader"],
 )
-def test_program_tells_systemd_when_it_is_ready_and_beats(program: list[str], tmp_path: Path) -> None:
+def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
     systemd = Systemd(str(tmp_path / "notify"))
     ports = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"] if program[0] == "serve" else []
     told = {"NOTIFY_SOCKET": systemd.address, "WATCHDOG_USEC": "200000", "MULTIWORLD_TOKEN": "a-secret-of-this-test"}

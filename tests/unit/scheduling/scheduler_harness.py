@@ -1,4 +1,4 @@
-"""Drives a scheduler by hand: events in, actions out, at times of the test's choosing."""
+"""Drives a scheduler step by step: events in, actions out, at times that the test chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
     Event,
-    Refuse,
+    Reject,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -26,9 +26,9 @@ A = TypeVar("A")
 
 
 class SchedulerHarness:
-    """A scheduler with `replicas` links a stage, named s<stage>r<replica>, all ready.
+    """A scheduler with `replicas` links per stage, named s<stage>r<replica>, all ready.
 
-    Unless told otherwise it neither waits for batches to fill nor hedges.
+    By default it neither waits for batches to fill nor hedges.
     """
 
     def __init__(self, *, stages: int = 1, replicas: int = 2, **config: Any) -> None:
@@ -57,11 +57,11 @@ class SchedulerHarness:
         return actions
 
     def on(self, link: str) -> list[SendBatch]:
-        """What is in flight on this link, in the order sent."""
+        """The batches in flight on this link, in sending order."""
         return [send for send in self.in_flight.values() if send.replica == link]
 
     def arrive(self, count: int = 1, timeout_s: float = 100.0) -> list[Action]:
-        """So many requests, numbered on from 1."""
+        """Submit this many requests, numbered from 1."""
         actions = []
         for _ in range(count):
             self.requests += 1
@@ -87,7 +87,7 @@ class SchedulerHarness:
         return self.handle(ReplicaDraining(link))
 
     def wait(self, seconds: float) -> list[Action]:
-        """Time passes, with a tick whenever one is wanted."""
+        """Advance time, with a tick at each requested wake-up."""
         end_s = self.now_s + seconds
         actions = []
         while (wakeup_s := self.scheduler.next_wakeup_s()) is not None and wakeup_s <= end_s:
@@ -98,7 +98,7 @@ class SchedulerHarness:
         return actions + self.handle(Tick())
 
     def answer_all(self, actions: Iterable[Action], after_s: float = 0.01) -> list[Action]:
-        """Every batch sent is answered, and so on until nothing is left to do. Returns all actions after the first."""
+        """Answer batches until none is in flight. Returns all actions after the first."""
         pending, seen = sends(actions), []
         while pending:
             more = self.done(pending.pop(0), after_s)
@@ -108,7 +108,7 @@ class SchedulerHarness:
 
 
 def only(actions: Iterable[Action], kind: type[A]) -> A:
-    """The single action of its kind."""
+    """The single action of its type."""
     (found,) = of(actions, kind)
     return found
 
@@ -122,10 +122,10 @@ def sends(actions: Iterable[Action]) -> list[SendBatch]:
 
 
 def answered(actions: Iterable[Action]) -> list[int]:
-    """Requests answered, in order."""
+    """Answered requests, in order."""
     return [request for answer in of(actions, Answer) for request, _ in answer.rows]
 
 
-def refused(actions: Iterable[Action]) -> dict[int, str]:
-    """Requests refused, and why."""
-    return {refusal.request: refusal.reason for refusal in of(actions, Refuse)}
+def rejected(actions: Iterable[Action]) -> dict[int, str]:
+    """Rejected requests and the reasons."""
+    return {rejection.request: rejection.reason for rejection in of(actions, Reject)}

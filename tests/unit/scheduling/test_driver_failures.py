@@ -43,7 +43,7 @@ class Line:
 
 @dataclass
 class Bench:
-    """A shell with lines to one stage or more, each of which answers the number of the first pixel of each row."""
+    """A driver with links to one or more stages, each of which returns the number of the first pixel of each sample."""
 
     stages: int = 1
     replicas: int = 2
@@ -71,7 +71,7 @@ class Bench:
     async def work(
         self, asked: list[asyncio.Task[Prediction]], *, compute_ns: int = 0
     ) -> list[Prediction | BaseException]:
-        """Prediction whatever is sent, until all that was asked has its outcome."""
+        """Compute each sent batch until every request has its outcome."""
         serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines.values()]
         try:
             async with asyncio.timeout(WAIT_S):
@@ -138,13 +138,13 @@ async def test_requests_get_an_error_when_no_link_can_take_their_batch(monkeypat
     bench.driver.close()
 
 
-async def test_requests_get_an_error_when_their_answer_cannot_be_made() -> None:
+async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None:
     bench = Bench(replicas=1)
     asked = bench.ask(2)
     (line,) = bench.lines.values()
     async with asyncio.timeout(WAIT_S):
         batch, _ = await line.sent.get()
-        scalar = torch.zeros(1, 1)  # a row too few: the link would have refused it
+        scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
         bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
         assert (await asked[0]).probabilities.tolist() == [0]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
@@ -153,7 +153,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_made() -> None:
     bench.driver.close()
 
 
-async def test_no_stage_gets_the_input_of_another_one_when_an_output_could_not_be_kept(
+async def test_stages_never_get_another_stages_input_when_an_output_could_not_be_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(stages=2, replicas=1)
@@ -185,7 +185,7 @@ async def test_wake_up_is_set_and_later_events_are_handled_when_the_scheduler_fa
     bench.driver.close()
 
 
-async def test_times_count_no_more_than_have_passed_when_a_worker_claims_years(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_false_compute_times_count_at_most_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     observed: list[BatchDone] = []
     handle = bench.driver.scheduler.handle

@@ -1,4 +1,4 @@
-"""The one thing that must not happen is counted: a request with neither answer nor error."""
+"""A request with neither answer nor error, which must never happen, is counted."""
 
 import logging
 import time
@@ -7,23 +7,23 @@ import pytest
 import torch
 from pydantic import SecretStr
 
-from multiworld_serving.server.errors import RequestRefused
+from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
-from multiworld_serving.server.scheduling.actions import Action, Refuse
+from multiworld_serving.server.scheduling.actions import Action, Reject
 from multiworld_serving.server.settings import ServeSettings
 
 
 class ForgetfulDriver(SchedulerDriver):
-    """Has a bug: it tells nobody that a request was refused."""
+    """Has a bug: it does not report rejected requests."""
 
     def _perform(self, action: Action) -> None:
-        if not isinstance(action, Refuse):
+        if not isinstance(action, Reject):
             super()._perform(action)
 
 
 @pytest.mark.parametrize(("driver_class", "lost"), [(SchedulerDriver, 0), (ForgetfulDriver, 1)])
-async def test_request_is_counted_as_lost_when_nobody_answers_it(
+async def test_request_without_an_outcome_is_counted_as_lost(
     driver_class: type[SchedulerDriver], lost: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()
@@ -31,6 +31,6 @@ async def test_request_is_counted_as_lost_when_nobody_answers_it(
     alone = DriverContext("resnet18", lambda _: 1, lambda _: None, lambda _: None, lambda: None)
     driver = driver_class(settings, 1, metrics, alone)
     image = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    with pytest.raises(RequestRefused), caplog.at_level(logging.CRITICAL):
+    with pytest.raises(RequestRejected), caplog.at_level(logging.CRITICAL):
         await driver.predict(image, deadline_s=time.monotonic() + 0.05, request_id="r1")
     assert metrics.registry.get_sample_value("multiworld_requests_lost_total") == lost

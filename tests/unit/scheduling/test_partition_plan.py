@@ -1,4 +1,4 @@
-"""Where to cut: by what blocks cost and by what their outputs cost to move."""
+"""Partitioning by compute cost of blocks and transfer cost of their outputs."""
 
 import itertools
 import json
@@ -14,13 +14,13 @@ from tests.unit.models.models_loaded import loaded
 
 
 def slowest(costs: list[float], transfers: list[float], ends: tuple[int, ...]) -> float:
-    """Of the stages that end there, the cost of the slowest, transfers included."""
+    """The cost of the slowest stage of this partition, including transfers."""
     crossing = [0.0, *transfers, 0.0]
     return max(sum(costs[first:end]) + crossing[first] + crossing[end] for first, end in itertools.pairwise((0, *ends)))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts_when_moving_costs_too(seed: int) -> None:
+def test_partition_with_transfer_costs_is_as_good_as_brute_force(seed: int) -> None:
     chance = random.Random(seed)
     count = chance.randint(2, 9)
     costs = [chance.choice((0.0, chance.random(), 1.0)) for _ in range(count)]
@@ -35,12 +35,12 @@ def test_slowest_stage_is_as_fast_as_in_the_best_of_all_cuts_when_moving_costs_t
         assert slowest(costs, transfers, tuple(end for _, end in found)) == pytest.approx(best)
 
 
-def test_boundary_that_is_dear_to_cross_is_avoided() -> None:
+def test_expensive_boundary_is_avoided() -> None:
     assert partition([1, 1, 1, 1], 2, [1, 1, 1]) == [(0, 2), (2, 4)]
     assert partition([1, 1, 1, 1], 2, [1, 1, 1], transfers=[0.1, 5.0, 0.2]) == [(0, 1), (1, 4)]
 
 
-def test_plan_predicts_what_the_slowest_stage_does() -> None:
+def test_plan_predicts_the_time_of_the_slowest_stage() -> None:
     model = loaded("resnet18")
     blocks = len(split_model(model, 1)[0].blocks)
     found = partition_for(model, 2, [1.0] * blocks, [0.0] * (blocks - 1))
@@ -51,11 +51,11 @@ def test_plan_predicts_what_the_slowest_stage_does() -> None:
     assert found.balance == pytest.approx(1.0)
 
 
-def test_link_of_this_machine_with_itself_has_a_speed() -> None:
+def test_loopback_bandwidth_is_measured() -> None:
     assert local_link_bytes_per_s() > 1e6
 
 
-def test_plan_is_printed_and_drawn_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_printed_and_drawn_as_table_json_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "resnet18", "--stages", "3", "--batch-size", "1", "--repeats", "1"]
     assert main([*arguments, "--link-gbps", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -74,6 +74,8 @@ def test_plan_is_printed_and_drawn_for_people_and_programs(capsys: pytest.Captur
     ("arguments", "word"),
     [(["--stages", "99"], "99 stages"), (["--model", "vgg"], "resnet18"), (["--stages", "0"], "stages")],
 )
-def test_plan_refuses_what_cannot_be_cut(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_an_impossible_partition(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--repeats", "1", "--batch-size", "1", *arguments]) == 2
     assert word in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which stage a newcomer gets, who steps in for whom."""
+"""Placement of workers on stages, and promotion of spares."""
 
 import asyncio
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from multiworld_serving.server.versions.version_table import VersionPlan
 
 
 class FakeLink:
-    """What `Placement` looks at."""
+    """The attributes that `Placement` uses."""
 
     def __init__(self, worker: str, slot: SlotId, state: ReplicaState = "ready", host: str = "h") -> None:
         self.worker = worker
@@ -49,18 +49,18 @@ def fail(slots: Placement, name: str) -> None:
     slot.link.state = "broken"
 
 
-def test_newcomers_spread_evenly_over_the_stages() -> None:
+def test_workers_are_spread_evenly_over_the_stages() -> None:
     slots = Placement(2, 2)
     assert [join(slots, name) for name in "abcd"] == ["s0.r0", "s1.r0", "s0.r1", "s1.r1"]
 
 
-def test_replicas_of_a_stage_are_spread_over_hosts_when_workers_come_in_turn() -> None:
+def test_replicas_of_a_stage_are_spread_over_hosts() -> None:
     slots = Placement(2, 2)
     places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}
     assert places == {(host, stage) for host in ("left", "right") for stage in ("s0", "s1")}
 
 
-def test_newcomer_gets_the_slot_of_the_one_that_broke() -> None:
+def test_new_worker_gets_the_slot_of_the_broken_one() -> None:
     slots = Placement(2, 2)
     for name in "abcd":
         join(slots, name)
@@ -78,30 +78,30 @@ def names(slots: Placement) -> list[str]:
     return [slot.id.name for slot in slots.all]
 
 
-def test_stage_is_as_small_as_it_was_when_further_replicas_have_left() -> None:
+def test_stage_returns_to_its_size_when_extra_replicas_have_left() -> None:
     slots = Placement(2, 2)
     for name in "abcdef":
         join(slots, name)
     assert names(slots) == ["s0.r0", "s0.r1", "s0.r2", "s1.r0", "s1.r1", "s1.r2"]
-    leave(slots, "s0.r0")  # whoever it is
+    leave(slots, "s0.r0")  # any of them
     leave(slots, "s1.r2")
     assert names(slots) == ["s0.r1", "s0.r2", "s1.r0", "s1.r1"]
     assert not any(slot.free for slot in slots.all)
     assert [join(slots, name) for name in "gh"] == ["s0.r0", "s1.r2"]
 
 
-def test_slot_stays_when_its_worker_failed_or_the_stage_has_no_more_than_it_is_to_have() -> None:
+def test_slot_stays_when_its_worker_failed_or_the_stage_has_no_extra_replicas() -> None:
     slots = Placement(1, 2)
     for name in "abc":
         join(slots, name)
-    fail(slots, "s0.r2")  # it is expected back
+    fail(slots, "s0.r2")  # it is expected to rejoin
     assert names(slots) == ["s0.r0", "s0.r1", "s0.r2"]
     leave(slots, "s0.r2")
     leave(slots, "s0.r1")
     assert names(slots) == ["s0.r0", "s0.r1"]
 
 
-def test_more_workers_than_slots_become_spares_first_and_then_further_replicas() -> None:
+def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
     slots = Placement(2, 1, spares_wanted=2)
     assert [join(slots, name) for name in "abcdefg"] == [
         "s0.r0",
@@ -114,7 +114,7 @@ def test_more_workers_than_slots_become_spares_first_and_then_further_replicas()
     ]
 
 
-def test_worker_that_asks_again_is_recognised_while_its_link_lives() -> None:
+def test_repeated_join_request_is_recognized_while_its_link_lives() -> None:
     slots = Placement(1, 2, spares_wanted=1)
     for name in "abc":
         join(slots, name)
@@ -125,7 +125,7 @@ def test_worker_that_asks_again_is_recognised_while_its_link_lives() -> None:
     assert slots.live_link_of("a") is None
 
 
-def test_spare_takes_the_slot_that_falls_empty_and_its_name_is_not_used_while_its_world_lives() -> None:
+def test_spare_takes_the_empty_slot_and_its_name_is_reserved_while_its_world_lives() -> None:
     slots = Placement(2, 2, spares_wanted=1)
     for name in "abcde":
         join(slots, name)
@@ -133,13 +133,13 @@ def test_spare_takes_the_slot_that_falls_empty_and_its_name_is_not_used_while_it
     fail(slots, "s1.r1")
     ((slot, link),) = slots.promote_spares()
     assert (slot.id.name, link.worker, link.slot, slots.spares) == ("s1.r1", "e", slot.id, [])
-    assert join(slots, "d") == "spare1", "the world spare0 serves as s1.r1"
+    assert join(slots, "d") == "spare1", "the world of spare0 serves as s1.r1"
     fail(slots, "s1.r1")
     assert [link.worker for _, link in slots.promote_spares()] == ["d"]
     assert join(slots, "f") == "spare0"
 
 
-def test_spare_that_is_not_ready_takes_nothing() -> None:
+def test_spare_that_is_not_ready_is_not_promoted() -> None:
     slots = Placement(1, 1, spares_wanted=1)
     for name in "ab":
         join(slots, name)
@@ -149,7 +149,7 @@ def test_spare_that_is_not_ready_takes_nothing() -> None:
     assert list(slots.promote_spares()) == []
 
 
-def test_spare_goes_to_the_stage_that_has_fewest_left() -> None:
+def test_spare_goes_to_the_stage_with_the_fewest_replicas() -> None:
     slots = Placement(2, 2, spares_wanted=1)
     for name in "abcde":
         join(slots, name)
@@ -159,7 +159,7 @@ def test_spare_goes_to_the_stage_that_has_fewest_left() -> None:
     assert slot.stage == 1
 
 
-def test_stage_that_has_nobody_gets_one_of_the_richest_that_keeps_another() -> None:
+def test_empty_stage_gets_a_replica_of_the_largest_stage() -> None:
     slots = Placement(3, 2)
     for name in "abcdef":
         join(slots, name)
@@ -172,16 +172,16 @@ def test_stage_that_has_nobody_gets_one_of_the_richest_that_keeps_another() -> N
     assert reassignment_candidate is not None
     assert reassignment_candidate.slot.stage == 2
     fail(slots, "s2.r0")
-    assert slots.reassignment_candidate() is None, "every stage that has anybody has but one"
+    assert slots.reassignment_candidate() is None, "no stage has more than one replica"
 
 
-def test_epochs_count_for_each_world_name() -> None:
+def test_generations_are_counted_per_world_name() -> None:
     slots = Placement(1, 1)
     assert [slots.next_epoch("s0.r0"), slots.next_epoch("spare0"), slots.next_epoch("s0.r0")] == [1, 1, 2]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=40))
-def test_no_stage_is_ahead_of_another_by_more_than_the_failures_explain(
+def test_stage_sizes_differ_by_no_more_than_the_failures_explain(
     num_stages: int, replicas: int, breaks: list[int]
 ) -> None:
     slots = Placement(num_stages, replicas)
@@ -194,30 +194,32 @@ def test_no_stage_is_ahead_of_another_by_more_than_the_failures_explain(
         join(slots, f"again-{number}")
         taken = [sum(not slot.free for slot in slots.of_stage(stage)) for stage in range(num_stages)]
         assert max(taken) - min(taken) <= 1
-        assert len(slots.all) == num_stages * replicas, "a broken slot is used again before a new one is made"
+        assert len(slots.all) == num_stages * replicas, "a broken slot is reused before a new one is created"
 
 
-def test_slots_are_whole_when_every_stage_has_its_replicas_and_nobody_is_on_the_way() -> None:
+def test_placement_is_fully_replicated_when_every_stage_has_its_replicas_and_no_worker_is_joining() -> None:
     slots = Placement(2, 2)
     for name in "abcd":
         assert not slots.fully_replicated
         join(slots, name)
     assert slots.fully_replicated
     join(slots, "e")
-    assert slots.fully_replicated, "with a further replica of stage 0"
+    assert slots.fully_replicated, "with an extra replica of stage 0"
     (further,) = [slot for slot in slots.all if slot.index == 2]
     assert further.link is not None
     further.link.state = "loading"
     assert not slots.fully_replicated
     fail(slots, further.id.name)
-    assert slots.fully_replicated, "who is gone beyond the replicas is not missed"
+    assert slots.fully_replicated, "lost extra replicas are not missing"
     fail(slots, "s1.r0")
     assert not slots.fully_replicated
     join(slots, "f")
     assert slots.fully_replicated
 
 
-async def test_further_replica_that_crashed_goes_when_nobody_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_extra_replica_that_crashed_is_removed_when_no_worker_takes_its_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("multiworld_serving.server.replicas.registry._SLOT_RETENTION_S", 0.01, raising=False)
     settings = ServeSettings(token=SecretStr("a-secret-of-this-test"), join_port=0, replicas=1)
     told = asyncio.Event()
@@ -232,7 +234,7 @@ async def test_further_replica_that_crashed_goes_when_nobody_takes_its_place(mon
     assert lost is not None
     told.clear()
     registry.on_link_state(lost)
-    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected back"
+    assert names(slots) == ["s0.r0", "s0.r1"], "it is expected to rejoin"
     told.clear()
     async with asyncio.timeout(30):
         await told.wait()
@@ -254,6 +256,6 @@ async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(m
     assert lost is not None
     registry.on_link_state(lost)
     join(slots, "successor")
-    await asyncio.sleep(0.01)  # the timer was due before this ends
+    await asyncio.sleep(0.01)  # the timer expired before this point
     assert names(slots) == ["s0.r0", "s0.r1"]
     registry.stop()

@@ -1,4 +1,4 @@
-"""Who is let in, who is turned away and why."""
+"""Admission: which requests are refused, and the reasons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from multiworld_serving.server.scheduling.scheduler import (
     Drain,
-    Refuse,
+    Reject,
     ReplicaReady,
     RequestArrived,
     RequestCancelled,
@@ -14,14 +14,14 @@ from multiworld_serving.server.scheduling.scheduler import (
     SchedulerConfig,
     SendBatch,
 )
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, rejected, sends
 
 
 def test_request_is_refused_as_not_ready_when_the_pipeline_was_never_complete() -> None:
     driver = SchedulerHarness(stages=2, replicas=0)
     driver.ready("s0r0", 0)
     assert not driver.scheduler.ready
-    assert refused(driver.arrive()) == {1: "not_ready"}
+    assert rejected(driver.arrive()) == {1: "not_ready"}
     driver.ready("s1r0", 1)
     assert driver.scheduler.ready
     assert len(sends(driver.arrive())) == 1
@@ -29,71 +29,60 @@ def test_request_is_refused_as_not_ready_when_the_pipeline_was_never_complete() 
 
 def test_request_is_refused_as_overloaded_when_the_queue_is_full() -> None:
     driver = SchedulerHarness(replicas=1, window=1, queue_limit=3)
-    assert refused(driver.arrive(5)) == {5: "overloaded"}
+    assert rejected(driver.arrive(5)) == {5: "overloaded"}
     driver.handle(RequestCancelled(4))
-    assert refused(driver.arrive(2)) == {7: "overloaded"}
+    assert rejected(driver.arrive(2)) == {7: "overloaded"}
 
 
-def test_retry_after_is_the_time_to_drain_when_overloaded() -> None:
+def test_retry_after_is_the_time_to_drain_the_queue() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4, queue_limit=20)
     send = only(driver.arrive(21)[:1], SendBatch)
-    for _ in range(100):  # 4 rows in 0.1 s, always
+    for _ in range(100):  # 4 samples in 0.1 s, constantly
         send = only(driver.done(send, after_s=0.1), SendBatch)
         driver.arrive(4)
-    refusal = only(driver.arrive(), Refuse)
-    assert refusal.retry_after_s == pytest.approx(20 / 40, rel=0.1)
+    rejection = only(driver.arrive(), Reject)
+    assert rejection.retry_after_s == pytest.approx(20 / 40, rel=0.1)
 
 
-def test_retry_after_counts_busy_time_only_when_there_was_little_to_do_before() -> None:
+def test_retry_after_counts_only_busy_time_after_low_load() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=1, queue_limit=10)
     for _ in range(20):
         driver.now_s += 10.0
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
-    refusal = only(driver.arrive(12), Refuse)
-    assert refusal.retry_after_s == pytest.approx(10 * 0.1, rel=0.1)
+    rejection = only(driver.arrive(12), Reject)
+    assert rejection.retry_after_s == pytest.approx(10 * 0.1, rel=0.1)
 
 
-def test_retry_after_is_a_guess_when_nothing_was_answered_yet() -> None:
+def test_retry_after_is_a_guess_before_the_first_answer() -> None:
     driver = SchedulerHarness(replicas=1, window=1, queue_limit=1)
-    assert only(driver.arrive(3), Refuse).retry_after_s == 1.0
+    assert only(driver.arrive(3), Reject).retry_after_s == 1.0
 
 
-def test_request_is_refused_when_it_arrives_after_its_deadline() -> None:
+def test_request_that_arrives_after_its_deadline_is_refused() -> None:
     driver = SchedulerHarness()
-    assert refused(driver.handle(RequestArrived(1, deadline_s=0.0))) == {1: "deadline"}
+    assert rejected(driver.handle(RequestArrived(1, deadline_s=0.0))) == {1: "deadline"}
 
 
-def test_newcomers_are_refused_and_the_rest_is_finished_when_draining() -> None:
+def test_new_requests_are_refused_and_accepted_ones_finished_while_draining() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0)
     driver.arrive()
     send = only(driver.handle(Drain()), SendBatch)
     assert not driver.scheduler.ready
-    assert refused(driver.arrive()) == {2: "draining"}
+    assert rejected(driver.arrive()) == {2: "draining"}
     assert answered(driver.done(send)) == [1]
     assert driver.scheduler.open_requests == 0
 
 
-def test_what_had_begun_before_is_accepted_and_does_not_wait_when_draining_begins() -> None:
+def test_request_begun_before_draining_is_accepted_and_does_not_wait() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0)
     driver.arrive()
     assert only(driver.handle(Drain(admits=True)), SendBatch).requests == (1,)
     assert only(driver.arrive(), SendBatch).requests == (2,)
     driver.handle(Drain())
-    assert refused(driver.arrive()) == {3: "draining"}
+    assert rejected(driver.arrive()) == {3: "draining"}
 
 
-def test_counters_tell_what_became_of_requests() -> None:
-    driver = SchedulerHarness(replicas=1, window=1, queue_limit=2)
-    send = only(driver.arrive(4), SendBatch)
-    driver.handle(RequestCancelled(2))
-    driver.answer_all([send])
-    counters = driver.scheduler.counters
-    assert (counters.accepted, counters.answered, counters.cancelled) == (3, 2, 1)
-    assert counters.refused == {"overloaded": 1}
-    assert counters.batches == counters.rows_sent == 2
-
-
-def test_event_is_rejected_when_it_makes_no_sense() -> None:
+def test_invalid_event_is_rejected() -> None:
     driver = SchedulerHarness()
     driver.arrive()
     with pytest.raises(ValueError, match="still open"):
@@ -102,7 +91,7 @@ def test_event_is_rejected_when_it_makes_no_sense() -> None:
         driver.handle(ReplicaReady("x", 7, "v1"))
 
 
-def test_time_does_not_run_backwards_when_the_caller_is_confused() -> None:
+def test_time_does_not_run_backwards() -> None:
     scheduler = Scheduler(SchedulerConfig(num_stages=1, batch_timeout_s=0.0))
     scheduler.handle(ReplicaReady("a", 0, "v1"), now_s=5.0)
     (send,) = scheduler.handle(RequestArrived(1, deadline_s=9.0), now_s=4.0)
@@ -121,51 +110,51 @@ def test_time_does_not_run_backwards_when_the_caller_is_confused() -> None:
         ("hedge_budget", -1),
     ],
 )
-def test_config_is_rejected_when_a_number_is_out_of_range(name: str, value: float) -> None:
+def test_config_with_a_number_out_of_range_is_rejected(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}"):
         SchedulerConfig(**{"num_stages": 1, name: value})  # type: ignore[arg-type]
 
 
 def saturated(driver: SchedulerHarness, seconds: float) -> None:
-    """Full batches of 4, each answered after 0.1 s, with more than a batch waiting all the time; 8 are left waiting."""
+    """Full batches of 4, each answered after 0.1 s, with more than a batch always waiting; 8 samples are left waiting."""
     send = only(driver.arrive(12), SendBatch)
     for _ in range(int(seconds / 0.1)):
         send = only(driver.done(send, after_s=0.1), SendBatch)
         driver.arrive(4)
 
 
-def test_request_is_refused_at_once_when_its_deadline_is_sooner_than_the_queue_is_done() -> None:
+def test_request_is_refused_at_once_when_the_queue_outlasts_its_deadline() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4)
     driver.handle(RequestArrived(100_000, 1e6))
     driver.answer_all([next(iter(driver.in_flight.values()))])
     saturated(driver, 5.0)
     before_it = driver.scheduler.open_requests
     needed_s = before_it / 40
-    assert refused(driver.arrive(timeout_s=needed_s * 2.0)) == {}
-    refusal = only(driver.arrive(timeout_s=needed_s * 0.5), Refuse)
-    assert refusal.reason == "overloaded"
-    assert refusal.retry_after_s == pytest.approx(needed_s, rel=0.3)
+    assert rejected(driver.arrive(timeout_s=needed_s * 2.0)) == {}
+    rejection = only(driver.arrive(timeout_s=needed_s * 0.5), Reject)
+    assert rejection.reason == "overloaded"
+    assert rejection.retry_after_s == pytest.approx(needed_s, rel=0.3)
 
 
-def test_no_request_is_refused_for_a_rate_that_was_seen_with_little_to_do() -> None:
+def test_no_request_is_refused_because_of_a_rate_measured_at_low_load() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=8)
     for _ in range(50):  # one at a time, 0.1 s each: eight together may take no longer
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
-    assert refused(driver.arrive(100, timeout_s=2.0)) == {}
+    assert rejected(driver.arrive(100, timeout_s=2.0)) == {}
 
 
-def test_no_request_is_refused_for_a_rate_that_was_seen_long_ago() -> None:
+def test_no_request_is_refused_because_of_an_old_rate() -> None:
     driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4)
     saturated(driver, 5.0)
     driver.answer_all(list(driver.in_flight.values()), after_s=0.1)
     driver.now_s += 120.0
-    assert refused(driver.arrive(100, timeout_s=0.5)) == {}
+    assert rejected(driver.arrive(100, timeout_s=0.5)) == {}
 
 
-def test_what_would_be_refused_can_be_asked_beforehand() -> None:
+def test_admission_can_be_checked_in_advance() -> None:
     driver = SchedulerHarness(replicas=1, window=1, queue_limit=3)
     driver.arrive(2)
-    assert driver.scheduler.refusal(100.0, 0.0, ahead=1) is None
-    refusal = driver.scheduler.refusal(100.0, 0.0, ahead=2)
-    assert refusal is not None
-    assert refusal.reason == "overloaded"
+    assert driver.scheduler.rejection(100.0, 0.0, ahead=1) is None
+    rejection = driver.scheduler.rejection(100.0, 0.0, ahead=2)
+    assert rejection is not None
+    assert rejection.reason == "overloaded"

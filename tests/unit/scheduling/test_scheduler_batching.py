@@ -1,4 +1,4 @@
-"""Batches: when they are formed, where they go, how they get through the stages."""
+"""Batches: when they are formed, where they are sent, and how they pass the stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Request
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
@@ -16,11 +17,10 @@ from multiworld_serving.server.scheduling.scheduler import (
     RequestCancelled,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.state import Attempt, Batch, Request
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
-def test_request_is_sent_at_once_when_a_replica_idles_and_there_is_no_batch_timeout() -> None:
+def test_request_is_sent_at_once_when_a_replica_is_idle_and_there_is_no_batch_timeout() -> None:
     send = only(SchedulerHarness().arrive(), SendBatch)
     assert (send.stage, send.requests, send.kind, send.attempt) == (0, (1,), "first", 1)
 
@@ -36,12 +36,12 @@ def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
     assert send.waited_s == 0.01
 
 
-def test_lone_request_does_not_wait_when_batching_is_adaptive() -> None:
+def test_single_request_does_not_wait_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=1.0, adaptive_batching=True)
     assert only(driver.arrive(), SendBatch).requests == (1,)
 
 
-def test_requests_wait_for_others_while_all_replicas_are_busy_and_batching_is_adaptive() -> None:
+def test_requests_wait_while_all_replicas_are_busy_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=2, batch_timeout_s=1.0, max_batch_size=3, adaptive_batching=True)
     first, second = only(driver.arrive(), SendBatch), only(driver.arrive(), SendBatch)
     assert {first.replica, second.replica} == {"s0r0", "s0r1"}
@@ -53,12 +53,12 @@ def test_requests_wait_for_others_while_all_replicas_are_busy_and_batching_is_ad
         second if driver.in_flight.get((first.batch, first.replica)) and len(driver.on(first.replica)) == 1 else first
     )
     idle = first if busy is second else second
-    assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has nothing else to do
+    assert only(driver.done(idle), SendBatch).requests == (6, 7)  # that replica has no other work
 
 
-def test_batch_waits_until_the_replica_is_nearly_free_when_batching_is_adaptive() -> None:
+def test_batch_waits_until_the_replica_is_nearly_free_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
-    for took_s in (0.12, *[0.1] * 7):  # what such work takes is known from here on
+    for took_s in (0.12, *[0.1] * 7):  # the usual duration is known from here on
         driver.done(only(driver.arrive(), SendBatch), after_s=took_s)
     sent_s, first = driver.now_s, only(driver.arrive(), SendBatch)
     driver.now_s += 0.01
@@ -67,16 +67,16 @@ def test_batch_waits_until_the_replica_is_nearly_free_when_batching_is_adaptive(
     assert driver.arrive() == []
     assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
     assert only(driver.wait(0.048), SendBatch).requests == (10, 11)
-    assert driver.arrive() == [], "it has room for no third"
+    assert driver.arrive() == [], "the window is full"
     assert sends(driver.done(first)) == []
-    assert only(driver.wait(0.002), SendBatch).requests == (12,), "what two take is not known yet"
+    assert only(driver.wait(0.002), SendBatch).requests == (12,), "the duration of two samples is not known yet"
 
 
-def test_batch_is_on_its_way_when_the_replica_is_nearly_free_and_batching_is_adaptive() -> None:
+def test_batch_is_sent_when_the_replica_is_nearly_free_with_adaptive_batching() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
 
     def done(send: SendBatch) -> list[Action]:
-        """Computed for 0.1 s, and 0.03 s on its ways."""
+        """Computed for 0.1 s, with 0.03 s in transit."""
         return driver.handle(BatchDone(send.batch, send.replica, computed_s=0.1, transfer_s=0.03), after_s=0.13)
 
     for _ in range(8):
@@ -84,7 +84,7 @@ def test_batch_is_on_its_way_when_the_replica_is_nearly_free_and_batching_is_ada
     sent_s, first = driver.now_s, only(driver.arrive(), SendBatch)
     assert driver.arrive() == []
     assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.098)
-    second = only(driver.wait(0.098), SendBatch)  # which is there when the first has been computed
+    second = only(driver.wait(0.098), SendBatch)  # arrives when the first has been computed
     assert driver.arrive() == []
     driver.handle(BatchDone(first.batch, first.replica, computed_s=0.1, transfer_s=0.03), after_s=0.032)
     assert driver.scheduler.next_wakeup_s() == pytest.approx(sent_s + 0.13 + 0.1 - 0.03 - 0.002)
@@ -92,7 +92,7 @@ def test_batch_is_on_its_way_when_the_replica_is_nearly_free_and_batching_is_ada
     assert second.requests == (10,)
 
 
-def test_batch_that_is_late_lets_nobody_wait_for_its_replica_to_be_free() -> None:
+def test_late_batch_does_not_hold_up_requests_for_its_replica() -> None:
     driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
     for _ in range(8):
         driver.done(only(driver.arrive(), SendBatch), after_s=0.1)
@@ -102,7 +102,7 @@ def test_batch_that_is_late_lets_nobody_wait_for_its_replica_to_be_free() -> Non
     assert only(driver.wait(0.002), SendBatch).requests == (10,)
 
 
-def test_batch_is_sent_before_the_timeout_when_it_is_full() -> None:
+def test_full_batch_is_sent_before_the_timeout() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0, max_batch_size=3)
     assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)
 
@@ -122,16 +122,16 @@ def test_window_is_not_exceeded_when_many_requests_arrive() -> None:
     assert driver.scheduler.queue_depth == 14
 
 
-def test_batch_goes_to_the_replica_with_fewest_outstanding_rows() -> None:
+def test_batch_goes_to_the_replica_with_the_fewest_outstanding_samples() -> None:
     driver = SchedulerHarness(replicas=1, window=4, max_batch_size=2, batch_timeout_s=1.0)
-    driver.arrive(2)  # two rows on s0r0
+    driver.arrive(2)  # two samples on s0r0
     driver.ready("s0r1")
     assert only(driver.arrive(2), SendBatch).replica == "s0r1"
     driver.ready("s0r2")
     assert only(driver.arrive(2), SendBatch).replica == "s0r2"
 
 
-def test_rows_count_and_not_batches_when_links_are_compared() -> None:
+def test_links_are_compared_by_samples_not_batches() -> None:
     driver = SchedulerHarness(max_batch_size=4, batch_timeout_s=0.01, window=4)
     large = only(driver.arrive(4), SendBatch)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_replicas_take_turns_when_equally_loaded() -> None:
     assert links == ["s0r0", "s0r1", "s0r2"] * 2
 
 
-def test_slow_replica_gets_less() -> None:
+def test_slow_replica_gets_fewer_batches() -> None:
     driver = SchedulerHarness(replicas=2, window=1)
     slow = only(driver.arrive(), SendBatch)
     for _ in range(5):
@@ -158,7 +158,7 @@ def test_slow_replica_gets_less() -> None:
         driver.done(send)
 
 
-def test_batch_travels_through_the_stages_and_is_answered_by_row() -> None:
+def test_batch_passes_the_stages_and_is_answered_by_sample() -> None:
     driver = SchedulerHarness(stages=2, max_batch_size=2, batch_timeout_s=1.0)
     first = only(driver.arrive(2), SendBatch)
     keep, second = driver.done(first, after_s=0.5)
@@ -179,37 +179,37 @@ def test_no_batch_is_formed_when_a_later_stage_is_saturated() -> None:
     first = only(driver.arrive(9), SendBatch)
     second = sends(driver.done(first))  # stage 1 takes it, stage 0 the next
     assert [(send.stage, send.requests) for send in second] == [(1, (1,)), (0, (2,))]
-    third = driver.done(second[1])  # has to wait for stage 1: enough for now
+    third = driver.done(second[1])  # it waits for stage 1: no further batch is formed
     assert third == [KeepOutput(second[1].batch, "s0r0", 1)]
     assert driver.scheduler.batches_waiting(1) == 1
     after = sends(driver.done(second[0]))
     assert [(send.stage, send.requests) for send in after] == [(1, (2,)), (0, (3,))]
 
 
-def test_cancelled_request_is_not_computed_when_it_still_waits() -> None:
+def test_cancelled_waiting_request_is_not_computed() -> None:
     driver = SchedulerHarness(replicas=1, window=1)
     first = only(driver.arrive(3), SendBatch)
     assert driver.handle(RequestCancelled(2)) == []
     assert only(driver.done(first), SendBatch).requests == (3,)
 
 
-def test_batch_goes_on_without_the_row_when_one_of_its_requests_is_cancelled() -> None:
+def test_batch_continues_without_the_sample_of_a_cancelled_request() -> None:
     driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
     send = only(driver.arrive(2), SendBatch)
     driver.handle(RequestCancelled(1))
     assert only(driver.done(send), Answer).rows == ((2, 1),)
 
 
-def test_batch_is_dropped_when_all_its_requests_are_cancelled_in_flight() -> None:
+def test_batch_in_flight_is_dropped_when_all_its_requests_are_cancelled() -> None:
     driver = SchedulerHarness(stages=2)
     send = only(driver.arrive(), SendBatch)
     assert driver.handle(RequestCancelled(1)) == [FreeBatch(send.batch)]
-    assert driver.scheduler.in_flight(send.replica) == 1, "its place in the window is taken until it comes back"
+    assert driver.scheduler.in_flight(send.replica) == 1, "it occupies the window until its result arrives"
     assert driver.done(send) == []
     assert driver.scheduler.in_flight(send.replica) == 0
 
 
-def test_batch_is_dropped_at_once_when_it_waits_and_its_requests_are_cancelled() -> None:
+def test_waiting_batch_is_dropped_at_once_when_its_requests_are_cancelled() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, window=1, max_batch_size=1)
     first = only(driver.arrive(2), SendBatch)
     second = sends(driver.done(first))[1]
@@ -219,30 +219,30 @@ def test_batch_is_dropped_at_once_when_it_waits_and_its_requests_are_cancelled()
     assert driver.scheduler.batches_waiting(1) == 0
 
 
-def test_request_is_refused_at_its_deadline_when_it_waits() -> None:
+def test_waiting_request_is_refused_at_its_deadline() -> None:
     driver = SchedulerHarness(replicas=1, window=1)
     driver.arrive()
     driver.arrive(timeout_s=0.5)
     assert driver.scheduler.next_wakeup_s() == 0.5
-    assert refused(driver.wait(0.5)) == {2: "deadline"}
+    assert rejected(driver.wait(0.5)) == {2: "deadline"}
 
 
-def test_request_is_refused_at_its_deadline_when_in_flight_and_the_late_answer_is_ignored() -> None:
+def test_request_in_flight_is_refused_at_its_deadline_and_the_late_answer_is_ignored() -> None:
     driver = SchedulerHarness()
     send = only(driver.arrive(timeout_s=0.5), SendBatch)
     actions = driver.wait(0.5)
-    assert refused(actions) == {1: "deadline"}
+    assert rejected(actions) == {1: "deadline"}
     assert of(actions, FreeBatch) == [FreeBatch(send.batch)]
     assert driver.done(send) == []
 
 
-def test_answer_is_given_when_it_comes_with_the_tick_of_the_deadline() -> None:
+def test_answer_at_the_tick_of_the_deadline_is_given() -> None:
     driver = SchedulerHarness()
     send = only(driver.arrive(timeout_s=0.5), SendBatch)
     assert answered(driver.done(send, after_s=0.6)) == [1]
 
 
-def test_nothing_is_left_to_the_garbage_collector_when_requests_are_answered() -> None:
+def test_answered_requests_leave_no_reference_cycles() -> None:
     driver = SchedulerHarness(stages=2, max_batch_size=3)
     gc.collect()
     gc.disable()

@@ -7,15 +7,15 @@ import pytest
 from multiworld_serving.server.scheduling.scheduler import (
     FailReplica,
     FreeBatch,
-    Refuse,
+    Reject,
     ReleaseReplica,
     RequestCancelled,
     SendBatch,
 )
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
-def test_batch_is_sent_to_another_replica_when_its_link_breaks() -> None:
+def test_batch_is_rerouted_when_its_link_breaks() -> None:
     driver = SchedulerHarness(stages=2)
     first = only(driver.arrive(), SendBatch)
     second = only(driver.done(first), SendBatch)
@@ -27,7 +27,7 @@ def test_batch_is_sent_to_another_replica_when_its_link_breaks() -> None:
     assert driver.scheduler.counters.reroutes == {1: 1}
 
 
-def test_batches_keep_their_order_when_several_were_in_flight_on_the_broken_link() -> None:
+def test_batches_of_a_broken_link_keep_their_order() -> None:
     driver = SchedulerHarness(replicas=1, window=3, max_batch_size=1)
     driver.arrive(5)
     assert driver.broken("s0r0") == []
@@ -37,7 +37,7 @@ def test_batches_keep_their_order_when_several_were_in_flight_on_the_broken_link
     assert [send.waited_s for send in again] == [0.25] * 3
 
 
-def test_rerouted_batch_goes_first_when_others_wait_for_the_stage() -> None:
+def test_rerouted_batch_goes_before_waiting_ones() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, window=1, max_batch_size=1)
     driver.ready("s1r1", 1)
     first = only(driver.arrive(9), SendBatch)
@@ -53,7 +53,7 @@ def test_rerouted_batch_goes_first_when_others_wait_for_the_stage() -> None:
     assert again.batch == at_stage_1[0].batch
 
 
-def test_break_is_harmless_when_it_is_reported_twice_or_the_answer_comes_late() -> None:
+def test_repeated_break_and_late_answer_are_ignored() -> None:
     driver = SchedulerHarness()
     send = only(driver.arrive(), SendBatch)
     again = only(driver.broken(send.replica), SendBatch)
@@ -63,7 +63,7 @@ def test_break_is_harmless_when_it_is_reported_twice_or_the_answer_comes_late() 
     assert answered(driver.done(again)) == [1]
 
 
-def test_batch_is_forgotten_when_its_link_breaks_and_nobody_waits_for_it() -> None:
+def test_batch_without_waiting_requests_is_dropped_when_its_link_breaks() -> None:
     driver = SchedulerHarness()
     send = only(driver.arrive(), SendBatch)
     driver.handle(RequestCancelled(1))
@@ -83,7 +83,7 @@ def test_link_is_broken_when_silent_beyond_the_hang_timeout() -> None:
     assert answered(driver.done(again)) == [1]
 
 
-def test_hang_timeout_is_not_put_off_when_more_is_sent() -> None:
+def test_hang_timeout_is_not_extended_by_further_batches() -> None:
     driver = SchedulerHarness(replicas=1, hang_timeout_s=2.0)
     driver.arrive()
     driver.wait(1.5)
@@ -101,13 +101,13 @@ def test_hang_timeout_counts_from_the_previous_answer_when_the_window_is_full() 
     assert of(driver.wait(0.2), FailReplica) == [FailReplica(second.replica, "hang")]
 
 
-def test_idle_link_is_not_broken_when_time_passes() -> None:
+def test_idle_link_is_not_broken_by_time() -> None:
     driver = SchedulerHarness(hang_timeout_s=2.0)
     driver.answer_all(driver.arrive())
     assert driver.wait(100.0) == []
 
 
-def test_draining_link_finishes_what_it_has_and_is_closed() -> None:
+def test_draining_link_finishes_its_batches_and_is_closed() -> None:
     driver = SchedulerHarness(replicas=2, max_batch_size=1)
     first = only(driver.arrive(), SendBatch)
     assert driver.draining(first.replica) == []
@@ -118,13 +118,13 @@ def test_draining_link_finishes_what_it_has_and_is_closed() -> None:
     assert driver.broken(first.replica, "left") == []
 
 
-def test_draining_link_is_closed_at_once_when_it_is_idle() -> None:
+def test_idle_draining_link_is_closed_at_once() -> None:
     driver = SchedulerHarness()
     assert driver.draining("s0r0") == [ReleaseReplica("s0r0")]
     assert driver.draining("s0r0") == []
 
 
-def test_nobody_is_blamed_when_links_leave_or_break_while_draining() -> None:
+def test_no_request_is_blamed_when_links_leave_or_break_while_draining() -> None:
     driver = SchedulerHarness(replicas=9, max_attempts=2)
     send = only(driver.arrive(), SendBatch)
     for _ in range(4):
@@ -146,11 +146,11 @@ def test_batch_is_retried_on_another_replica_when_the_stage_raises() -> None:
     assert driver.scheduler.counters.retries == {0: 1}
 
 
-def test_retry_waits_for_another_replica_when_only_the_one_where_it_failed_has_room() -> None:
+def test_retry_waits_for_another_replica_when_only_the_failing_one_has_room() -> None:
     driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
     first, second = sends(driver.arrive(3))
     taken = only(driver.failed(first), SendBatch)
-    assert (taken.requests, taken.replica) == ((3,), first.replica), "others need not wait"
+    assert (taken.requests, taken.replica) == ((3,), first.replica), "other batches need not wait"
     assert only(driver.done(second), SendBatch).batch == first.batch
 
 
@@ -162,8 +162,8 @@ def test_requests_are_isolated_at_once_when_their_batch_could_not_be_sent() -> N
     assert (alone.requests, alone.isolated) == ((1,), True)
     follower = only(driver.done(alone), SendBatch)
     actions = driver.not_sent(follower)
-    assert refused(actions) == {2: "stage_error"}
-    assert "could not be sent to stage 0: MemoryError" in only(actions, Refuse).detail
+    assert rejected(actions) == {2: "stage_error"}
+    assert "could not be sent to stage 0: MemoryError" in only(actions, Reject).detail
 
 
 def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
@@ -172,10 +172,10 @@ def test_links_are_kept_when_batches_could_not_be_sent_over_them() -> None:
         send = only(driver.arrive(), SendBatch)
         alone = only(driver.not_sent(send), SendBatch)
         assert of(driver.done(alone), FailReplica) == []
-    assert len(driver.scheduler._table.replicas) == 2
+    assert len(driver.scheduler._state.table.replicas) == 2
 
 
-def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_goes_away() -> None:
+def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_leaves() -> None:
     driver = SchedulerHarness(replicas=2, window=1, max_batch_size=1)
     first, second = sends(driver.arrive(2))
     driver.failed(first)
@@ -184,7 +184,7 @@ def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_goes_
     assert only(actions, SendBatch).isolated
 
 
-def test_rerouted_retry_may_go_back_when_no_other_replica_is_left() -> None:
+def test_rerouted_retry_may_return_when_no_other_replica_is_left() -> None:
     driver = SchedulerHarness(replicas=2)
     first = only(driver.arrive(), SendBatch)
     retry = only(driver.failed(first), SendBatch)
@@ -202,21 +202,21 @@ def test_only_the_failing_request_is_refused_when_the_stage_raises_again() -> No
         outcome += actions
         pending += sends(actions)
     assert sorted(answered(outcome)) == [1, 3]
-    refusal = only(outcome, Refuse)
-    assert (refusal.request, refusal.reason) == (2, "stage_error")
-    assert "boom" in refusal.detail
+    rejection = only(outcome, Reject)
+    assert (rejection.request, rejection.reason) == (2, "stage_error")
+    assert "boom" in rejection.detail
     assert driver.scheduler.open_requests == 0
 
 
-def test_request_is_refused_after_two_errors_when_there_is_one_replica() -> None:
+def test_request_is_refused_after_two_errors_with_one_replica() -> None:
     driver = SchedulerHarness(replicas=1)
     first = only(driver.arrive(), SendBatch)
     alone = only(driver.failed(first), SendBatch)
     assert alone.isolated
-    assert refused(driver.failed(alone)) == {1: "stage_error"}
+    assert rejected(driver.failed(alone)) == {1: "stage_error"}
 
 
-def test_work_waits_and_succeeds_when_a_stage_is_empty_for_less_than_the_grace() -> None:
+def test_requests_succeed_when_a_stage_is_empty_for_less_than_the_grace() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
     send = only(driver.done(only(driver.arrive(), SendBatch)), SendBatch)
     driver.broken("s1r0")
@@ -227,29 +227,29 @@ def test_work_waits_and_succeeds_when_a_stage_is_empty_for_less_than_the_grace()
     assert sorted(answered(driver.answer_all(again))) == [1, 2]
 
 
-def test_work_and_newcomers_are_refused_when_a_stage_is_empty_beyond_the_grace() -> None:
+def test_all_requests_are_refused_when_a_stage_is_empty_beyond_the_grace() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
     driver.done(only(driver.arrive(), SendBatch))
     driver.broken("s1r0")
     driver.now_s += 1.0
     driver.arrive()
     assert driver.scheduler.next_wakeup_s() == 5.0
-    assert refused(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
-    assert refused(driver.arrive()) == {3: "no_replica"}
+    assert rejected(driver.wait(4.0)) == {1: "no_replica", 2: "no_replica"}
+    assert rejected(driver.arrive()) == {3: "no_replica"}
     driver.ready("s1r1", 1)
     assert answered(driver.answer_all(driver.arrive())) == [4]
 
 
-def test_batch_is_refused_when_it_reaches_a_stage_that_is_lost() -> None:
+def test_batch_is_refused_when_it_reaches_a_lost_stage() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, recovery_grace_s=5.0)
     send = only(driver.arrive(), SendBatch)
     driver.broken("s1r0")
     driver.wait(6.0)
-    assert refused(driver.done(send)) == {1: "no_replica"}
+    assert rejected(driver.done(send)) == {1: "no_replica"}
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_grace_counts_from_when_the_last_replica_stopped_taking_work(leaves: bool) -> None:
+def test_grace_counts_from_when_the_last_replica_stopped_accepting(leaves: bool) -> None:
     driver = SchedulerHarness(replicas=1, recovery_grace_s=5.0, window=1)
     driver.arrive(2)
     if leaves:
@@ -257,11 +257,11 @@ def test_grace_counts_from_when_the_last_replica_stopped_taking_work(leaves: boo
     else:
         driver.broken("s0r0", "left")
     assert driver.wait(4.9) == []
-    assert 2 in refused(driver.wait(0.2))
+    assert 2 in rejected(driver.wait(0.2))
 
 
 def raises_then_succeeds_elsewhere(driver: SchedulerHarness, link: str) -> list[object]:
-    """One batch that goes to `link` first, raises there, and is answered by another. Gives the last actions."""
+    """One batch that is sent to `link` first, raises there, and succeeds on another. Returns the last actions."""
     send = next(send for send in sends(driver.arrive(2)) if send.replica == link)
     others = [other for other in driver.in_flight.values() if other is not send]
     again = [retry for retry in sends(driver.failed(send)) if retry.kind == "retry"]
@@ -270,7 +270,7 @@ def raises_then_succeeds_elsewhere(driver: SchedulerHarness, link: str) -> list[
     return list(driver.done(again[0]))
 
 
-def test_link_is_broken_when_batches_keep_failing_there_and_succeed_elsewhere() -> None:
+def test_link_is_broken_when_batches_fail_there_repeatedly_and_succeed_elsewhere() -> None:
     driver = SchedulerHarness(max_batch_size=1)
     assert not of(raises_then_succeeds_elsewhere(driver, "s0r0"), FailReplica)  # type: ignore[arg-type]
     assert not of(raises_then_succeeds_elsewhere(driver, "s0r0"), FailReplica)  # type: ignore[arg-type]
@@ -286,7 +286,7 @@ def test_link_is_kept_when_it_answers_between_its_failures() -> None:
             driver.done(send)
 
 
-def test_links_are_kept_when_it_is_the_request_that_makes_every_replica_raise() -> None:
+def test_links_are_kept_when_a_request_raises_on_every_replica() -> None:
     driver = SchedulerHarness(max_batch_size=1)
     for _ in range(6):
         actions = driver.arrive()
@@ -296,14 +296,14 @@ def test_links_are_kept_when_it_is_the_request_that_makes_every_replica_raise() 
             assert not of(actions, FailReplica)
 
 
-def test_retry_that_cannot_go_where_there_is_room_lets_the_one_behind_it_pass() -> None:
+def test_retry_without_an_allowed_replica_does_not_block_the_next() -> None:
     driver = SchedulerHarness(max_batch_size=1, window=1)
     first, second = sends(driver.arrive(2))
     assert (first.replica, second.replica) == ("s0r0", "s0r1")
-    driver.arrive(2)  # they wait, and go where room is made
-    driver.failed(second)  # may only go to s0r0, which is busy; s0r1 takes a waiting one
+    driver.arrive(2)  # they wait and are sent when there is room
+    driver.failed(second)  # only allowed on s0r0, which is busy; s0r1 takes a waiting one
     (busy,) = driver.on("s0r1")
-    driver.failed(first)  # may only go to s0r1, which is busy; s0r0 takes the retry of the second
+    driver.failed(first)  # only allowed on s0r1, which is busy; s0r0 takes the retry of the second
     assert [send.batch for send in driver.on("s0r0")] == [second.batch]
     driver.failed(driver.on("s0r0")[0]) if driver.on("s0r0")[0].batch != second.batch else None
     again = sends(driver.done(busy))

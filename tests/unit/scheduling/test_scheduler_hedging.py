@@ -1,4 +1,4 @@
-"""Late batches are sent twice; the first answer wins."""
+"""Hedging: late batches are sent twice; the first result wins."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, 
 
 
 def _warm(**config: Any) -> SchedulerHarness:
-    """Batches of one row usually take 0.1 s; the purse holds a row or two."""
+    """Batches of one sample usually take 0.1 s; the hedge budget holds one or two samples."""
     driver = SchedulerHarness(**{"hedge_factor": 2.0, "hedge_floor_s": 0.05, "max_batch_size": 1, **config})
     for _ in range(40):
         driver.answer_all(driver.arrive(), after_s=0.1)
     return driver
 
 
-def test_batch_is_sent_again_when_it_takes_longer_than_its_stage_usually_does() -> None:
+def test_batch_is_hedged_when_it_takes_longer_than_usual() -> None:
     driver = _warm()
     first = only(driver.arrive(), SendBatch)
     assert driver.wait(0.19) == []
@@ -29,7 +29,7 @@ def test_batch_is_sent_again_when_it_takes_longer_than_its_stage_usually_does() 
 
 
 @pytest.mark.parametrize("hedge_wins", [True, False])
-def test_first_answer_wins_and_the_second_is_ignored_when_hedged(hedge_wins: bool) -> None:
+def test_first_answer_wins_and_the_second_is_ignored(hedge_wins: bool) -> None:
     driver = _warm()
     first = only(driver.arrive(), SendBatch)
     hedge = only(driver.wait(0.25), SendBatch)
@@ -47,7 +47,7 @@ def test_nothing_is_hedged_when_switched_off() -> None:
     assert driver.wait(1.0) == []
 
 
-def test_nothing_is_hedged_when_there_is_no_other_replica_with_room() -> None:
+def test_nothing_is_hedged_when_no_other_replica_has_room() -> None:
     driver = _warm(replicas=1)
     driver.arrive()
     assert driver.wait(1.0) == []
@@ -55,7 +55,7 @@ def test_nothing_is_hedged_when_there_is_no_other_replica_with_room() -> None:
     assert only(driver.wait(0.3), SendBatch).kind == "hedge"
 
 
-def test_nothing_is_hedged_before_enough_is_known() -> None:
+def test_nothing_is_hedged_before_durations_are_known() -> None:
     driver = SchedulerHarness(hedge_factor=2.0)
     driver.answer_all(driver.arrive(), after_s=0.1)
     driver.arrive()
@@ -79,7 +79,7 @@ def test_nothing_is_hedged_when_the_budget_is_zero() -> None:
     assert driver.wait(5.0) == []
 
 
-def test_batch_is_not_rerouted_when_its_link_breaks_and_the_hedge_is_on_its_way() -> None:
+def test_batch_is_not_rerouted_when_its_link_breaks_and_a_hedge_is_in_flight() -> None:
     driver = _warm()
     first = only(driver.arrive(), SendBatch)
     hedge = only(driver.wait(0.25), SendBatch)

@@ -1,13 +1,13 @@
-"""Suspects travel alone, so that blame is certain and the innocent come through."""
+"""Isolation: suspect samples are computed one by one, so that only the poison is refused."""
 
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.scheduler import FreeBatch, RequestCancelled, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
 
 
 def _run(driver: SchedulerHarness, pending: list[SendBatch], poison: set[int]) -> tuple[list[int], dict[int, str], int]:
-    """Play it out; who computes a poison request dies and comes back. Returns answered, refused and the deaths."""
+    """Simulate; a replica that computes a poison request dies and is replaced. Returns answered, refused and the number of deaths."""
     good: list[int] = []
     bad: dict[int, str] = {}
     deaths = 0
@@ -24,20 +24,20 @@ def _run(driver: SchedulerHarness, pending: list[SendBatch], poison: set[int]) -
         else:
             actions = driver.done(send, after_s=0.001)
         good += answered(actions)
-        bad |= refused(actions)
+        bad |= rejected(actions)
         pending += sends(actions)
     return sorted(good), bad, deaths
 
 
-def test_only_the_poison_request_is_refused_when_it_kills_whoever_computes_it() -> None:
+def test_only_the_poison_request_is_refused_when_it_kills_every_replica() -> None:
     driver = SchedulerHarness(replicas=2, max_batch_size=4, batch_timeout_s=1.0)
     good, bad, deaths = _run(driver, sends(driver.arrive(12)), poison={6})
     assert bad == {6: "poison"}
     assert good == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
-    assert deaths == 3, "max_attempts worlds, no more"
+    assert deaths == 3, "exactly max_attempts worlds"
 
 
-def test_poison_is_found_when_there_is_one_replica_and_it_kills_a_later_stage() -> None:
+def test_poison_of_a_later_stage_is_found_with_one_replica() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=2, max_attempts=2)
     pending = sends(driver.arrive(7))
     deaths, outcome = 0, []
@@ -51,12 +51,12 @@ def test_poison_is_found_when_there_is_one_replica_and_it_kills_a_later_stage() 
             actions = driver.done(send)
         outcome += actions
         pending += sends(actions)
-    assert refused(outcome) == {3: "poison"}
+    assert rejected(outcome) == {3: "poison"}
     assert sorted(answered(outcome)) == [1, 2, 4, 5, 6, 7]
     assert deaths == 2
 
 
-def test_several_poison_requests_are_all_found_when_they_share_a_batch() -> None:
+def test_several_poison_requests_in_one_batch_are_all_found() -> None:
     driver = SchedulerHarness(replicas=3, max_batch_size=4, batch_timeout_s=1.0)
     good, bad, _ = _run(driver, sends(driver.arrive(8)), poison={1, 3, 4})
     assert bad == {1: "poison", 3: "poison", 4: "poison"}
@@ -74,7 +74,7 @@ def test_batch_is_split_when_it_has_broken_all_but_one_of_its_worlds() -> None:
     assert driver.scheduler.counters.isolated == 3
 
 
-def test_suspect_is_alone_on_its_link_when_others_want_to_go() -> None:
+def test_suspect_is_alone_on_its_link_when_other_batches_wait() -> None:
     driver = SchedulerHarness(replicas=4, max_batch_size=1, window=2, max_attempts=2)
     first = only(driver.arrive(), SendBatch)
     alone = only(driver.broken(first.replica), SendBatch)
@@ -84,17 +84,17 @@ def test_suspect_is_alone_on_its_link_when_others_want_to_go() -> None:
     assert all(send.replica != alone.replica for send in others)
 
 
-def test_suspect_waits_until_its_link_is_empty_when_all_are_busy() -> None:
+def test_suspect_waits_for_an_empty_link_when_all_are_busy() -> None:
     driver = SchedulerHarness(replicas=2, max_batch_size=1, window=2, max_attempts=2)
     driver.arrive(6)
     assert sends(driver.broken("s0r1")) == []
     first, second = driver.on("s0r0")
     assert sends(driver.done(first)) == [], "reserved: nothing new until it is empty"
     suspect = only(driver.done(second), SendBatch)
-    assert (suspect.isolated, suspect.requests) == (True, (2,)), "first come first served"
+    assert (suspect.isolated, suspect.requests) == (True, (2,)), "in order of arrival"
 
 
-def test_no_further_suspect_sets_out_when_one_waits_at_a_later_stage() -> None:
+def test_no_further_suspect_is_sent_while_one_waits_at_a_later_stage() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, window=1, max_batch_size=3, batch_timeout_s=1.0, max_attempts=2)
     driver.arrive(3)
     driver.broken("s0r0")
@@ -105,7 +105,7 @@ def test_no_further_suspect_sets_out_when_one_waits_at_a_later_stage() -> None:
     assert [(send.stage, send.requests) for send in sends(driver.done(second[0]))] == [(1, (2,)), (0, (3,))]
 
 
-def test_isolation_alternates_with_ordinary_work_when_several_suspects_share_one_replica() -> None:
+def test_isolation_alternates_with_ordinary_batches_on_a_single_replica() -> None:
     driver = SchedulerHarness(replicas=1, max_batch_size=3, window=1, max_attempts=2, batch_timeout_s=1.0)
     driver.arrive(3)
     driver.broken("s0r0")
@@ -118,7 +118,7 @@ def test_isolation_alternates_with_ordinary_work_when_several_suspects_share_one
     assert turns == [True, False, True, False, True, False]
 
 
-def test_link_serves_everybody_again_when_the_suspects_are_cancelled() -> None:
+def test_link_accepts_ordinary_batches_again_when_the_suspects_are_cancelled() -> None:
     driver = SchedulerHarness(replicas=2, max_batch_size=1, window=2, max_attempts=2)
     driver.arrive(8)
     suspects = [send.requests[0] for send in driver.on("s0r1")]
@@ -130,7 +130,7 @@ def test_link_serves_everybody_again_when_the_suspects_are_cancelled() -> None:
 
 
 def test_innocent_suspect_is_rerouted_when_it_has_not_broken_enough_worlds() -> None:
-    """Isolated because the stage raised twice; a world that then breaks under it is its first."""
+    """Isolated because the stage raised twice; a world that breaks afterwards is its first."""
     driver = SchedulerHarness(replicas=3)
     first = only(driver.arrive(), SendBatch)
     retry = only(driver.failed(first), SendBatch)

@@ -1,4 +1,4 @@
-"""The heap under the scheduler's timers and loads, against a plain dictionary."""
+"""The heap for the scheduler's timers and loads, compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_priority_map_agrees_with_a_dictionary(operations: list[tuple[str, int, 
             assert (None if second is None else rest[second]) == min(rest.values(), default=None)
 
 
-def test_equal_priorities_come_in_the_order_in_which_they_were_set() -> None:
+def test_equal_priorities_are_returned_in_insertion_order() -> None:
     found: PriorityMap[str, float] = PriorityMap()
     for key in "cab":
         found.set(key, 1.0)
     assert [found.pop_until(1.0) for _ in range(3)] == ["c", "a", "b"]
 
 
-def test_memory_stays_bounded_when_priorities_change_all_the_time() -> None:
+def test_memory_stays_bounded_when_priorities_change_continuously() -> None:
     found: PriorityMap[int, float] = PriorityMap()
     for number in range(100_000):
         found.set(number % 10, float(number))

@@ -1,12 +1,12 @@
-"""Several versions of the model at once: a batch keeps to the one that it began with."""
+"""Several versions of the model at once: a batch stays with the version that it started with."""
 
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.scheduler import FreeBatch, SendBatch
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, refused
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected
 
 
-def test_new_batches_go_through_the_newest_version_when_it_is_complete() -> None:
+def test_new_batches_use_the_newest_complete_version() -> None:
     driver = SchedulerHarness(stages=2, replicas=1)
     driver.ready("n0", 0, "v2")
     assert driver.scheduler.current_version == "v1"
@@ -32,7 +32,7 @@ def test_older_version_serves_again_when_the_newer_one_loses_a_stage() -> None:
     assert only(driver.arrive(), SendBatch).replica == "s0r0"
 
 
-def test_batch_starts_again_under_another_version_when_its_own_lost_the_stage() -> None:
+def test_batch_restarts_with_another_version_when_its_own_lost_the_stage() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=2, batch_timeout_s=1.0)
     old = only(driver.arrive(2), SendBatch)
     driver.ready("n0", 0, "v2")
@@ -43,10 +43,10 @@ def test_batch_starts_again_under_another_version_when_its_own_lost_the_stage() 
     new = only(actions, SendBatch)
     assert (new.replica, new.requests, new.stage, new.attempt) == ("n0", (1, 2), 0, 2)
     assert answered(driver.answer_all([new])) == [1, 2]
-    assert driver.scheduler.counters.restarted == 2
+    assert driver.scheduler.counters.requeued == 2
 
 
-def test_waiting_batches_start_again_when_a_new_version_comes_while_their_stage_is_empty() -> None:
+def test_waiting_batches_restart_when_a_new_version_is_complete_and_their_stage_is_empty() -> None:
     driver = SchedulerHarness(stages=2, replicas=1)
     driver.done(only(driver.arrive(), SendBatch))
     driver.broken("s1r0")
@@ -55,7 +55,7 @@ def test_waiting_batches_start_again_when_a_new_version_comes_while_their_stage_
     assert (new.replica, new.requests) == ("n0", (1,))
 
 
-def test_batch_in_flight_starts_again_when_the_last_link_of_its_version_breaks() -> None:
+def test_batch_in_flight_restarts_when_the_last_link_of_its_version_breaks() -> None:
     driver = SchedulerHarness(stages=1, replicas=1)
     driver.arrive()
     driver.ready("n0", 0, "v2")
@@ -73,17 +73,17 @@ def test_nothing_is_refused_when_versions_roll_one_worker_at_a_time() -> None:
     while driver.in_flight:
         outcome += driver.done(next(iter(driver.in_flight.values())))
     assert sorted(answered(outcome)) == list(range(1, 13))
-    assert refused(outcome) == {}
+    assert rejected(outcome) == {}
 
 
-def test_forgotten_version_leaves_nothing_behind() -> None:
+def test_retired_version_leaves_nothing_behind() -> None:
     driver = SchedulerHarness(stages=2, replicas=1)
     for number in range(2, 50):
         for stage in range(2):
             driver.ready(f"v{number}s{stage}", stage, f"v{number}")
-        for link in [link for link in driver.scheduler._table.replicas if not link.startswith(f"v{number}")]:
+        for link in [link for link in driver.scheduler._state.table.replicas if not link.startswith(f"v{number}")]:
             driver.draining(link)
-    assert list(driver.scheduler._table.pipelines) == ["v49"]
+    assert list(driver.scheduler._state.table.pipelines) == ["v49"]
     assert driver.scheduler.next_wakeup_s() is None
 
 
@@ -101,7 +101,7 @@ def test_version_is_in_use_until_its_last_batch_has_ended() -> None:
     assert (batches_of("v1"), batches_of("v2"), batches_of("v3")) == (0, 0, 0)
 
 
-def test_version_is_not_in_use_when_its_batches_began_again_elsewhere() -> None:
+def test_version_is_not_in_use_when_its_batches_restarted_elsewhere() -> None:
     driver = SchedulerHarness(stages=2, replicas=1)
     driver.arrive()
     driver.ready("n0", 0, "v2")

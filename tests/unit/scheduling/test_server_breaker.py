@@ -1,4 +1,4 @@
-"""How long a failing worker is kept away."""
+"""Circuit breaker: how long a failing worker is quarantined."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from multiworld_serving.server.replicas.breaker import Breaker
 
 
-def test_one_failure_costs_nothing_and_each_further_one_twice_as_much() -> None:
+def test_quarantine_doubles_from_the_second_failure_on() -> None:
     breaker = Breaker(first_s=0.5, longest_s=3.0)
     assert [breaker.failed("w", healthy=False, now_s=0.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
     assert breaker.wait_s("w", 1.0) == 2.0
@@ -15,7 +15,7 @@ def test_one_failure_costs_nothing_and_each_further_one_twice_as_much() -> None:
     assert (breaker.quarantined(1.0), breaker.quarantined(4.0)) == (1, 0)
 
 
-def test_worker_that_has_proven_itself_starts_from_nothing() -> None:
+def test_worker_that_served_long_enough_starts_without_quarantine() -> None:
     breaker = Breaker(first_s=0.5, longest_s=3.0)
     for _ in range(4):
         breaker.failed("w", healthy=False, now_s=0.0)
@@ -24,13 +24,13 @@ def test_worker_that_has_proven_itself_starts_from_nothing() -> None:
     assert breaker.failed("w", healthy=False, now_s=11.0) == 0.5
 
 
-def test_nobody_is_kept_away_when_it_is_off() -> None:
+def test_no_worker_is_quarantined_when_the_breaker_is_off() -> None:
     breaker = Breaker(first_s=0.5, longest_s=0.0)
     assert {breaker.failed("w", healthy=False, now_s=0.0) for _ in range(100)} == {0.0}
 
 
 @given(st.integers(0, 10_000))
-def test_wait_is_bounded_however_often_it_fails_and_however_many_there_are(failures: int) -> None:
+def test_quarantine_and_memory_are_bounded(failures: int) -> None:
     breaker = Breaker(first_s=0.5, longest_s=30.0)
     for number in range(failures):
         assert 0.0 <= breaker.failed("w" if number % 2 else f"w{number}", healthy=False, now_s=float(number)) <= 30.0

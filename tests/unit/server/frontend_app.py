@@ -33,10 +33,10 @@ MODEL = ServedModel("meancolour", "weights v1 ü", ("red", "green", "blue"), res
 
 @dataclass
 class ColourPredictor:
-    """Says which colour is strongest. Can be told to fail, or to wait."""
+    """Returns which color is strongest. Can be told to fail or to wait."""
 
     failure: Exception | None = None
-    refusal: Exception | None = None
+    rejection: Exception | None = None
     proceed: asyncio.Event | None = None
     states: tuple[ReplicaState, ...] = ("ready", "ready")
     draining: bool = False
@@ -67,11 +67,11 @@ class ColourPredictor:
         yield
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
 
     async def asked_times(self, times: int) -> None:
-        """Wait until so many more requests have come this far."""
+        """Wait until this many more requests have reached the predictor."""
         for _ in range(times):
             await self.asked.acquire()
 
@@ -93,7 +93,7 @@ class ColourPredictor:
 
 @dataclass(frozen=True)
 class RunningFrontend:
-    """The application with its lifespan begun, a client of it, and what stands behind it."""
+    """The started application, a client of it, and its dependencies."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -101,13 +101,13 @@ class RunningFrontend:
     metrics: Metrics
 
     async def assert_serves(self) -> None:
-        """A good request gets its answer: whatever was sent before did no harm."""
+        """A valid request gets its answer: earlier requests did no harm."""
         response = await self.client.post("/predict", files={"image": image_bytes("blue")})
         assert response.status_code == 200, response.text
         assert response.json()["predictions"][0]["label"] == "blue"
 
     def sample(self, name: str, **labels: str) -> float | None:
-        """The value of one series now."""
+        """The current value of one series."""
         return self.metrics.registry.get_sample_value(name, labels)
 
 
@@ -133,7 +133,7 @@ def image_bytes(
     mode: str = "RGB",
     **options: Any,
 ) -> bytes:
-    """An image file of one colour."""
+    """An image file of one color."""
     file = io.BytesIO()
     Image.new(mode, size, colour).save(file, file_format, **options)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""The real HTTP port on a socket of this process, with the pipeline of `frontend_app` and clients that send raw bytes."""
+"""The HTTP port on a socket of this process, with the pipeline of `frontend_app` and clients that send raw bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.server import HttpServer, serving
 from multiworld_serving.server.api.app import create_app
-from multiworld_serving.server.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.server.http.limits import RequestLimits
-from multiworld_serving.server.http.server import HttpServer, bind, serving
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 
@@ -24,7 +25,7 @@ PATIENCE_S = 30.0
 
 @dataclass
 class Port:
-    """What listens, and what stands behind it."""
+    """The listening server and its dependencies."""
 
     number: int
     server: HttpServer
@@ -33,7 +34,7 @@ class Port:
     clients: list[Client] = field(default_factory=list)
 
     async def open(self, context: ssl.SSLContext | None = None) -> Client:
-        """A new connection; with `context`, after the handshake."""
+        """A new connection; with `context`, after the TLS handshake."""
         name = None if context is None else "localhost"
         opened = await asyncio.open_connection("127.0.0.1", self.number, ssl=context, server_hostname=name)
         self.clients.append(Client(*opened))
@@ -46,7 +47,7 @@ class Port:
         )
 
     async def until_open(self, count: int) -> None:
-        """Wait until so many connections are open."""
+        """Wait until this many connections are open."""
         await until(lambda: len(self.server.connections) == count)
 
 
@@ -72,14 +73,14 @@ class Client:
             await self.writer.drain()
 
     async def answer(self) -> tuple[int, dict[str, Any]]:
-        """The next answer: its status, and its body from JSON."""
+        """The next response: its status, and its JSON body."""
         async with asyncio.timeout(PATIENCE_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             length = next(line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length:"))
             return int(head.split()[1]), json.loads(await self.reader.readexactly(int(length)))
 
     async def rest(self) -> bytes:
-        """All that comes until the other side closes; a reset is an end too."""
+        """All bytes until the other side closes; a reset counts as an end."""
         async with asyncio.timeout(PATIENCE_S):
             try:
                 return await self.reader.read()
@@ -105,7 +106,7 @@ async def http_port(
     context: ssl.SSLContext | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
-    """Serve with these limits of connections. `app` stands in for ours; with `context` the port speaks TLS."""
+    """Serve with these connection limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
     app = app or create_app(predictor, MODEL, RequestLimits(timeout_s=10.0), metrics)
     connections = ConnectionTable(ConnectionLimits(**limits), metrics.connection_closed, metrics.connections)

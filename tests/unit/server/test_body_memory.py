@@ -14,7 +14,7 @@ CHUNK = bytes(2**16)
 
 
 def request(chunks: int, **headers: str) -> Request:
-    """A request whose body comes in so many pieces."""
+    """A request whose body arrives in this many pieces."""
     left = iter(range(chunks, -1, -1))
 
     async def receive() -> Message:

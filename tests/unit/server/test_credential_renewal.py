@@ -1,49 +1,23 @@
-"""Reloading keys, tokens and certificates: applied everywhere or nowhere, with a log line that says which."""
+"""Reloading keys, tokens and certificates: all are used or none, with a log line that says which."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from multiworld_serving.common.config import UserError, load
+from multiworld_serving.common.config import load
 from multiworld_serving.common.config.keys import hash_key
+from multiworld_serving.common.http.server import HttpServer
+from multiworld_serving.server.auth import credential_reloader
 from multiworld_serving.server.auth.authorizer import Authorizer
-from multiworld_serving.server.auth.credential_reloader import CredentialReloader, read_credentials
-from multiworld_serving.server.auth.join_tokens import JoinTokens
-from multiworld_serving.server.frontends.frames import FrameConnection
-from multiworld_serving.server.frontends.manager import FrontendManager, FrontendSession
-from multiworld_serving.server.frontends.process import _Frontend
-from multiworld_serving.server.http.server import HttpServer
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.auth.credential_reloader import CredentialReloader, Credentials, read_credentials
+from multiworld_serving.server.settings import FrontendSettings, HttpSettings
 from tests.certificates import Authority
-
-
-class Frontends:
-    """Note what they are asked for, and fail to prepare as they are told."""
-
-    def __init__(self, failure: str = "") -> None:
-        self.failure = failure
-        self.done: list[str] = []
-        self.proceed = asyncio.Event()
-        self.proceed.set()
-
-    async def prepare_credentials(self) -> None:
-        self.done.append("prepare")
-        await self.proceed.wait()
-        if self.failure:
-            raise UserError(self.failure)
-
-    async def apply_credentials(self) -> Mapping[str, str]:
-        self.done.append("use")
-        return {}
-
-    async def reload(self) -> None:
-        self.done.append("use")
 
 
 @pytest.fixture
@@ -54,9 +28,9 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings(files: Path, **options: Any) -> ServeSettings:
-    given = {"token_file": str(files / "token"), "api_keys_file": str(files / "api.keys"), "external_workers": True}
-    return load(ServeSettings, {**given, **options}).with_token()
+def settings(files: Path, **options: Any) -> FrontendSettings:
+    given = {"token_file": str(files / "token"), "api_keys_file": str(files / "api.keys"), "leader": "127.0.0.1:1"}
+    return load(FrontendSettings, {**given, **options}).with_token()
 
 
 def names(authorizer: Authorizer) -> list[str]:
@@ -68,35 +42,11 @@ def add_bob(files: Path) -> None:
         keys.write(f"bob:{hash_key('key-of-bob')}\n")
 
 
-def renewal(
-    given: ServeSettings, frontends: Frontends | None = None, servers: Mapping[str, HttpServer] | None = None
+def reloader(
+    given: FrontendSettings, servers: Mapping[str, HttpServer] | None = None
 ) -> tuple[CredentialReloader, Authorizer]:
-    tokens = JoinTokens(given, lambda *secrets: None)
-    authorizer = Authorizer(read_credentials(given).keys, tokens.admin_tokens())
-    return CredentialReloader(given, authorizer, tokens, servers or {}, frontends), authorizer
-
-
-async def test_frontends_are_unchanged_when_tokens_are_invalid(files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    frontends = Frontends()
-    made, authorizer = renewal(settings(files), frontends)
-    add_bob(files)
-    (files / "token").write_text("two words")
-    await made.reload()
-    assert "use" not in frontends.done
-    assert names(authorizer) == ["alice"]
-    assert "are unchanged" in caplog.text
-
-
-async def test_leader_is_unchanged_when_a_frontend_fails_to_prepare(
-    files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, authorizer = renewal(settings(files), Frontends("frontend-1 cannot use the new ones (no memory)"))
-    add_bob(files)
-    (files / "token").write_text("new")
-    await made.reload()
-    assert (names(authorizer), authorizer.tokens) == (["alice"], (b"former",))
-    assert "frontend-1 cannot use the new ones (no memory)" in caplog.text
-    assert "reloaded keys" not in caplog.text
+    authorizer = Authorizer(read_credentials(given).keys, given.admin_tokens)
+    return CredentialReloader(given, authorizer, servers or {}), authorizer
 
 
 class Port:
@@ -108,99 +58,113 @@ class Port:
         self.reloaded = True
 
 
-@pytest.mark.parametrize("failure", ["frontend-1 cannot use the new ones (no memory)", None])
-async def test_port_reloads_its_certificate_only_when_all_frontends_prepared(files: Path, failure: str | None) -> None:
+def ports() -> dict[str, Port]:
+    return {"http_port": Port(), "metrics_port": Port()}
+
+
+async def test_everything_is_used_when_everything_is_valid(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     Authority(files).sign("server")
-    port = Port()
-    given = settings(files, tls_cert_file=str(files / "server.pem"))
-    made, authorizer = renewal(given, Frontends(failure or ""), cast(Mapping[str, HttpServer], {"http_port": port}))
+    servers = ports()
+    made, authorizer = reloader(
+        settings(files, tls_cert_file=str(files / "server.pem")), cast(Mapping[str, HttpServer], servers)
+    )
     add_bob(files)
+    (files / "token").write_text("new\nformer\n")
     await made.reload()
-    assert port.reloaded == (failure is None)
-    assert names(authorizer) == (["alice"] if failure else ["alice", "bob"])
-
-
-async def test_reload_repeats_when_sighup_arrives_during_a_reload(files: Path) -> None:
-    frontends = Frontends()
-    frontends.proceed.clear()
-    made, authorizer = renewal(settings(files), frontends)
-    made.request_reload()
-    async with asyncio.timeout(30):
-        while not frontends.done:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
-        add_bob(files)
-        made.request_reload()
-        frontends.proceed.set()
-        assert made._task is not None
-        await made._task
     assert names(authorizer) == ["alice", "bob"]
+    assert authorizer.tokens == (b"new", b"former")
+    assert all(port.reloaded for port in servers.values())
+    assert "reloaded keys, tokens and certificates keys=2 admin_keys=0 tokens=2" in caplog.text
 
 
-class Served:
-    """A manager and two frontends, connected; neither serves clients."""
-
-    def __init__(self, given: ServeSettings) -> None:
-        self.settings, self.former = given, read_credentials(given).keys
-        none = cast(Any, None)
-        self.manager = FrontendManager(given, none, none, none, none, none, none, none)
-        self.gates: list[Authorizer] = []
-        self.frontends: list[_Frontend] = []
-
-    async def connect(self, name: str) -> None:
-        loop, pair = asyncio.get_running_loop(), socket.socketpair()
-        guest, frontend = FrontendSession(self.manager), _Frontend()
-        links: tuple[FrameConnection, FrameConnection] = (guest.link, frontend.link)
-        for link, end in zip(links, pair, strict=True):
-            await loop.create_connection(lambda link=link: link, sock=end)  # type: ignore[misc]
-        guest.name = name
-        self.manager.on_connected(guest)
-        self.gates.append(Authorizer(self.former))
-        frontend._settings = self.settings
-        frontend._server.set_result((cast(HttpServer, None), self.gates[-1]))
-        self.frontends.append(frontend)
-
-    def close(self) -> None:
-        for frontend in self.frontends:
-            frontend.link.close()
-
-
-async def test_no_frontend_uses_new_keys_when_one_of_them_cannot(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(settings(files))
-    for name in ("frontend-0", "frontend-1"):
-        await served.connect(name)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("token", "two words"),
+        ("token", ""),
+        ("token", None),
+        ("api.keys", "alice:no-hash\n"),
+        ("api.keys", None),
+        ("server.pem", "no certificate"),
+        ("server.pem", None),
+    ],
+)
+async def test_nothing_is_used_when_one_file_is_no_good(
+    files: Path, file: str, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    Authority(files).sign("server")
+    servers = ports()
+    made, authorizer = reloader(
+        settings(files, tls_cert_file=str(files / "server.pem")), cast(Mapping[str, HttpServer], servers)
+    )
     add_bob(files)
-
-    async def fails(files: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    async with asyncio.timeout(30):
-        with monkeypatch.context() as patched:
-            patched.setattr(served.frontends[1], "_prepare", fails)
-            with pytest.raises(UserError, match=r"frontend-1 cannot use the new ones .*Too many open files"):
-                await served.manager.prepare_credentials()
-        assert [names(authorizer) for authorizer in served.gates] == [["alice"], ["alice"]]
-        await served.manager.prepare_credentials()
-        assert [names(authorizer) for authorizer in served.gates] == [["alice"], ["alice"]]
-        assert await served.manager.apply_credentials() == {}
-        assert [names(authorizer) for authorizer in served.gates] == [["alice", "bob"]] * 2
-    served.close()
+    (files / "token").write_text("new")
+    if content is None:
+        (files / file).unlink()
+    else:
+        (files / file).write_text(content)
+    await made.reload()
+    assert names(authorizer) == ["alice"]
+    assert authorizer.tokens == (b"former",)
+    assert not any(port.reloaded for port in servers.values())
+    assert "are unchanged" in caplog.text
+    assert not any(record.exc_info for record in caplog.records), "a mistake in a file is not a defect of ours"
 
 
-async def test_frontend_has_the_new_keys_when_it_connects_during_prepare(
+async def test_former_credentials_stay_when_reading_fails_in_an_unexpected_way(
+    files: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, authorizer = reloader(settings(files))
+
+    def fails(settings: HttpSettings) -> Credentials:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(credential_reloader, "read_credentials", fails)
+    await made.reload()
+    assert names(authorizer) == ["alice"]
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a defect"]
+
+
+async def test_reload_repeats_when_it_is_requested_during_a_reload(
     files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = Served(settings(files))
-    await served.connect("frontend-0")
-    before = served.frontends[0]._prepare
+    made, authorizer = reloader(settings(files))
+    reads = 0
 
-    async def late(files: Mapping[str, str]) -> None:
-        await served.connect("frontend-1")
-        await before(files)
+    def read(settings: HttpSettings) -> Credentials:
+        nonlocal reads
+        reads += 1
+        found = read_credentials(settings)
+        if reads == 1:  # the files are read already
+            add_bob(files)
+            made.request_reload()
+        return found
 
-    monkeypatch.setattr(served.frontends[0], "_prepare", late)
-    add_bob(files)
-    async with asyncio.timeout(30):
-        await served.manager.prepare_credentials()
-        await served.manager.apply_credentials()
-    assert [names(authorizer) for authorizer in served.gates] == [["alice", "bob"]] * 2
-    served.close()
+    monkeypatch.setattr(credential_reloader, "read_credentials", read)
+    made.request_reload()
+    assert made._task is not None
+    await made._task
+    assert (reads, names(authorizer)) == (2, ["alice", "bob"])
+
+
+async def test_sighup_reloads_only_when_there_are_files(files: Path) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    made, authorizer = reloader(FrontendSettings(leader="127.0.0.1:1"))
+    made.reload_on_sighup()
+    assert signal.getsignal(signal.SIGHUP) is before
+    made, authorizer = reloader(settings(files))
+    made.reload_on_sighup()
+    try:
+        add_bob(files)
+        signal.raise_signal(signal.SIGHUP)
+        async with asyncio.timeout(30):
+            while names(authorizer) != ["alice", "bob"]:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.005)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+
+def test_key_of_both_kinds_is_refused(files: Path) -> None:
+    with pytest.raises(Exception, match="the same key is used for inference"):
+        read_credentials(settings(files, admin_keys_file=str(files / "api.keys")))

@@ -31,7 +31,7 @@ def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnap
 
 
 def read(subscription: Subscription) -> list[tuple[str, Any]]:
-    """What waits for this reader now."""
+    """The messages that wait for this subscriber."""
     messages = b"".join(subscription._waiting).decode().split("\n\n")
     subscription._waiting.clear()
     fields = [dict(line.split(": ", 1) for line in message.splitlines()) for message in messages if message]
@@ -39,7 +39,7 @@ def read(subscription: Subscription) -> list[tuple[str, Any]]:
 
 
 def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
-    """The feed of these snapshots, one after the other: what, epoch and detail."""
+    """The events of a feed of these successive snapshots: type, generation and detail."""
     feed = EventFeed(Metrics())
     with feed.subscribe(snapshots[0]) as subscription:
         for each in snapshots:
@@ -140,7 +140,7 @@ async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
 
     assert ids(3) == [4, 5]
     assert ids(0) == [1, 2, 3, 4, 5]
-    assert ids(99) == [1, 2, 3, 4, 5], "the leader that told 99 events was another one"
+    assert ids(99) == [1, 2, 3, 4, 5], "event 99 belongs to an earlier leader"
 
 
 async def test_only_the_slow_subscriber_is_dropped() -> None:

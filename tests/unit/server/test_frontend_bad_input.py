@@ -25,7 +25,7 @@ async def frontend() -> AsyncIterator[RunningFrontend]:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A valid PNG of that size but for its data, which is not there: a bomb that costs nothing to make."""
+    """A valid PNG header of that size without data: an inexpensive decompression bomb."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -35,7 +35,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def form(*parts: tuple[str, bytes], end: bytes = b"--B--\r\n") -> dict[str, Any]:
-    """A form with these fields, byte by byte as told."""
+    """A form with these fields, byte by byte."""
     body = b"".join(
         b'--B\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n%s\r\n' % (name.encode(), data)
         for name, data in parts
@@ -108,7 +108,7 @@ def assert_error(response: httpx.Response, status: int, reason: str, says: str) 
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-async def test_predict_refuses_when_the_body_is_bad(frontend: RunningFrontend, name: str) -> None:
+async def test_predict_rejects_a_bad_body(frontend: RunningFrontend, name: str) -> None:
     request, status, reason, says = BAD_BODIES[name]
     response = await frontend.client.post("/predict", **request)
     assert_error(response, status, reason, says)
@@ -131,7 +131,7 @@ async def test_predict_refuses_when_the_body_is_bad(frontend: RunningFrontend, n
         ("", {"X-Request-Timeout-S": "soon"}, "X-Request-Timeout-S"),
     ],
 )
-async def test_predict_refuses_when_a_parameter_is_bad(
+async def test_predict_rejects_a_bad_parameter(
     frontend: RunningFrontend, query: str, headers: dict[str, str], says: str
 ) -> None:
     response = await frontend.client.post(f"/predict?{query}", files={"image": IMAGE}, headers=headers)
@@ -139,9 +139,9 @@ async def test_predict_refuses_when_a_parameter_is_bad(
     await frontend.assert_serves()
 
 
-async def test_large_body_is_rejected_unread_when_it_has_a_content_length(frontend: RunningFrontend) -> None:
+async def test_large_body_is_rejected_unread_by_its_content_length(frontend: RunningFrontend) -> None:
     async def never() -> AsyncIterator[bytes]:
-        raise AssertionError("the body was asked for")
+        raise AssertionError("the body was read")
         yield b""
 
     headers = PNG | {"Content-Length": str(MAX_BODY_BYTES + 1)}

@@ -22,7 +22,7 @@ async def test_block_completes_when_the_client_disconnects_at_the_same_time() ->
     async with while_connected(receive, deadline_s=math.inf):
         await asyncio.sleep(0)
         goes.set()
-        await asyncio.sleep(0)  # now it is known that the client has gone, and this block ends all the same
+        await asyncio.sleep(0)  # now the disconnect is known, and the block ends at the same time
     await asyncio.sleep(0)
     assert complaints == []
 

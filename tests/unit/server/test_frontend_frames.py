@@ -1,9 +1,9 @@
-"""Frames between leader and frontends: round trips, backpressure and invalid frames."""
+"""Frames between frontends and leaders: round trips, invalid frames, and links whose other end is slow, silent or gone."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -11,118 +11,197 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld_serving.server.errors import OverloadedError, RequestRefused
-from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameConnection, FrameKind
+from multiworld import BrokenWorldException, Cause, WorldManager
+from multiworld_serving.common.wire import WORLD_BACKEND, Channel, Message, MessageKind
+from multiworld_serving.server.errors import OverloadedError, RequestRejected
+from multiworld_serving.server.frontends import frames
+from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameKind, FrameLink, decode, encode
 from multiworld_serving.server.frontends.messages import (
+    LeaderState,
     image_payload,
-    outcome_fields,
+    model_fields,
     parse_image,
-    parse_outcome,
+    parse_model,
     parse_prediction,
-    parse_refusal,
+    parse_rejection,
     prediction_fields,
     prediction_payload,
-    refusal_fields,
+    rejection_fields,
 )
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
-from multiworld_serving.server.observability.inference_statistics import ImageTimes, InferenceTimes
-from multiworld_serving.server.observability.request_recorder import RequestOutcome
-from multiworld_serving.server.predictor import Prediction
-
-SENT: list[tuple[FrameKind, int, dict[str, Any], bytes]] = [
-    (FrameKind.HELLO, 0, {"name": "ü" * 40}, b""),
-    (FrameKind.PING, 0, {}, b""),
-    (FrameKind.PREDICT, 2**63, {"deadline_s": 1.5}, bytes(range(256)) * 300),
-    (FrameKind.CANCEL, 7, {}, b""),
-    (FrameKind.RESPONSE, 8, {"more_body": True}, b"x"),
-]
-
-
-def on_the_wire() -> bytes:
-    """The bytes of those frames, as the link sends them."""
-
-    async def send() -> bytes:
-        ours, theirs = socket.socketpair()
-        link = FrameConnection(lambda _: None, lambda: None)
-        await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-        for kind, number, fields, payload in SENT:
-            link.send(kind, number, fields, payload)
-        loop, came = asyncio.get_running_loop(), bytearray()
-        theirs.setblocking(False)
-        with theirs:
-            while not came.endswith(b"x"):
-                came += await loop.sock_recv(theirs, 1 << 20)
-            link.close()
-        return bytes(came)
-
-    return asyncio.run(send())
-
-
-WIRE = on_the_wire()
-
-
-def receive(wire: bytes, cuts: list[int]) -> list[Frame]:
-    frames: list[Frame] = []
-    link = FrameConnection(frames.append, lambda: None)
-    left = memoryview(wire)
-    while left:
-        room = link.get_buffer(-1)
-        count = min(len(room), len(left), cuts.pop() if cuts else len(left))
-        room[:count] = left[:count]
-        left = left[count:]
-        link.buffer_updated(count)
-    return frames
-
-
-@given(st.lists(st.integers(1, 40_000), max_size=60))
-def test_frames_round_trip_when_bytes_are_split_anywhere(cuts: list[int]) -> None:
-    found = [(frame.kind, frame.number, frame.fields, bytes(frame.payload)) for frame in receive(WIRE, cuts)]
-    assert found == SENT
-
-
-def test_frames_round_trip_when_received_byte_by_byte() -> None:
-    assert len(receive(WIRE, [1] * len(WIRE))) == len(SENT)
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [
-        bytes([99]) + bytes(16),
-        bytes([FrameKind.PING]) + bytes(8) + (MAX_BYTES + 1).to_bytes(4) + bytes(4),
-        bytes([FrameKind.PING]) + bytes(8) + (2).to_bytes(4) + bytes(4) + b"{]",
-        bytes([FrameKind.PING]) + bytes(8) + (30_000).to_bytes(4) + bytes(4) + b"[" * 30_000,
-    ],
-    ids=["no such kind", "too long", "no JSON", "nested"],
+from multiworld_serving.server.predictor import (
+    FailureSnapshot,
+    FrontendSnapshot,
+    LeaderSnapshot,
+    ModelVersion,
+    PipelineSnapshot,
+    Prediction,
+    ReplicaSnapshot,
+    ServedModel,
+    StageSnapshot,
 )
-async def test_connection_closes_when_a_frame_is_invalid(nonsense: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    ours, theirs = socket.socketpair()
-    lost = asyncio.Event()
-    link = FrameConnection(lambda _: None, lost.set)
-    await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-    with theirs:
-        theirs.sendall(nonsense)
-        async with asyncio.timeout(30):
-            await lost.wait()
-    link.send(FrameKind.PING)  # to nobody, which is no error
-    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+
+HEAD = struct.Struct("!BQII7x")
+PIECE = bytes(2**20)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+sent_frames = st.tuples(
+    st.sampled_from(FrameKind),
+    st.integers(0, 2**64 - 1),
+    st.dictionaries(st.text(max_size=8), json_values, max_size=4),
+    st.binary(max_size=200),
+)
+
+
+def received(data: bytes | bytearray) -> list[tuple[FrameKind, int, Any, bytes]]:
+    return [(each.kind, each.number, each.fields, bytes(each.payload)) for each in decode(memoryview(bytearray(data)))]
+
+
+@given(st.lists(sent_frames, max_size=5))
+def test_frames_round_trip_when_they_travel_together(
+    sent: list[tuple[FrameKind, int, dict[str, Any], bytes]],
+) -> None:
+    assert received(b"".join(encode(*frame) for frame in sent)) == sent
+
+
+@given(st.lists(sent_frames, min_size=1, max_size=3), st.data())
+def test_message_that_is_cut_is_refused_and_nothing_else_happens(
+    sent: list[tuple[FrameKind, int, dict[str, Any], bytes]], data: st.DataObject
+) -> None:
+    whole = b"".join(encode(*frame) for frame in sent)
+    cut = data.draw(st.integers(1, len(whole) - 1))
+    with suppress(ValueError, TypeError):
+        assert received(whole[:cut]) == sent[: len(received(whole[:cut]))]
+
+
+@given(st.binary(max_size=400))
+def test_arbitrary_bytes_are_frames_or_an_error_that_ends_the_link(data: bytes) -> None:
+    with suppress(ValueError, TypeError, RecursionError):
+        received(data)
+
+
+def test_payload_is_aligned_and_writable_and_of_its_own() -> None:
+    message = bytearray()
+    for size in range(1, 20):
+        message += encode(FrameKind.PREDICT, size, {"a": "b" * size}, bytes([size]) * size)
+    for frame in decode(memoryview(message)):
+        assert (
+            torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr() % 8
+            == torch.frombuffer(message, dtype=torch.uint8).data_ptr() % 8
+        )
+        frame.payload[0] = 255
+    assert [bytes(frame.payload).count(255) for frame in decode(memoryview(message))] == [1] * 19
+
+
+INVALID = {
+    "no such kind": HEAD.pack(99, 0, 0, 0),
+    "ends in its header": HEAD.pack(FrameKind.LOAD, 0, 0, 0)[:-1],
+    "longer than its message": HEAD.pack(FrameKind.LOAD, 0, 0, 1),
+    "far too long": HEAD.pack(FrameKind.LOAD, 0, 2**32 - 1, 2**32 - 1),
+    "no JSON": HEAD.pack(FrameKind.LOAD, 0, 2, 0) + b"{]",
+    "no UTF-8": HEAD.pack(FrameKind.LOAD, 0, 4, 0) + b'"\xff"}',
+    "no object": HEAD.pack(FrameKind.LOAD, 0, 2, 0) + b"[]",
+    "nested": HEAD.pack(FrameKind.LOAD, 0, 30_000, 0) + b"[" * 30_000,
+    "a valid one before": bytes(encode(FrameKind.LOAD, 0, None, b"")) + HEAD.pack(99, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_frame_is_an_error(name: str) -> None:
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        received(INVALID[name])
+
+
+# -- links ---------------------------------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """Both ends of a link between two managers, and what arrived at each."""
+
+    def __init__(self, links: tuple[FrameLink, FrameLink], came: tuple[list[Frame], list[Frame]]) -> None:
+        self.leader, self.frontend = links
+        self.at_leader, self.at_frontend = came
+        self.runs: list[asyncio.Task[BrokenWorldException | Any]] = []
+
+    def run_leader(self) -> "asyncio.Task[Any]":
+        self.runs.append(asyncio.create_task(self.leader.run()))
+        return self.runs[-1]
+
+    def run_frontend(self) -> "asyncio.Task[Any]":
+        self.runs.append(asyncio.create_task(self.frontend.run()))
+        return self.runs[-1]
 
 
 @asynccontextmanager
-async def link_to_a_sleeper() -> AsyncIterator[tuple[FrameConnection, socket.socket, asyncio.Event]]:
-    """A link, the other end that nobody reads, and what is set when the link is lost."""
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    lost = asyncio.Event()
-    link = FrameConnection(lambda _: None, lost.set)
-    await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-    with theirs:
+async def linked(on_frame: Callable[[Frame], None] | None = None) -> AsyncIterator[Ends]:
+    """A link over TCP. Neither end receives until it is told to run.
+
+    Args:
+        on_frame: what the leader does with a frame, instead of keeping it.
+    """
+    came: tuple[list[Frame], list[Frame]] = ([], [])
+    async with (
+        asyncio.timeout(60),
+        WorldManager(secret="s", verify_collectives=False) as first,
+        WorldManager(secret="s", verify_collectives=False) as second,
+    ):
+        port = first.listen("127.0.0.1", 0)
+        worlds = await asyncio.gather(
+            *(
+                manager.initialize_world("w", rank, 2, WORLD_BACKEND, addr="127.0.0.1", port=port)
+                for rank, manager in enumerate((first, second))
+            )
+        )
+        ends = Ends(
+            (FrameLink(worlds[0], 1, on_frame or came[0].append), FrameLink(worlds[1], 0, came[1].append)), came
+        )
         try:
-            yield link, theirs, lost
+            yield ends
         finally:
-            link.close()
+            for run in ends.runs:
+                run.cancel()
+            await asyncio.gather(*ends.runs, return_exceptions=True)
 
 
-PIECE = bytes(2**20)
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110 - there is no event; the link has a timeout
+        await asyncio.sleep(0.005)
+
+
+async def test_frames_arrive_in_order_at_both_ends() -> None:
+    async with linked() as ends:
+        ends.run_leader()
+        ends.run_frontend()
+        for number in range(200):
+            ends.frontend.send(FrameKind.PREDICT, number, {"n": number}, bytes(number))
+            ends.leader.send(FrameKind.PREDICTION, number)
+        await until(lambda: len(ends.at_leader) == len(ends.at_frontend) == 200)
+    assert [(each.number, each.fields["n"], len(each.payload)) for each in ends.at_leader] == [
+        (n, n, n) for n in range(200)
+    ]
+    assert [each.number for each in ends.at_frontend] == list(range(200))
+
+
+async def test_frames_of_a_busy_link_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = 0
+    send = Channel.send
+
+    async def counting(self: Channel, message: Message) -> None:
+        nonlocal messages
+        messages += 1
+        await send(self, message)
+
+    monkeypatch.setattr(Channel, "send", counting)
+    async with linked() as ends:
+        ends.run_leader()
+        for number in range(100):
+            ends.frontend.send(FrameKind.CHECK, number)
+        await until(lambda: len(ends.at_leader) == 100)
+    assert messages <= 3
 
 
 async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
@@ -130,65 +209,168 @@ async def test_senders_wait_when_the_other_end_reads_nothing() -> None:
 
     async def send_one() -> None:
         nonlocal sent
-        await link.wait_writable()
-        link.send(FrameKind.PREDICT, 1, payload=PIECE)
+        await ends.frontend.wait_writable()
+        ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)
         sent += 1
 
-    async with link_to_a_sleeper() as (link, theirs, _), asyncio.timeout(30):
-        senders = asyncio.gather(*(send_one() for _ in range(32)))
-        for _ in range(20):  # turns of the event loop: enough for all that can be sent
-            await asyncio.sleep(0)
-        assert 0 < sent <= 12
+    async with linked() as ends:
+        senders = asyncio.gather(*(send_one() for _ in range(40)))
+        for _ in range(20):  # turns of the event loop
+            await asyncio.sleep(0.005)
+        assert 0 < sent <= 16
         for _ in range(20):
-            link.send(FrameKind.PING)  # what is small does not wait
-        left = 32 * (len(PIECE) + 17) + 20 * 17
-        while left:
-            left -= len(await asyncio.get_running_loop().sock_recv(theirs, 1 << 20))
+            ends.frontend.send(FrameKind.LOAD)  # small frames do not wait
+        ends.run_leader()
         await senders
-    assert sent == 32
+        await until(lambda: len(ends.at_leader) == 60)
+    assert sent == 40
 
 
-async def test_senders_continue_when_the_connection_closes() -> None:
-    async with link_to_a_sleeper() as (link, _, lost), asyncio.timeout(30):
-        for _ in range(8):
-            link.send(FrameKind.PREDICT, 1, payload=PIECE)
-        waiting = asyncio.create_task(link.wait_writable())
-        await asyncio.sleep(0)
+async def test_senders_continue_and_send_nothing_when_the_link_ends() -> None:
+    async with linked() as ends:
+        running = ends.run_frontend()
+        for _ in range(16):
+            ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)
+        waiting = asyncio.create_task(ends.frontend.wait_writable())
+        await asyncio.sleep(0.02)
         assert not waiting.done()
-        link.close()
+        ends.leader.world.close()
         await waiting
-        await lost.wait()
+        ending = await running
+        assert isinstance(ending, BrokenWorldException)
+        assert ending.cause is Cause.LEFT
+        ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)  # addressed to no request, which is not an error
+        await ends.frontend.wait_writable()
 
 
-async def test_connection_closes_when_the_backlog_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.frontends.frames._MAX_BACKLOG_BYTES", 2**23)
-    async with link_to_a_sleeper() as (link, _, lost), asyncio.timeout(30):
-        while not lost.is_set():
-            link.send(FrameKind.PREDICT, 1, payload=PIECE)
-            await asyncio.sleep(0)
+async def test_link_fails_when_the_backlog_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_MAX_BACKLOG_BYTES", 2**24)
+    async with linked() as ends:
+        running = ends.run_frontend()
+        for _ in range(40):
+            ends.frontend.send(FrameKind.PREDICT, 1, payload=PIECE)
+        ending = await running
+        assert isinstance(ending, BrokenWorldException)
+        assert "did not read" in str(ending)
 
 
-def test_predictions_images_and_outcomes_round_trip() -> None:
+@pytest.mark.parametrize("name", INVALID)
+async def test_link_ends_when_a_frame_is_invalid(name: str) -> None:
+    async with linked() as ends:
+        running = ends.run_leader()
+        at_frontend = ends.run_frontend()
+        payload = torch.frombuffer(bytearray(INVALID[name]), dtype=torch.uint8)
+        await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
+        ending = await running
+        assert isinstance(ending, BrokenWorldException)
+        assert (ending.cause, ending.rank) == (Cause.ERROR, 1)
+        assert "invalid frame" in str(ending)
+        assert isinstance(await at_frontend, BrokenWorldException)
+
+
+async def test_link_ends_when_a_message_is_of_another_kind() -> None:
+    async with linked() as ends:
+        running = ends.run_leader()
+        ends.run_frontend()
+        await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.LEAVING))
+        ending = await running
+        assert isinstance(ending, BrokenWorldException)
+        assert "unexpected LEAVING" in str(ending)
+
+
+@pytest.mark.parametrize("error", [ValueError("of it"), KeyError("of it"), TypeError("of it")])
+async def test_link_ends_when_what_a_frame_says_is_invalid(error: Exception) -> None:
+    def refuse(frame: Frame) -> None:
+        raise error
+
+    async with linked(refuse) as ends:
+        running = ends.run_leader()
+        ends.frontend.send(FrameKind.CHECK)
+        ending = await running
+        assert isinstance(ending, BrokenWorldException)
+        assert "of it" in str(ending)
+
+
+async def test_defect_of_ours_is_raised() -> None:
+    def fail(frame: Frame) -> None:
+        raise AttributeError("a defect")
+
+    async with linked(fail) as ends:
+        running = ends.run_leader()
+        ends.frontend.send(FrameKind.CHECK)
+        with pytest.raises(AttributeError, match="a defect"):
+            await running
+
+
+async def test_largest_image_fits_into_a_frame() -> None:
+    async with linked() as ends:
+        ends.run_leader()
+        payload = bytes(3 * 4096 * 4096)
+        assert len(payload) < MAX_BYTES
+        ends.frontend.send(FrameKind.PREDICT, 1, payload=payload)
+        await until(lambda: ends.at_leader)
+    assert len(ends.at_leader[0].payload) == len(payload)
+
+
+# -- what frames say -----------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_images_and_models_round_trip() -> None:
     answer = Prediction(torch.rand(1000), "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3)
-    again = parse_prediction(prediction_fields(answer), memoryview(bytearray(prediction_payload(answer))))
+    [frame] = decode(memoryview(encode(FrameKind.PREDICTION, 1, prediction_fields(answer), prediction_payload(answer))))
+    again = parse_prediction(frame.fields, frame.payload)
     assert torch.equal(again.probabilities, answer.probabilities)
     assert prediction_fields(again) == prediction_fields(answer)
     image = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
     assert torch.equal(parse_image(memoryview(bytearray(image_payload(image))), 8), image)
     with pytest.raises(ValueError, match="191 bytes"):
         parse_image(memoryview(bytearray(191)), 8)
-    for times in (None, InferenceTimes((ImageTimes(0.1, 0.2, 0.3, 4),), 0.5, 0.6)):
-        outcome = RequestOutcome("v", "predict", 200, "ok", 1.5, times)
-        assert parse_outcome(outcome_fields(outcome)) == outcome
+    model = ServedModel("m", "v", ("a", "ü"), 18, 16)
+    [frame] = decode(memoryview(encode(FrameKind.WELCOME, 0, model_fields(model), b"")))
+    assert parse_model(frame.fields) == model
 
 
-def test_every_refusal_round_trips() -> None:
-    refusal = OverloadedError("full", retry_after_s=2.5)
-    again = parse_refusal(refusal_fields(refusal))
+def test_every_rejection_round_trips() -> None:
+    rejection = OverloadedError("full", retry_after_s=2.5)
+    again = parse_rejection(rejection_fields(rejection))
     assert isinstance(again, OverloadedError)
     assert (again.detail, again.retry_after_s) == ("full", 2.5)
     for reason in STATUS_OF_REASON.keys() - {"internal"}:
-        found = parse_refusal(refusal_fields(RequestRefused.for_reason(reason, "why")))
-        assert isinstance(found, RequestRefused)
+        found = parse_rejection(rejection_fields(RequestRejected.for_reason(reason, "why")))
+        assert isinstance(found, RequestRejected)
         assert found.reason == reason
-    assert type(parse_refusal(refusal_fields(None))) is RuntimeError, "a defect of ours is no refusal"
+    assert type(parse_rejection(rejection_fields(None))) is RuntimeError, "a defect of ours is no rejection"
+
+
+FAILURE = FailureSnapshot("exit", "closed", 1.5)
+REPLICA = ReplicaSnapshot(0, "ready", "w", 3, "local-0", "here", 7, "cpu", 1, 42, FAILURE)
+STATE = LeaderState(
+    "leader-0",
+    "here",
+    12,
+    ModelVersion(2, "v2"),
+    "random:2",
+    1,
+    True,
+    rejection_fields(OverloadedError("full", retry_after_s=1)),
+    PipelineSnapshot(
+        *("m", "v2", True, False, 1.5, 2, 3),
+        stages=(StageSnapshot(0, ("stem", "layer1"), (REPLICA, ReplicaSnapshot(1, "absent"))),),
+        spares=(REPLICA,),
+        leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
+        frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
+    ),
+)
+
+
+def test_state_of_a_leader_round_trips() -> None:
+    [frame] = decode(memoryview(encode(FrameKind.STATE, 0, STATE.fields(), b"")))
+    assert LeaderState.parse(frame.fields) == STATE
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": [1]}, {"surprise": 1}, {"snapshot": {}}, {"snapshot": None}, {"version": None}], ids=str
+)
+def test_state_of_another_shape_is_an_error_that_ends_the_link(change: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        LeaderState.parse({**STATE.fields(), **change})

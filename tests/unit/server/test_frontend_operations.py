@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ReplicaState
 from multiworld_serving.server.replicas.rolling_restart import RestartStep
@@ -17,7 +18,7 @@ from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_front
 
 
 async def no_steps() -> AsyncGenerator[RestartStep, None]:
-    """A restart of nobody."""
+    """A rolling restart without workers."""
     steps: tuple[RestartStep, ...] = ()
     for step in steps:
         yield step
@@ -84,7 +85,7 @@ async def test_index_lists_existing_endpoints() -> None:
         endpoints = (await frontend.client.get("/")).json()["endpoints"]
         for endpoint in endpoints:
             method, path = endpoint.split()
-            if method == "GET" and path != "/events":  # that one goes on until its reader goes
+            if method == "GET" and path != "/events":  # that one continues until its client disconnects
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 
@@ -92,7 +93,7 @@ async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
         on_http_port = await frontend.client.get("/metrics")
-        transport = httpx.ASGITransport(create_admin_app(frontend.metrics, ADMIN))
+        transport = httpx.ASGITransport(create_admin_app(OwnMetrics(frontend.metrics), ADMIN))
         async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
             on_metrics_port = await client.get("/metrics")
             nowhere = await client.get("/predict")
@@ -119,13 +120,21 @@ async def test_only_inference_is_counted_as_requests() -> None:
     assert 'code="405"' in counted[0]
 
 
-async def test_metrics_are_openmetrics_when_requested() -> None:
-    metrics = Metrics()
-    transport = httpx.ASGITransport(create_admin_app(metrics, ADMIN))
+async def test_metrics_of_one_process_are_served_on_request() -> None:
+    service, own = Metrics(), Metrics()
+    own.leaders(1, 2)
+    transport = httpx.ASGITransport(create_admin_app(OwnMetrics(service), ADMIN, own=OwnMetrics(own)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
+        texts = [(await client.get(path)).text for path in ("/metrics", "/metrics?own=true")]
+    assert ["multiworld_leaders_configured 2" in text.splitlines() for text in texts] == [False, True]
+
+
+async def test_metrics_are_text_whatever_format_is_requested() -> None:
+    transport = httpx.ASGITransport(create_admin_app(OwnMetrics(Metrics()), ADMIN))
     async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
         response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert response.headers["Content-Type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+    assert response.headers["Content-Type"].startswith("text/plain; version=")
+    assert list(text_string_to_metric_families(response.text))
 
 
 async def test_openapi_describes_bodies_answers_and_errors() -> None:
@@ -186,7 +195,7 @@ async def test_allow_lists_head_when_get_is_allowed() -> None:
 
 async def test_admin_port_supports_head_and_the_common_error_format() -> None:
     metrics = Metrics()
-    transport = httpx.ASGITransport(create_admin_app(metrics, ADMIN), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(create_admin_app(OwnMetrics(metrics), ADMIN), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://operations") as operators:
         head = await operators.head("/metrics")
         assert (head.status_code, head.content) == (200, b"")

@@ -15,7 +15,7 @@ from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, 
 @pytest.mark.parametrize(
     ("media_type", "file_format"), [("image/jpeg", "JPEG"), ("image/png", "PNG"), ("image/webp", "WEBP")]
 )
-async def test_predict_answers_when_an_image_is_the_body(media_type: str, file_format: str) -> None:
+async def test_predict_answers_an_image_body(media_type: str, file_format: str) -> None:
     async with running_frontend() as frontend:
         body = image_bytes("green", file_format=file_format)
         response = await frontend.client.post("/predict", content=body, headers={"Content-Type": media_type})
@@ -27,7 +27,7 @@ async def test_predict_answers_when_an_image_is_the_body(media_type: str, file_f
     assert answer["version"] == MODEL.version
 
 
-async def test_predict_answers_with_all_its_fields_when_an_image_is_in_a_form() -> None:
+async def test_predict_answers_all_fields_of_a_form() -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post("/predict", files={"image": ("a.png", image_bytes("red"), "image/png")})
     assert response.status_code == 200
@@ -40,7 +40,7 @@ async def test_predict_answers_with_all_its_fields_when_an_image_is_in_a_form() 
     assert timings["total"] >= timings["decode"] > 0
 
 
-async def test_predict_responds_when_the_body_is_chunked() -> None:
+async def test_predict_answers_a_chunked_body() -> None:
     async with running_frontend() as frontend:
         body = image_bytes("green")
 
@@ -73,7 +73,7 @@ async def test_predict_generates_an_id_when_the_given_one_is_invalid(given: str)
     assert len(response.headers["X-Request-Id"]) == 32
 
 
-async def test_predict_answers_as_many_classes_as_top_k_says() -> None:
+async def test_predict_returns_top_k_classes() -> None:
     async with running_frontend(top_k=2) as frontend:
         by_default = await frontend.client.post("/predict", files={"image": image_bytes()})
         by_query = await frontend.client.post("/predict?top_k=1", files={"image": image_bytes()})

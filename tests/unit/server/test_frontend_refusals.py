@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.api.decode_pool import DecodePool
-from multiworld_serving.server.errors import OverloadedError, RequestRefused
+from multiworld_serving.server.errors import OverloadedError, RequestRejected
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import Prediction
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
@@ -37,10 +37,10 @@ LABELS = {"model": MODEL.name, "version": MODEL.version, "protocol": "predict"}
         (errors.StageError("stage 0 raised"), 500, None),
         (errors.WithdrawnError("withdrawn"), 499, None),
     ],
-    ids=lambda value: value.reason if isinstance(value, RequestRefused) else None,
+    ids=lambda value: value.reason if isinstance(value, RequestRejected) else None,
 )
 async def test_predict_returns_the_status_of_the_reason(
-    failure: RequestRefused, status: int, retry_after: str | None
+    failure: RequestRejected, status: int, retry_after: str | None
 ) -> None:
     async with running_frontend(ColourPredictor(failure=failure)) as frontend:
         response = await frontend.client.post("/predict", files={"image": image_bytes()})
@@ -51,20 +51,20 @@ async def test_predict_returns_the_status_of_the_reason(
         assert frontend.sample("multiworld_requests_total", **LABELS, code=str(status), reason=failure.reason) == 1
 
 
-def _leaves(kind: type[RequestRefused]) -> list[type[RequestRefused]]:
+def _leaves(kind: type[RequestRejected]) -> list[type[RequestRejected]]:
     return [kind, *(leaf for child in kind.__subclasses__() for leaf in _leaves(child))]
 
 
-@pytest.mark.parametrize("kind", _leaves(RequestRefused))
-def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestRefused]) -> None:
+@pytest.mark.parametrize("kind", _leaves(RequestRejected))
+def test_every_refusal_has_a_status_and_survives_pickling(kind: type[RequestRejected]) -> None:
     assert kind.reason in STATUS_OF_REASON
-    original = RequestRefused.for_reason(kind.reason, "why", retry_after_s=1.5)
+    original = RequestRejected.for_reason(kind.reason, "why", retry_after_s=1.5)
     assert type(original) is kind
     copy = pickle.loads(pickle.dumps(original))
     assert (type(copy), copy.detail, copy.retry_after_s, str(copy)) == (kind, "why", 1.5, "why")
 
 
-async def test_predict_answers_500_and_logs_once_when_the_predictor_has_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+async def test_predict_returns_500_and_logs_once_when_the_predictor_raises(caplog: pytest.LogCaptureFixture) -> None:
     predictor = ColourPredictor(failure=ZeroDivisionError("our bug"))
     async with running_frontend(predictor) as frontend:
         with caplog.at_level(logging.INFO):
@@ -107,7 +107,7 @@ async def test_predict_returns_504_when_the_predictor_exceeds_the_deadline(
 
 
 class Connection:
-    """One request spoken to the application directly, so that the test can hang up."""
+    """One request sent to the application directly, so that the test can disconnect."""
 
     def __init__(self, body: bytes, *, complete: bool = True) -> None:
         self.scope: dict[str, Any] = {
@@ -160,7 +160,7 @@ async def test_request_is_cancelled_when_the_client_disconnects_while_sending() 
         assert frontend.predictor.request_ids == []
 
 
-async def test_the_request_is_counted_when_its_task_is_cancelled() -> None:
+async def test_request_is_counted_when_its_task_is_cancelled() -> None:
     async with running_frontend(ColourPredictor(proceed=asyncio.Event())) as frontend:
         request = asyncio.create_task(Connection(image_bytes()).run(frontend.app))
         await frontend.predictor.asked_times(1)

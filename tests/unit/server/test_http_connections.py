@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from multiworld_serving.server.http.connection_table import CLOSING_REASONS, ConnectionLimits, ConnectionTable, Phase
+from multiworld_serving.common.http.connection_table import CLOSING_REASONS, ConnectionLimits, ConnectionTable, Phase
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
 from tests.unit.server.http_port import Port, http_port, until
 
@@ -267,7 +267,7 @@ async def test_earlier_requests_get_responses_when_a_pipelined_one_is_invalid(na
         await port.predictor.asked_times(1)
         if not together:
             await client.say(data)
-        await client.say(get(b"Host: x"))  # behind the bad one nothing is read
+        await client.say(get(b"Host: x"))  # nothing after the invalid one is read
         proceed.set()
         found, answer = await client.answer()
         assert (found, answer["predictions"][0]["label"]) == (200, "blue")
@@ -282,7 +282,7 @@ async def test_earlier_requests_get_responses_when_a_pipelined_one_is_invalid(na
 
 
 async def test_request_completes_when_the_next_pipelined_body_stalls() -> None:
-    """The time for that body begins when the client waits for nothing else."""
+    """The time limit for that body starts when the client waits for no other response."""
     proceed = asyncio.Event()
     async with http_port(ColourPredictor(proceed=proceed), stall_timeout_s=0.3) as port:
         client = await port.open()
@@ -325,7 +325,7 @@ async def test_pipelined_requests_are_limited() -> None:
 
 @pytest.mark.parametrize("trailing", [b"X: " + b"a" * 2**20, b"1;" + b"a" * 2**20])
 async def test_chunk_extensions_and_trailers_are_limited(trailing: bytes) -> None:
-    """The parser keeps trailers and walks extensions; neither is ever seen by the application."""
+    """The parser stores trailers and skips extensions; the application sees neither."""
     async with http_port() as port:
         client = await port.open()
         await client.say(chunked(b"1\r\na\r\n" + (b"0\r\n" if trailing.startswith(b"X") else b"")))
@@ -365,7 +365,7 @@ async def test_pipelined_requests_get_responses_in_order() -> None:
 
 @pytest.mark.parametrize("sent", [0, 20, len(IMAGE) + 100])
 async def test_half_closed_connection_is_closed_immediately(sent: int) -> None:
-    """Who sends no more has hung up: a client that died looks the same, and nobody computes for the dead."""
+    """A half-closed connection looks like a dead client, for which nothing is computed."""
     async with http_port(ColourPredictor(proceed=asyncio.Event())) as port:
         client = await port.open()
         whole = ASK % len(IMAGE) + IMAGE
@@ -427,7 +427,7 @@ async def test_upgrade_is_ignored_and_the_body_is_read_when_a_request_asks_for_i
         for _ in range(2):
             for part in [whole] if cut is None else [whole[:cut], whole[cut:]]:
                 await client.say(part)
-                await asyncio.sleep(0.01)  # for a read of its own; were it not one, the test would only see less
+                await asyncio.sleep(0.01)  # read separately; otherwise the test would cover less
         for _ in range(2):
             status, answer = await client.answer()
             assert (status, answer["predictions"][0]["label"]) == (200, "blue")
@@ -436,14 +436,12 @@ async def test_upgrade_is_ignored_and_the_body_is_read_when_a_request_asks_for_i
 
 @pytest.mark.parametrize("cut", [10, 40, 600])
 async def test_head_received_in_two_reads_is_not_counted_twice(cut: int) -> None:
-    """What comes behind its end in the second read is body; what was parsed of it is not counted again."""
+    """Bytes after the end of the headers in the second read belong to the body; parsed bytes are not counted again."""
     async with http_port(app=Response(b"{}"), max_header_bytes=1000) as port:
         client = await port.open()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 700 + b"\r\nContent-Length: 2000\r\n\r\n"
         await client.say(head[:cut])
-        await asyncio.sleep(
-            0.05
-        )  # for a read of its own; were it not one, the test would only not see what it is about
+        await asyncio.sleep(0.05)  # read separately; otherwise the test would not cover its subject
         await client.say(head[cut:] + bytes(2000))
         assert (await client.answer())[0] == 200
 
@@ -457,7 +455,7 @@ async def test_too_many_headers_of_an_upgrade_get_431() -> None:
 
 
 async def test_every_pipelined_request_is_cancelled_when_the_connection_is_lost() -> None:
-    """Not only the one that came last."""
+    """Not only the last one."""
     told: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -495,7 +493,7 @@ async def test_connection_leaves_the_table_when_it_is_reset() -> None:
 
 @pytest.mark.parametrize("after", ["close", "keep-alive"])
 async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.server.http.connection_table._CLOSE_S", 0.5)
+    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 0.5)
     size = 40_000_000
     async with http_port(app=Response(bytes(size)), stall_timeout_s=0.5) as port:
         client = await port.open()
@@ -511,7 +509,7 @@ async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: 
 
 
 class Told:
-    """A connection that only writes down why it was closed."""
+    """A connection that only records why it was closed."""
 
     phase, since_s = Phase.IDLE, 0.0
 
@@ -532,7 +530,7 @@ def test_longest_idle_connection_is_evicted_first_and_processing_ones_never() ->
     connections.move(head, Phase.HEAD, 4)
     connections.move(busy, Phase.PROCESSING, 5)
     connections.move(first, Phase.PROCESSING, 6)
-    connections.move(first, Phase.IDLE, 6.5)  # it has been useful: the second one is idle for longer
+    connections.move(first, Phase.IDLE, 6.5)  # it was active: the second one is idle for longer
     for victim in (second, first, late, head):
         newcomer = late if victim is second else Told(connections)
         assert connections.enter(newcomer, 8)
@@ -557,7 +555,7 @@ def test_longest_idle_connection_is_evicted_first_and_processing_ones_never() ->
 def test_recently_active_connection_stays_when_others_flood_the_table(
     answered_s: float, phase: Phase, silent_s: float, goes: str
 ) -> None:
-    """Its next request may be there already, and nobody has read it yet. Who says one byte is no better than who says nothing."""
+    """Its next request may have arrived unread. A connection that sent one byte is treated like one that sent nothing."""
     connections = ConnectionTable(ConnectionLimits(max_connections=2))
     answered, silent = Told(connections), Told(connections)
     connections.enter(answered, 5)

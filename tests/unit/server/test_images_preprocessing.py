@@ -26,7 +26,7 @@ def decode(
 
 
 def picture(width: int, height: int) -> Image.Image:
-    """Smooth shapes with noise upon them."""
+    """Smooth shapes with noise."""
     random = np.random.default_rng(width * height)
     coarse = Image.fromarray(random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8))
     noise = random.integers(-40, 41, (height, width, 3))
@@ -56,7 +56,7 @@ def test_scaling_and_cropping_equal_torchvision(size: tuple[int, int], resize_si
 
 @pytest.mark.parametrize("size", [(500, 375), (511, 300), (256, 256), (257, 511), (40, 33), (801, 200)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}], ids=str)
-def test_fast_is_within_one_grey_level_of_exact_where_the_image_is_not_much_larger(
+def test_fast_mode_is_within_one_gray_level_of_exact_for_small_images(
     size: tuple[int, int], options: dict[str, object]
 ) -> None:
     data = file_of(picture(*size), "JPEG", **options)
@@ -68,7 +68,7 @@ def test_fast_is_within_one_grey_level_of_exact_where_the_image_is_not_much_larg
     ("size", "mode"), [((1021, 1537), "RGB"), ((2049, 1050), "L"), ((1030, 3127), "RGB"), ((1100, 1050), "CMYK")]
 )
 @pytest.mark.parametrize("orientation", [1, 3, 6, 7, 8])
-def test_fast_decodes_a_large_jpeg_at_a_fraction_of_its_size_and_shows_the_same(
+def test_fast_mode_decodes_a_large_jpeg_at_reduced_size_with_similar_pixels(
     size: tuple[int, int], mode: str, orientation: int
 ) -> None:
     exif = Image.Exif()
@@ -78,12 +78,12 @@ def test_fast_decodes_a_large_jpeg_at_a_fraction_of_its_size_and_shows_the_same(
         decode(data, resize_size=256, crop_size=224, max_pixels=10**8, exact=way).float() for way in (True, False)
     )
     off = (fast - exact).abs()
-    assert off.mean() <= 2.5  # of noise in every pixel, which no camera makes so strong
+    assert off.mean() <= 2.5  # from noise in every pixel, stronger than any camera's
     assert off.max() <= 25.0
-    assert (exact[:, 1:] - exact[:, :-1]).abs().mean() > 1.0  # a shift by one pixel would be seen
+    assert (exact[:, 1:] - exact[:, :-1]).abs().mean() > 1.0  # a shift by one pixel would exceed this
 
 
-def test_fast_reads_no_more_of_a_large_jpeg_than_it_needs() -> None:
+def test_fast_mode_reads_only_the_needed_part_of_a_large_jpeg() -> None:
     data = file_of(picture(2600, 2600), "JPEG")
     with JpegImageFile(io.BytesIO(data)) as image:
         window = _reduce(image, 256)
@@ -94,7 +94,7 @@ def test_fast_reads_no_more_of_a_large_jpeg_than_it_needs() -> None:
         assert image.size == (2600, 2600)
 
 
-def test_the_result_is_a_contiguous_writable_uint8_tensor() -> None:
+def test_result_is_a_contiguous_writable_uint8_tensor() -> None:
     tensor = decode(image_bytes((10, 20, 30)), resize_size=20, crop_size=16)
     assert tensor.dtype == torch.uint8
     assert tensor.shape == (3, 16, 16)
@@ -161,7 +161,7 @@ def test_every_mode_becomes_rgb(name: str) -> None:
 
 
 @pytest.mark.parametrize("transparency", [0, b"\x00\x80"])
-def test_a_palette_becomes_rgb_when_it_has_transparency(transparency: int | bytes) -> None:
+def test_palette_with_transparency_becomes_rgb(transparency: int | bytes) -> None:
     image = Image.new("P", (16, 16), 1)
     image.putpalette([0, 0, 0, 200, 100, 50])
     tensor = decode(file_of(image, transparency=transparency), resize_size=16, crop_size=16)
@@ -169,20 +169,20 @@ def test_a_palette_becomes_rgb_when_it_has_transparency(transparency: int | byte
 
 
 @pytest.mark.parametrize("file_format", ["WEBP", "PNG"])
-def test_an_animation_gives_its_first_frame(file_format: str) -> None:
+def test_animation_gives_its_first_frame(file_format: str) -> None:
     first, second = Image.new("RGB", (16, 16), (0, 255, 0)), Image.new("RGB", (16, 16), (255, 0, 0))
     data = file_of(first, file_format, save_all=True, append_images=[second], duration=100, lossless=True)
     assert decode(data)[:, 8, 8].tolist() == [0, 255, 0]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5000), (MIN_SIDE - 1, 100), (100, MIN_SIDE - 1)])
-def test_an_image_is_refused_when_a_side_is_too_short(size: tuple[int, int]) -> None:
+def test_image_with_a_short_side_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ImageError, match="at least 8x8"):
         decode(image_bytes(size=size))
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
-def test_an_image_is_refused_before_decoding_when_it_has_too_many_pixels(file_format: str) -> None:
+def test_image_with_too_many_pixels_is_refused_before_decoding(file_format: str) -> None:
     data = image_bytes(size=(3000, 3000), file_format=file_format)
     tracemalloc.start()
     try:
@@ -193,7 +193,7 @@ def test_an_image_is_refused_before_decoding_when_it_has_too_many_pixels(file_fo
         tracemalloc.stop()
 
 
-def test_a_webp_is_refused_when_it_is_as_large_as_webp_can_be() -> None:
+def test_webp_of_maximum_size_is_refused() -> None:
     chunk = b"VP8X" + (10).to_bytes(4, "little") + bytes(4) + (16382).to_bytes(3, "little") * 2
     still = image_bytes(file_format="WEBP")[12:]
     data = b"RIFF" + (4 + len(chunk) + len(still)).to_bytes(4, "little") + b"WEBP" + chunk + still

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.common.config import check_memory, limits
+from multiworld_serving.common.config import check_memory, process
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with 100 kB left, and no container around."""
+    """A machine with 100 kB available, without a container."""
     (tmp_path / "meminfo").write_text("MemTotal: 200 kB\nMemAvailable:     100 kB\n")
-    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(process, "_CGROUP", tmp_path)
     return tmp_path
 
 
@@ -22,13 +22,13 @@ def contain(machine: Path, limit: str, used: int, cached: int) -> None:
     (machine / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\n")
 
 
-def test_memory_of_the_machine_is_the_limit() -> None:
+def test_machine_memory_is_the_limit() -> None:
     check_memory(100 * 1024)
     with pytest.raises(MemoryError, match="are available"):
         check_memory(100 * 1024 + 1)
 
 
-def test_memory_of_the_container_is_the_limit_when_it_is_less(machine: Path) -> None:
+def test_container_memory_is_the_limit_when_it_is_lower(machine: Path) -> None:
     contain(machine, "50000", used=40000, cached=5000)
     check_memory(15000)
     with pytest.raises(MemoryError):

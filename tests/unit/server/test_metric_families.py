@@ -55,7 +55,7 @@ def same_numbers(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("openmetrics", "encode"), [(False, generate_latest), (True, generate_openmetrics)])
-def test_text_is_that_of_prometheus_client(openmetrics: bool, encode: Callable[[Collector], bytes]) -> None:
+def test_text_equals_that_of_prometheus_client(openmetrics: bool, encode: Callable[[Collector], bytes]) -> None:
     assert same_numbers(our_families().text(openmetrics=openmetrics)) == same_numbers(write_reference(encode))
 
 
@@ -71,7 +71,7 @@ def test_series_with_too_few_labels_is_refused() -> None:
         Counter("jobs_total", "Jobs.", ("kind", "place")).labels("a")
 
 
-def test_a_label_given_as_number_and_as_text_is_one_series() -> None:
+def test_label_given_as_number_and_as_text_is_one_series() -> None:
     counter = Counter("jobs_total", "Jobs.", ("stage",))
     counter.labels(0).inc()
     counter.labels("0").inc()

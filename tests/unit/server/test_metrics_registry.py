@@ -35,9 +35,10 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
-    "multiworld_worker_restarts_total": ("counter", {"slot"}),
     "multiworld_frontends": ("gauge", set()),
-    "multiworld_frontend_restarts_total": ("counter", {"slot"}),
+    "multiworld_leaders": ("gauge", set()),
+    "multiworld_leaders_configured": ("gauge", set()),
+    "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
     "multiworld_model_version": ("gauge", set()),
     "multiworld_version_changes_total": ("counter", set()),
     "multiworld_build_info": ("gauge", {"version"}),
@@ -73,11 +74,12 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.request_lost()
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
-    metrics.worker_restarted("stage0-1")
-    metrics.frontend_restarted("0")
+    metrics.frontends(2)
+    metrics.leaders(1, 2)
+    metrics.resubmitted("failed")
 
 
-def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: Metrics) -> None:
+def test_every_documented_name_is_exposed_with_its_labels(metrics: Metrics) -> None:
     tell_everything(metrics)
     text, _ = metrics.exposition()
     found = {}
@@ -119,7 +121,7 @@ def test_scrape_uses_a_supported_format_when_the_requested_one_is_not(
     assert text.endswith(b"# EOF\n") == found.startswith(OPEN)
 
 
-def test_world_up_follows_the_world_and_failures_outlive_it(metrics: Metrics) -> None:
+def test_world_up_follows_the_world_and_failure_counts_remain(metrics: Metrics) -> None:
     value = metrics.registry.get_sample_value
     labels = {"world": "stage0-1", "stage": "0", "replica": "1"}
     failures = {"stage": "0", "replica": "1", "cause": "hang"}
@@ -141,7 +143,7 @@ def test_no_series_is_added_when_a_slot_fails_ten_thousand_times(metrics: Metric
     for _ in range(10_000):
         metrics.world_ready("stage0-1", 0, 1)
         metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
-        metrics.worker_restarted("stage0-1")
+        metrics.resubmitted("failed")
     assert metrics.exposition()[0].count(b"\nmultiworld_") == before
 
 
@@ -161,6 +163,12 @@ def test_redundancy_is_the_fewest_ready_replicas_minus_one(
     assert metrics.registry.get_sample_value("multiworld_redundancy") == redundancy
 
 
+def test_frontends_report_no_redundancy_and_leaders_no_leaders() -> None:
+    metrics = Metrics()
+    for name in ("multiworld_redundancy", "multiworld_leaders", "multiworld_leaders_configured"):
+        assert metrics.registry.get_sample_value(name) is None
+
+
 def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics) -> None:
     metrics.replica_states([stage(0, "joining", "ready")])
     metrics.replica_states([stage(0, "ready", "ready")])
@@ -169,7 +177,7 @@ def test_replica_states_drop_to_zero_when_no_replica_is_in_them(metrics: Metrics
     assert value("multiworld_stage_replicas", {"stage": "0", "state": "ready"}) == 2
 
 
-def test_bytes_and_batches_in_flight_are_counted_for_each_link(metrics: Metrics) -> None:
+def test_bytes_and_batches_in_flight_are_counted_per_link(metrics: Metrics) -> None:
     value, link = metrics.registry.get_sample_value, {"stage": "0", "replica": "1"}
     metrics.world_ready("s0.r1", 0, 1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Triton's model repository extension on the admin port: who may ask, what is taken, what each outcome is answered with."""
+"""Triton's model repository extension on the admin port: permissions, inputs, and the response for each outcome."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.models import WeightsError
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
@@ -27,7 +28,7 @@ LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
 @dataclass
 class Repository:
-    """Notes what it is asked to load, and fails as it is told."""
+    """Records load requests, and fails on demand."""
 
     failure: Exception | None = None
     asked: list[str | None] = field(default_factory=list)
@@ -58,7 +59,7 @@ async def no_restart() -> AsyncGenerator[RestartStep, None]:
 def client(repository: Repository, token: bytes = b"", address: str = "127.0.0.1") -> httpx.AsyncClient:
     routes = RepositoryRoutes(repository.snapshot, repository.load, repository.unload)
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), (token,) if token else ())
-    app = create_admin_app(Metrics(), AdminRoutes(no_restart), authorizer, routes)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), authorizer, routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://operations")
 
 
@@ -73,7 +74,7 @@ def client(repository: Repository, token: bytes = b"", address: str = "127.0.0.1
         (b'{"parameters": {"config": "{\\"name\\": \\"m\\", \\"max_batch_size\\": 3}"}}', None),
     ],
 )
-async def test_weights_are_taken_from_where_clients_can_say_them(body: bytes, weights: str | None) -> None:
+async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes, weights: str | None) -> None:
     repository = Repository()
     async with client(repository) as operators:
         response = await operators.post(LOAD, content=body)
@@ -98,7 +99,7 @@ async def test_outcomes_have_a_status_and_a_reason(failure: Exception, status: i
     assert response.json()["error"] == str(failure)
 
 
-async def test_other_models_are_not_known() -> None:
+async def test_other_models_are_unknown() -> None:
     repository = Repository()
     async with client(repository) as operators:
         for path in (LOAD.replace("/m/", "/other/"), UNLOAD.replace("/m/", "/other/")):
@@ -108,7 +109,7 @@ async def test_other_models_are_not_known() -> None:
     assert not repository.unloaded
 
 
-async def test_index_tells_what_serves_and_what_is_on_its_way() -> None:
+async def test_index_lists_serving_and_loading_versions() -> None:
     repository = Repository(loading="next")
     async with client(repository) as operators:
         index = (await operators.post("/v2/repository/index", json={})).json()
@@ -122,7 +123,7 @@ async def test_index_tells_what_serves_and_what_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, "/v2/repository/index"])
-async def test_administrators_alone_may_ask(path: str) -> None:
+async def test_only_administrators_have_access(path: str) -> None:
     repository = Repository()
     async with client(repository, b"s3", "10.0.0.7") as operators:
         assert (await operators.post(path)).status_code == 401
@@ -134,7 +135,7 @@ async def test_administrators_alone_may_ask(path: str) -> None:
         assert (await operators.get(path)).status_code == 405
 
 
-async def test_load_is_given_up_when_the_client_goes_away() -> None:
+async def test_load_is_cancelled_when_the_client_disconnects() -> None:
     begun, given_up = asyncio.Event(), asyncio.Event()
 
     async def load(weights: str | None) -> ModelVersion:
@@ -157,7 +158,7 @@ async def test_load_is_given_up_when_the_client_goes_away() -> None:
         pass
 
     routes = RepositoryRoutes(Repository().snapshot, load, Repository().unload)
-    app = create_admin_app(Metrics(), AdminRoutes(no_restart), None, routes)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(no_restart), None, routes)
     scope = {
         "type": "http",
         "method": "POST",

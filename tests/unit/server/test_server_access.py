@@ -1,4 +1,4 @@
-"""Who is let in where, decided without a service."""
+"""Authorization decisions, without a service."""
 
 import base64
 import hashlib
@@ -56,11 +56,11 @@ def scope(shown: bytes | None = None, method: str = "GET", client: str = "127.0.
         ("", Permission.INFERENCE),
     ],
 )
-def test_paths_need_what_they_need_and_unknown_ones_a_key(path: str, need: Permission) -> None:
+def test_paths_need_their_permission_and_unknown_ones_a_key(path: str, need: Permission) -> None:
     assert http_port_permission(path) is need
 
 
-def test_operators_port_is_open_for_scrapes_alone() -> None:
+def test_admin_port_is_open_only_for_scrapes() -> None:
     assert admin_port_permission("/metrics") is Permission.NOTHING
     assert {admin_port_permission(path) for path in ("/admin/x", "/", "/metrics/", "/status")} == {Permission.ADMIN}
 
@@ -87,7 +87,7 @@ def test_operators_port_is_open_for_scrapes_alone() -> None:
         (OPEN, Permission.ADMIN, None, "this machine"),
     ],
 )
-def test_the_gate_lets_in_whom_it_should(
+def test_authorizer_admits_permitted_principals(
     authorizer: Authorizer, need: Permission, shown: bytes | None, outcome: object
 ) -> None:
     if isinstance(outcome, str):
@@ -109,7 +109,7 @@ def test_the_gate_lets_in_whom_it_should(
     ],
     ids=["another machine", "no address", "a page", "a browser", "a proxy"],
 )
-def test_without_keys_and_token_admin_verbs_are_for_programs_of_this_machine(asked: Scope) -> None:
+def test_without_keys_and_token_admin_verbs_are_local_only(asked: Scope) -> None:
     with pytest.raises(ForbiddenError):
         OPEN.check(Permission.ADMIN, asked)
 
@@ -118,7 +118,7 @@ def basic(password: bytes) -> str:
     return "Basic " + base64.b64encode(b"anybody:" + password).decode()
 
 
-def test_a_password_is_a_key_but_never_for_admin_verbs_nor_for_other_sites() -> None:
+def test_key_as_password_is_refused_for_admin_verbs_and_other_sites() -> None:
     assert GUARDED.check(Permission.ANY_KEY, scope(authorization=basic(ALICE))) == "alice"
     same = scope(method="POST", authorization=basic(ALICE), sec_fetch_site="same-origin")
     assert GUARDED.check(Permission.INFERENCE, same) == "alice"
@@ -134,7 +134,7 @@ def test_a_password_is_a_key_but_never_for_admin_verbs_nor_for_other_sites() -> 
         GUARDED.check(Permission.ADMIN, scope(authorization=basic(OPS)))
 
 
-def test_keys_can_be_exchanged() -> None:
+def test_keys_can_be_replaced() -> None:
     authorizer = Authorizer(ApiKeys(ring("alice", ALICE), KeySet()))
     authorizer.keys = ApiKeys(ring("bob", b"key of bob"), KeySet())
     assert authorizer.check(Permission.INFERENCE, scope(b"key of bob")) == "bob"

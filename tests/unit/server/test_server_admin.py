@@ -1,4 +1,4 @@
-"""The verbs of the admin port: who may use them, and what they tell."""
+"""The verbs of the admin port: permissions and responses."""
 
 import json
 from collections.abc import AsyncGenerator, Callable
@@ -9,6 +9,7 @@ import pytest
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
@@ -37,12 +38,12 @@ def client(
     steps: Callable[[], AsyncGenerator[RestartStep, None]], *tokens: bytes, address: str = "127.0.0.1"
 ) -> httpx.AsyncClient:
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()), tokens)
-    app = create_admin_app(Metrics(), AdminRoutes(steps), authorizer)
+    app = create_admin_app(OwnMetrics(Metrics()), AdminRoutes(steps), authorizer)
     transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://operations")
 
 
-async def test_restart_tells_each_step_and_its_end() -> None:
+async def test_restart_reports_each_step_and_its_end() -> None:
     async with client(two_steps) as operations:
         response = await operations.post(PATH, json={})
     lines = [json.loads(line) for line in response.text.splitlines()]
@@ -52,7 +53,7 @@ async def test_restart_tells_each_step_and_its_end() -> None:
 
 
 @pytest.mark.parametrize(("steps", "restarted"), [(refused, 0), (failing, 1)])
-async def test_restart_that_fails_says_why_in_its_last_line(steps, restarted: int) -> None:  # type: ignore[no-untyped-def]
+async def test_failed_restart_gives_the_reason_in_its_last_line(steps, restarted: int) -> None:  # type: ignore[no-untyped-def]
     async with client(steps) as operations:
         response = await operations.post(PATH, json={})
     last = json.loads(response.text.splitlines()[-1])
@@ -60,7 +61,7 @@ async def test_restart_that_fails_says_why_in_its_last_line(steps, restarted: in
     assert last["error"]
 
 
-async def test_other_machines_are_refused_when_there_is_no_token() -> None:
+async def test_other_machines_are_refused_without_a_token() -> None:
     async with client(two_steps, address="10.0.0.7") as operations:
         response = await operations.post(PATH, json={})
     assert response.status_code == 403
@@ -79,13 +80,13 @@ async def test_other_machines_are_refused_when_there_is_no_token() -> None:
     ],
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.7"])
-async def test_token_is_needed_from_everywhere_when_there_is_one(header: str, status: int, address: str) -> None:
+async def test_configured_token_is_required_from_everywhere(header: str, status: int, address: str) -> None:
     async with client(two_steps, b"s3", b"former", address=address) as operations:
         response = await operations.post(PATH, json={}, headers={"Authorization": header} if header else {})
     assert response.status_code == status
 
 
-async def test_what_a_page_in_a_browser_could_send_is_refused() -> None:
+async def test_cross_site_browser_requests_are_refused() -> None:
     async with client(two_steps) as operations:
         assert (await operations.post(PATH, data={"a": "b"})).status_code == 415
         assert (await operations.get(PATH)).status_code == 405

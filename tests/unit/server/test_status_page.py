@@ -1,4 +1,4 @@
-"""The status page's files: where they are, what they may load, and that the parts fit together."""
+"""The files of the status page: their paths, what they may load, and consistent references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = files("multiworld_serving.server.api") / "status_page"
 
 
 class Page(HTMLParser):
-    """What the tests want to know of the HTML."""
+    """The parts of the HTML that the tests need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ async def test_browsers_get_the_page_and_programs_the_list() -> None:
     assert page.headers["Vary"] == listing.headers["Vary"] == "Accept"
 
 
-async def test_page_may_load_its_own_files_alone_and_they_are_there() -> None:
+async def test_page_may_load_only_its_own_existing_files() -> None:
     async with running_frontend() as frontend:
         page = await frontend.client.get("/", headers={"Accept": BROWSER})
         policy = dict(part.strip().split(" ", 1) for part in page.headers["Content-Security-Policy"].split(";"))
@@ -65,7 +65,7 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", script + (PAGE / "page.css").read_text())
 
 
-def test_colours_of_both_modes_have_contrast_enough() -> None:
+def test_colors_of_both_modes_have_enough_contrast() -> None:
     """WCAG AA: 4.5 to 1 for text, 3 to 1 for lines."""
     style = (PAGE / "page.css").read_text()
     light, dark = (dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in style.split("@media", 2)[:2])
@@ -78,7 +78,7 @@ def test_colours_of_both_modes_have_contrast_enough() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two colours such as "#1b1f24", as WCAG reckons it."""
+    """Contrast ratio of two colors such as "#1b1f24", by WCAG."""
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

@@ -1,4 +1,4 @@
-"""TLS handshakes under way are connections: counted from the first moment, bounded in number and time."""
+"""TLS handshakes in progress count as connections and are limited in number and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASK = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The service's, and its clients'."""
+    """TLS contexts of the service and its clients."""
     authority = Authority(tmp_path_factory.mktemp("tls"))
     return server_context(authority), ssl.create_default_context(cafile=str(authority.file))
 
@@ -53,7 +53,7 @@ async def answered(port: Port, context: ssl.SSLContext) -> None:
     assert await client.healthy()
 
 
-def test_handshakes_are_counted_and_make_room_when_there_are_too_many(
+def test_handshakes_are_counted_and_evicted_when_there_are_too_many(
     on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     async def scenario() -> None:
@@ -65,15 +65,13 @@ def test_handshakes_are_counted_and_make_room_when_there_are_too_many(
             await until(lambda: port.closed("evicted") >= 31)
             assert len(port.server.connections) == 10
             for client in silent[:1] + more[:10]:
-                assert await client.rest() == b"", "its descriptor is free again"
+                assert await client.rest() == b"", "its descriptor is closed"
             await answered(port, contexts[1])
 
     on_loop(scenario())
 
 
-def test_handshake_that_does_not_end_is_closed(
-    on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
-) -> None:
+def test_unfinished_handshake_is_closed(on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def scenario() -> None:
         async with http_port(context=contexts[0], header_timeout_s=0.3) as port:
             silent, slow = await port.open(), await port.open()
@@ -86,7 +84,7 @@ def test_handshake_that_does_not_end_is_closed(
     on_loop(scenario())
 
 
-def test_handshake_that_fails_is_forgotten(on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+def test_failed_handshake_is_removed(on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def scenario() -> None:
         async with http_port(context=contexts[0]) as port:
             plain, gone = await port.open(), await port.open()
@@ -99,7 +97,7 @@ def test_handshake_that_fails_is_forgotten(on_loop: Scenario, contexts: tuple[ss
     on_loop(scenario())
 
 
-def test_handshake_is_refused_when_all_connections_wait_for_an_answer(
+def test_handshake_is_refused_when_all_connections_wait_for_a_response(
     on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     async def scenario() -> None:
@@ -117,9 +115,7 @@ def test_handshake_is_refused_when_all_connections_wait_for_an_answer(
     on_loop(scenario())
 
 
-def test_server_stops_when_handshakes_are_under_way(
-    on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
-) -> None:
+def test_server_stops_during_handshakes(on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def scenario() -> None:
         async with http_port(context=contexts[0]) as port:
             silent = await port.open()
@@ -130,7 +126,7 @@ def test_server_stops_when_handshakes_are_under_way(
     on_loop(scenario())
 
 
-def test_new_connections_are_greeted_with_another_certificate_when_it_was_exchanged(
+def test_new_connections_get_the_replaced_certificate(
     on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext], tmp_path: Path
 ) -> None:
     async def scenario() -> None:

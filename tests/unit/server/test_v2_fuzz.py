@@ -1,4 +1,4 @@
-"""Whatever bytes come, reading an inference request gives a request or a refusal, and takes bounded memory."""
+"""Inference requests of arbitrary bytes give a request or a rejection, with bounded memory."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ fuzzing = settings(deadline=None, max_examples=300, suppress_health_check=list(H
 
 
 def read(body: bytes, json_bytes: int | None) -> InferRequest | None:
-    """The request; None when it is refused. Any other exception is a bug."""
+    """The request; None if it is refused. Any other exception is a bug."""
     try:
         request = parse_infer_request(body, json_bytes, SIGNATURE)
-    except InvalidRequestError as refusal:
-        assert_clear(refusal)
+    except InvalidRequestError as rejection:
+        assert_clear(rejection)
         return None
     assert_sound(request, len(body))
     return request
 
 
-def assert_clear(refusal: InvalidRequestError) -> None:
-    """One sentence that can be sent, however long what the client sent was."""
-    assert 10 < len(refusal.detail.encode()) < 1000
+def assert_clear(rejection: InvalidRequestError) -> None:
+    """One sentence of bounded length that can be sent to the client."""
+    assert 10 < len(rejection.detail.encode()) < 1000
 
 
 def assert_sound(request: InferRequest, body_bytes: int) -> None:
-    """What the pipeline is given is what it takes, and no more than the body can hold."""
+    """The pipeline's input is valid and no larger than the body allows."""
     assert 1 <= len(request.images) <= SIGNATURE.max_images
     for image in request.images:
         if isinstance(image, Tensor):
@@ -65,7 +65,7 @@ binary_sizes = st.fixed_dictionaries(
 
 
 def maybe(usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Mostly what is usual, sometimes anything."""
+    """Mostly usual values, sometimes arbitrary ones."""
     return st.one_of(usual, usual, usual, anything)
 
 
@@ -104,13 +104,13 @@ requests = st.fixed_dictionaries(
 @fuzzing
 @given(body=st.binary(max_size=2_000), json_bytes=st.none() | st.integers(0, 2_100))
 @example(body=bytes(SIGNATURE.image_values), json_bytes=0)
-def test_any_bytes_are_read_or_refused(body: bytes, json_bytes: int | None) -> None:
+def test_random_bytes_are_read_or_refused(body: bytes, json_bytes: int | None) -> None:
     read(body, json_bytes)
 
 
 @fuzzing
 @given(request=requests, data=st.binary(max_size=3_100), with_length=st.booleans())
-def test_any_json_is_read_or_refused(request: dict[str, Any], data: bytes, with_length: bool) -> None:
+def test_random_json_is_read_or_refused(request: dict[str, Any], data: bytes, with_length: bool) -> None:
     text = json.dumps(request).encode()
     read(text + data if with_length else text, len(text) if with_length else None)
 
@@ -126,7 +126,7 @@ def test_any_json_is_read_or_refused(request: dict[str, Any], data: bytes, with_
     | st.sampled_from([1, 2, 8]).flatmap(lambda images: st.binary(min_size=768 * images, max_size=768 * images)),
     off_by=st.sampled_from([0, 0, 0, 1, -1]),
 )
-def test_any_binary_data_is_read_or_refused(datatype: str, shape: list[Any], data: bytes, off_by: int) -> None:
+def test_random_binary_data_is_read_or_refused(datatype: str, shape: list[Any], data: bytes, off_by: int) -> None:
     tensor = {
         "name": "input",
         "datatype": datatype,
@@ -145,23 +145,23 @@ def test_any_binary_data_is_read_or_refused(datatype: str, shape: list[Any], dat
 @fuzzing
 @given(body=st.binary(max_size=300), encoding=st.sampled_from(["gzip", "deflate"]), cut=st.integers(0, 50))
 @example(body=bytes(UNPACKED_BYTES), encoding="gzip", cut=0)
-def test_any_compressed_body_is_unpacked_or_refused(body: bytes, encoding: str, cut: int) -> None:
+def test_random_compressed_body_is_unpacked_or_refused(body: bytes, encoding: str, cut: int) -> None:
     assert unpack(pack(body, encoding), encoding, UNPACKED_BYTES) == body
     for wrong in (body, pack(body, encoding)[:-cut]):
         try:
             assert len(unpack(wrong, encoding, UNPACKED_BYTES)) <= UNPACKED_BYTES
-        except InvalidRequestError as refusal:
-            assert_clear(refusal)
+        except InvalidRequestError as rejection:
+            assert_clear(rejection)
 
 
 @fuzzing
 @given(header=st.none() | st.text() | st.lists(st.sampled_from(["gzip", "q=0", "br", ";", ",", "=", " "])).map("".join))
-def test_any_header_names_an_encoding_or_none(header: str | None) -> None:
+def test_random_header_names_an_encoding_or_none(header: str | None) -> None:
     assert accepted_encoding(header) in (None, "gzip", "deflate")
     try:
         assert content_encoding(header) in (None, "gzip", "deflate")
-    except InvalidRequestError as refusal:
-        assert_clear(refusal)
+    except InvalidRequestError as rejection:
+        assert_clear(rejection)
 
 
 def claiming(shape: list[int], datatype: str = "UINT8", data: bytes = b"") -> tuple[bytes, int]:
@@ -183,13 +183,13 @@ HOSTILE: dict[str, tuple[bytes, int | None]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_a_body_claims_takes_no_memory(name: str) -> None:
+def test_claimed_sizes_take_no_memory(name: str) -> None:
     body, json_bytes = HOSTILE[name]
     assert peak_bytes(lambda: read(body, json_bytes)) < 100_000
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_compression_bomb_takes_no_more_than_the_limit(encoding: str) -> None:
+def test_compression_bomb_takes_no_more_than_the_limit(encoding: str) -> None:
     bomb = PACK[encoding](bytes(100_000_000))
 
     def refuse() -> None:
@@ -200,7 +200,7 @@ def test_a_compression_bomb_takes_no_more_than_the_limit(encoding: str) -> None:
 
 
 def peak_bytes(work: Any) -> int:
-    """Most bytes that Python held at once for this work."""
+    """Peak memory of Python during this call."""
     tracemalloc.start()
     try:
         work()

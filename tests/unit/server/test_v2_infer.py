@@ -1,4 +1,4 @@
-"""POST /v2/models/{model}/infer when all goes well."""
+"""Successful requests to POST /v2/models/{model}/infer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_infer_answers_every_image_in_order_whichever_way_they_come(name: str) -> None:
+async def test_infer_answers_images_in_order_in_every_format(name: str) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post(INFER, **REQUESTS[name])
         assert strongest(response) == ["green", "blue"]
@@ -64,7 +64,7 @@ async def test_infer_answers_every_image_in_order_whichever_way_they_come(name: 
     assert response.headers["Content-Type"] == "application/json"
 
 
-async def test_infer_needs_no_content_type_and_minds_none() -> None:
+async def test_infer_accepts_any_content_type() -> None:
     async with running_frontend() as frontend:
         arguments = REQUESTS["UINT8 flat"]
         assert "Content-Type" not in frontend.client.build_request("POST", INFER, **arguments).headers
@@ -72,7 +72,7 @@ async def test_infer_needs_no_content_type_and_minds_none() -> None:
             assert strongest(await frontend.client.post(INFER, **arguments, headers=headers)) == ["green", "blue"]
 
 
-async def test_infer_answers_one_image_in_binary_when_the_body_is_raw() -> None:
+async def test_infer_answers_a_raw_body_in_binary() -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post(
             INFER, content=pixels("red").numpy().tobytes(), headers={HEADER_LENGTH: "0"}
@@ -92,7 +92,7 @@ async def test_infer_answers_one_image_in_binary_when_the_body_is_raw() -> None:
         ({"outputs": wanting(binary_data=False), "parameters": {"binary_data_output": True}}, False),
     ],
 )
-async def test_infer_answers_binary_data_when_it_is_asked_for(fields: dict[str, Any], binary: bool) -> None:
+async def test_infer_answers_in_binary_on_request(fields: dict[str, Any], binary: bool) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post(INFER, **request(tensor("BYTES", [2], data=TEXTS), **fields))
     assert (HEADER_LENGTH in response.headers) is binary
@@ -102,7 +102,7 @@ async def test_infer_answers_binary_data_when_it_is_asked_for(fields: dict[str, 
 
 @pytest.mark.parametrize(("classes", "answered"), [(1, 1), (2, 2), (3, 3), (99, 3)])
 @pytest.mark.parametrize("binary", [False, True])
-async def test_infer_answers_the_best_classes_with_value_index_and_label(
+async def test_infer_returns_the_best_classes_with_value_index_and_label(
     classes: int, answered: int, binary: bool
 ) -> None:
     outputs = wanting(classification=classes, binary_data=binary)
@@ -129,7 +129,7 @@ def _elements(data: bytes) -> list[bytes]:
     return found
 
 
-async def test_infer_gives_floats_the_nearest_grey_level() -> None:
+async def test_infer_rounds_floats_to_the_nearest_gray_level() -> None:
     levels = torch.arange(256).float().repeat(3)
     image = (levels / 255).view(1, 3, SIDE, SIDE)
     seen = []
@@ -158,7 +158,7 @@ async def test_infer_decodes_files_as_predict_does() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "GZIP", "identity"])
-async def test_infer_unpacks_the_body(encoding: str) -> None:
+async def test_infer_decompresses_the_body(encoding: str) -> None:
     arguments = request(binary_tensor("UINT8", SHAPE, TWO.numpy().tobytes()))
     pack = PACK.get(encoding.lower(), bytes)
     arguments["content"] = pack(arguments["content"])
@@ -180,7 +180,7 @@ async def test_infer_unpacks_the_body(encoding: str) -> None:
         ("", None),
     ],
 )
-async def test_infer_packs_the_answer_as_the_client_accepts_it(accepted: str, encoding: str | None) -> None:
+async def test_infer_compresses_the_answer_as_accepted(accepted: str, encoding: str | None) -> None:
     arguments = request(tensor("BYTES", [2], data=TEXTS), parameters={"binary_data_output": True})
     async with running_frontend() as frontend:
         response = await frontend.client.post(INFER, **arguments, headers={"Accept-Encoding": accepted})
@@ -189,7 +189,7 @@ async def test_infer_packs_the_answer_as_the_client_accepts_it(accepted: str, en
         assert strongest(response) == ["green", "blue"]
 
 
-async def test_infer_tells_version_path_attempts_and_id_in_headers() -> None:
+async def test_infer_returns_version_path_attempts_and_id_in_headers() -> None:
     image = tensor("BYTES", [2], data=TEXTS)
     async with running_frontend() as frontend:
         by_body = await frontend.client.post(INFER, **request(image, id="mine-1"))
@@ -216,7 +216,7 @@ async def test_infer_tells_version_path_attempts_and_id_in_headers() -> None:
         (5_000_000, {"X-Request-Timeout-S": "9"}, 5.0),
     ],
 )
-async def test_infer_takes_the_timeout_in_microseconds_as_its_deadline(
+async def test_infer_uses_the_timeout_in_microseconds_as_deadline(
     timeout_us: int | None, header: dict[str, str], expected_s: float
 ) -> None:
     parameters = {} if timeout_us is None else {"timeout": timeout_us}
@@ -229,7 +229,7 @@ async def test_infer_takes_the_timeout_in_microseconds_as_its_deadline(
     assert all(before_s + expected_s <= at_s <= after_s + expected_s for at_s in frontend.predictor.deadlines_s)
 
 
-async def test_the_images_of_one_request_are_asked_side_by_side() -> None:
+async def test_images_of_one_request_are_computed_concurrently() -> None:
     predictor = ColourPredictor(proceed=asyncio.Event())
     assert predictor.proceed is not None
     colours = ["red", "green", "blue", "red"]
@@ -242,7 +242,7 @@ async def test_the_images_of_one_request_are_asked_side_by_side() -> None:
         assert strongest(await asked) == colours
 
 
-async def test_a_long_answer_is_whole() -> None:
+async def test_long_answer_is_complete() -> None:
     count = 6_000
     files = request(tensor("BYTES", [count], data=[base64.b64encode(image_bytes("red", (8, 8))).decode()] * count))
     async with running_frontend(max_images=count, max_body_bytes=2**23) as frontend:
@@ -252,7 +252,7 @@ async def test_a_long_answer_is_whole() -> None:
 
 @dataclass
 class MovingPredictor(ColourPredictor):
-    """Moves to another version after its first answer."""
+    """Switches to another version after its first answer."""
 
     number: int = 1
 
@@ -266,7 +266,7 @@ class MovingPredictor(ColourPredictor):
         return dataclasses.replace(answer, version=version.name, version_number=version.number)
 
 
-async def test_images_of_a_request_are_answered_by_one_version_when_it_changes_meanwhile() -> None:
+async def test_all_images_of_a_request_are_answered_by_one_version() -> None:
     predictor = MovingPredictor()
     data = pixels("red", "green", "blue")
     tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
@@ -275,10 +275,10 @@ async def test_images_of_a_request_are_answered_by_one_version_when_it_changes_m
     assert response.status_code == 200
     assert response.headers["X-Model-Version"] == "weights%202"
     assert response.json()["model_version"] == "2"
-    assert len(predictor.deadlines_s) == 4  # the first image was asked twice
+    assert len(predictor.deadlines_s) == 4  # the first image was computed twice
 
 
-async def test_version_that_was_asked_for_answers_or_nobody() -> None:
+async def test_requested_version_answers_or_the_request_fails() -> None:
     data = pixels("red")
     tensor = binary_tensor("UINT8", list(data.shape), data.numpy().tobytes())
     predictor = MovingPredictor()

@@ -1,4 +1,4 @@
-"""What the Open Inference Protocol tells of the server, of the model, and of what inference took."""
+"""Metadata, health and statistics of the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HERE = f"/v2/models/{MODEL.name}"
 PATHS = ["", "/config", "/stats", "/ready"]
 
 
-async def test_the_server_tells_its_name_version_and_extensions() -> None:
+async def test_server_metadata_has_name_version_and_extensions() -> None:
     async with running_frontend() as frontend:
         answer = (await frontend.client.get("/v2")).json()
     assert answer["name"] == "multiworld-serving"
     assert {"binary_tensor_data", "classification", "statistics", "model_configuration"} == set(answer["extensions"])
 
 
-async def test_the_model_tells_its_tensors() -> None:
+async def test_model_metadata_has_its_tensors() -> None:
     async with running_frontend() as frontend:
         metadata = (await frontend.client.get(HERE)).json()
         config = (await frontend.client.get(f"{HERE}/versions/1/config")).json()
@@ -37,7 +37,7 @@ async def test_the_model_tells_its_tensors() -> None:
     assert config["parameters"]["weights"] == {"string_value": MODEL.version}
 
 
-async def test_no_more_images_fit_into_a_request_than_their_pixels_fit_into_a_body() -> None:
+async def test_maximum_images_per_request_fit_into_a_body() -> None:
     async with running_frontend(max_body_bytes=3 * SIDE * SIDE * 5 + 1) as frontend:
         assert (await frontend.client.get(f"{HERE}/config")).json()["max_batch_size"] == 5
         files = request(binary_tensor("BYTES", [6], elements(*[image_bytes("red", (8, 8))] * 6)))
@@ -47,7 +47,7 @@ async def test_no_more_images_fit_into_a_request_than_their_pixels_fit_into_a_bo
 
 
 @pytest.mark.parametrize("suffix", PATHS)
-async def test_model_and_version_answer_the_same(suffix: str) -> None:
+async def test_model_and_version_routes_answer_the_same(suffix: str) -> None:
     async with running_frontend() as frontend:
         unversioned = await frontend.client.get(HERE + suffix)
         versioned = await frontend.client.get(f"{HERE}/versions/1{suffix}")
@@ -69,7 +69,7 @@ async def test_model_and_version_answer_the_same(suffix: str) -> None:
         ("m" * 5000, "the only model is 'meancolour'"),
     ],
 )
-async def test_unknown_models_and_versions_get_404_with_what_there_is(suffix: str, model: str, says: str) -> None:
+async def test_unknown_models_and_versions_get_404_with_the_known_ones(suffix: str, model: str, says: str) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.request("POST" if suffix == "/infer" else "GET", f"/v2/models/{model}{suffix}")
         assert response.status_code == 404
@@ -93,7 +93,7 @@ async def test_unknown_models_and_versions_get_404_with_what_there_is(suffix: st
         ("GET", "/v2/repository/index", 405),
     ],
 )
-async def test_errors_of_the_framework_have_the_field_error(method: str, path: str, status: int) -> None:
+async def test_framework_errors_have_the_field_error(method: str, path: str, status: int) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.request(method, path)
     assert response.status_code == status
@@ -104,7 +104,7 @@ async def test_errors_of_the_framework_have_the_field_error(method: str, path: s
     ("states", "draining", "says"),
     [(("ready", "loading"), False, "stage 1 has no ready replica"), (("ready", "ready"), True, "stopping")],
 )
-async def test_ready_is_503_and_says_why_when_requests_are_not_answered(
+async def test_ready_is_503_with_the_reason_when_not_serving(
     states: tuple[ReplicaState, ...], draining: bool, says: str
 ) -> None:
     async with running_frontend(ColourPredictor(states=states, draining=draining)) as frontend:
@@ -119,7 +119,7 @@ async def test_ready_is_503_and_says_why_when_requests_are_not_answered(
         assert says in model["reason"]
 
 
-async def test_ready_is_200_and_the_index_says_so_when_requests_are_answered() -> None:
+async def test_ready_is_200_and_listed_in_the_index_when_serving() -> None:
     async with running_frontend() as frontend:
         assert (await frontend.client.get("/v2/health/ready")).json() == {"ready": True}
         assert (await frontend.client.get(f"{HERE}/ready")).json() == {"name": MODEL.name, "ready": True}
@@ -155,17 +155,17 @@ async def test_statistics_count_the_inferences_of_both_protocols() -> None:
         "success": 2,
         "queue": 2,
         "compute_infer": 2,
-        "fail": 1,  # what is not for this model does not count
+        "fail": 1,  # requests for other models do not count
         "cache_hit": 0,
     }
     assert found["queue"]["ns"] == 2 * 1_000_000
     assert found["compute_infer"]["ns"] == 2 * 2_000_000
-    assert found["compute_input"]["ns"] > 2 * 3_000_000  # the links, and decoding
+    assert found["compute_input"]["ns"] > 2 * 3_000_000  # transfers and decoding
     assert found["success"]["ns"] > found["compute_output"]["ns"] > 0
     assert found["fail"]["ns"] > 0
 
 
-def test_statistics_count_a_batch_once_however_many_requests_share_it() -> None:
+def test_statistics_count_a_batch_once_for_all_its_requests() -> None:
     def answer(batch_size: int, compute_s: float) -> Prediction:
         return Prediction(torch.zeros(3), "m", "v", 0.5, compute_s, 0.1, 1, (), batch_size)
 
@@ -179,7 +179,7 @@ def test_statistics_count_a_batch_once_however_many_requests_share_it() -> None:
         (1, {"count": 1, "ns": 7_000_000_000}),
         (4, {"count": 1, "ns": 2_000_000_000}),
     ]
-    # Three answers of half a second each were written for the batch of four, and half of the one that two images share.
+    # Three answers of half a second each belong to the batch of four, and half of the one that two images share.
     assert [batch["compute_output"] for batch in found["batch_stats"]] == [
         {"count": 1, "ns": 250_000_000},
         {"count": 1, "ns": 1_750_000_000},
@@ -204,7 +204,7 @@ async def test_requests_are_measured_as_v2() -> None:
         assert frontend.sample("multiworld_requests_in_flight") == 0
 
 
-async def test_openapi_describes_the_protocol_with_an_example_that_is_answered() -> None:
+async def test_openapi_describes_the_protocol_with_a_working_example() -> None:
     async with running_frontend() as frontend:
         paths = (await frontend.client.get("/openapi.json")).json()["paths"]
         for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):

@@ -1,4 +1,4 @@
-"""What inference requests of the Open Inference Protocol get that cannot be answered: one clear sentence, and the service goes on."""
+"""Refused inference requests of the Open Inference Protocol: one clear sentence each, and the service continues."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def frontend() -> AsyncIterator[RunningFrontend]:
 
 
 def floats(*values: float) -> dict[str, Any]:
-    """An image of floats that begins with these."""
+    """An image of floats that starts with these."""
     data = torch.zeros(1, 3, SIDE, SIDE)
     data.view(-1)[: len(values)] = torch.tensor(values)
     return request(binary_tensor("FP32", SHAPE, data.numpy().tobytes()))
@@ -51,7 +51,7 @@ def text(body: bytes) -> dict[str, Any]:
 
 
 def sized(size: object, data: bytes = DATA) -> dict[str, Any]:
-    """Binary data that says it is `size` long."""
+    """Binary data with the declared size `size`."""
     return request((tensor("UINT8", SHAPE, parameters={"binary_data_size": size}), data))
 
 
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_infer_answers_400_with_what_is_wrong(frontend: RunningFrontend, name: str) -> None:
+async def test_infer_returns_400_with_the_reason(frontend: RunningFrontend, name: str) -> None:
     arguments, says = REFUSED[name]
     response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == 400, response.text
@@ -222,7 +222,7 @@ def too_many_fields() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", [too_many_values, too_many_lists, too_many_fields])
-async def test_infer_refuses_json_that_takes_long_before_it_is_parsed(body: Callable[[], dict[str, Any]]) -> None:
+async def test_infer_rejects_expensive_json_before_parsing(body: Callable[[], dict[str, Any]]) -> None:
     async with running_frontend() as frontend:
         response = await frontend.client.post(INFER, **body())
     assert response.status_code == 400
@@ -230,7 +230,7 @@ async def test_infer_refuses_json_that_takes_long_before_it_is_parsed(body: Call
 
 
 def bomb(encoding: str, size: int) -> dict[str, Any]:
-    """A compressed body that becomes so many spaces."""
+    """A compressed body that decompresses to this many spaces."""
     return sent(PACK[encoding](b" " * size), Content_Encoding=encoding)
 
 
@@ -267,7 +267,7 @@ async def test_infer_refuses_what_predict_refuses_with_the_same_status(frontend:
     await frontend.assert_serves()
 
 
-async def test_a_body_that_unpacks_to_the_limit_is_taken(frontend: RunningFrontend) -> None:
+async def test_body_that_decompresses_to_the_limit_is_accepted(frontend: RunningFrontend) -> None:
     plain = request(GOOD)["content"]
     packed = sent(gzip.compress(plain + b" " * (MAX_BODY_BYTES - len(plain))), Content_Encoding="gzip")
     assert (await frontend.client.post(INFER, **packed)).status_code == 200
@@ -283,19 +283,19 @@ async def test_a_body_that_unpacks_to_the_limit_is_taken(frontend: RunningFronte
         (ZeroDivisionError("our bug"), 500),
     ],
 )
-async def test_infer_fails_as_one_with_the_status_of_the_reason(failure: Exception, status: int) -> None:
+async def test_infer_fails_with_the_status_of_any_failed_image(failure: Exception, status: int) -> None:
     data = pixels("red", "green", "blue")
     async with running_frontend(ColourPredictor(failure=failure)) as frontend:
         arguments = request(binary_tensor("UINT8", list(data.shape), data.numpy().tobytes()))
         response = await frontend.client.post(INFER, **arguments)
     assert response.status_code == status
-    if isinstance(failure, errors.RequestRefused):
+    if isinstance(failure, errors.RequestRejected):
         assert (response.json()["error"], response.json()["reason"]) == (failure.detail, failure.reason)
     else:
         assert "our bug" not in response.text
 
 
-async def test_the_other_images_are_withdrawn_when_one_fails() -> None:
+async def test_other_images_are_cancelled_when_one_fails() -> None:
     class FailsOnGreen(ColourPredictor):
         async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
             if image[1].any():
@@ -312,13 +312,13 @@ async def test_the_other_images_are_withdrawn_when_one_fails() -> None:
     assert predictor.cancelled == 2
 
 
-async def test_infer_is_refused_before_anything_is_parsed_when_the_pipeline_would_refuse_it() -> None:
-    async with running_frontend(ColourPredictor(refusal=errors.NotReadyError("stage 1 is missing"))) as frontend:
+async def test_infer_is_refused_before_parsing_when_the_pipeline_would_refuse_it() -> None:
+    async with running_frontend(ColourPredictor(rejection=errors.NotReadyError("stage 1 is missing"))) as frontend:
         response = await frontend.client.post(INFER, content=b"no JSON")
     assert (response.status_code, response.json()["error"]) == (503, "stage 1 is missing")
 
 
-async def test_infer_asks_for_as_many_places_as_it_has_images() -> None:
+async def test_infer_reserves_one_place_per_image() -> None:
     class Counting(ColourPredictor):
         async def check(self, *, deadline_s: float, ahead: int) -> None:
             if ahead >= 2:
@@ -331,7 +331,7 @@ async def test_infer_asks_for_as_many_places_as_it_has_images() -> None:
             assert (await frontend.client.post(INFER, **arguments)).status_code == status
 
 
-async def test_infer_answers_500_when_the_model_gives_nan() -> None:
+async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     class Broken(ColourPredictor):
         async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
             return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
@@ -341,7 +341,7 @@ async def test_infer_answers_500_when_the_model_gives_nan() -> None:
     assert (response.status_code, response.json()["reason"]) == (500, "stage_error")
 
 
-async def test_a_body_that_comes_too_late_is_408_or_504_by_whose_limit_it_was() -> None:
+async def test_late_body_gets_408_or_504_by_the_exceeded_limit() -> None:
     async def stalled() -> AsyncIterator[bytes]:
         yield b'{"inputs": ['
         await asyncio.Event().wait()
@@ -353,7 +353,7 @@ async def test_a_body_that_comes_too_late_is_408_or_504_by_whose_limit_it_was() 
         assert (await frontend.client.post(INFER, content=stalled(), headers=headers)).status_code == 504
 
 
-async def test_bodies_of_both_protocols_are_counted_together() -> None:
+async def test_bodies_of_both_protocols_share_one_limit() -> None:
     begun = asyncio.Event()
     body = request(GOOD)["content"]
 
@@ -372,7 +372,7 @@ async def test_bodies_of_both_protocols_are_counted_together() -> None:
         await frontend.assert_serves()
 
 
-async def test_what_a_body_becomes_is_counted_while_others_hold_something_too() -> None:
+async def test_decompressed_bytes_count_while_other_bodies_are_held() -> None:
     begun = asyncio.Event()
     files = request(binary_tensor("BYTES", [8], elements(*[FILE] * 8)))
     held = len(files["content"]) + 8 * (len(FILE) + 3 * SIDE * SIDE)

@@ -1,4 +1,4 @@
-"""A change of version that is given up: nothing of the new version stays, and nothing else is disturbed."""
+"""Cancelled rollouts: nothing of the new version stays, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
+from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
 @dataclass
 class Worker:
-    """A ready link as the change sees it. It loads when it is told to proceed."""
+    """A ready link as the rollout sees it. It loads when it is told to proceed."""
 
     slot: Slot
     state: str = "ready"
@@ -44,13 +45,13 @@ class Worker:
         self.dropped.append(version)
 
 
-class Source:
-    """Makes version 2, when it is told to proceed."""
+class Loader:
+    """Builds version 2 when it is told to proceed."""
 
     def __init__(self) -> None:
         self.begun, self.proceed = threading.Event(), threading.Event()
 
-    def plan(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         self.begun.set()
         self.proceed.wait()
         return plan(2)
@@ -61,7 +62,7 @@ def plan(number: int) -> VersionPlan:
 
 
 class Service:
-    """A change among two workers, and what it moves."""
+    """A rollout among two workers."""
 
     def __init__(self) -> None:
         self.placement = Placement(1, 2)
@@ -69,9 +70,11 @@ class Service:
         for slot, worker in zip(self.placement.all, self.workers, strict=True):
             slot.link = cast(WorkerLink, worker)
         self.versions = VersionTable(plan(1))
-        self.source = Source()
+        self.loader = Loader()
         self.exclusive = ExclusiveOperation()
-        self.change = VersionRollout(self, self.placement, self.versions, self.source, 60.0, self.exclusive)
+        self.change = VersionRollout(
+            self, self.placement, self.versions, cast(VersionLoader, self.loader), 60.0, self.exclusive
+        )
 
     def switch_to(self, plan: VersionPlan) -> None:
         self.versions.switch_to(plan)
@@ -97,28 +100,28 @@ async def cancelled(task: asyncio.Task[ModelVersion]) -> None:
             await task
 
 
-async def test_nothing_else_begins_until_the_file_is_read_when_a_load_is_cancelled_meanwhile() -> None:
+async def test_next_change_waits_for_the_file_of_a_cancelled_load() -> None:
     service = Service()
     task = asyncio.create_task(service.change.run("v2"))
-    await asyncio.to_thread(service.source.begun.wait, 60)
+    await asyncio.to_thread(service.loader.begun.wait, 60)
     await cancelled(task)
     assert service.busy
-    service.source.proceed.set()
+    service.loader.proceed.set()
     await service.until_idle()
     assert not any(worker.loading.is_set() for worker in service.workers)
     assert service.versions.current.version.number == 1
 
 
-async def test_workers_forget_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
+async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads() -> None:
     service = Service()
-    service.source.proceed.set()
+    service.loader.proceed.set()
     task = asyncio.create_task(service.change.run("v2"))
     first, second = service.workers
     async with asyncio.timeout(30):
         await first.loading.wait()
     await cancelled(task)
     assert service.busy
-    assert first.dropped == [], "its answer to the order is still to come"
+    assert first.dropped == [], "its reply to the assignment is outstanding"
     first.proceed.set()
     await service.until_idle()
     assert not second.loading.is_set()
@@ -128,9 +131,9 @@ async def test_workers_forget_the_version_when_a_load_is_cancelled_while_one_loa
     assert service.change.loading is None
 
 
-async def test_change_ends_by_itself_when_its_caller_goes_after_requests_have_moved() -> None:
+async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> None:
     service = Service()
-    service.source.proceed.set()
+    service.loader.proceed.set()
     for worker in service.workers:
         worker.proceed.set()
     task = asyncio.create_task(service.change.run("v2"))
@@ -148,24 +151,24 @@ async def test_change_ends_by_itself_when_its_caller_goes_after_requests_have_mo
     assert [worker.dropped for worker in service.workers] == [[], []]
 
 
-async def test_closing_ends_when_a_file_cannot_be_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_returns_when_a_file_cannot_be_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.server.pipeline.rollout._CLOSE_S", 0.05, raising=False)
     service = Service()
     task = asyncio.create_task(service.change.run("v2"))
     try:
-        await asyncio.to_thread(service.source.begun.wait, 60)
+        await asyncio.to_thread(service.loader.begun.wait, 60)
         async with asyncio.timeout(30):
             await service.change.close()
         assert not service.busy
         await asyncio.gather(task, return_exceptions=True)
     finally:
-        service.source.proceed.set()
+        service.loader.proceed.set()
 
 
-def test_numbers_are_never_given_twice_and_known_ones_are_bounded() -> None:
+def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     versions = VersionTable(plan(1))
     assert versions.number_of("lost") == 2
-    assert versions.number_of("other") == 3, "a worker may still say something of number 2"
+    assert versions.number_of("other") == 3, "a worker may still send a message about version 2"
     forgotten: list[ModelVersion] = []
     for name in [*(f"n{at}" for at in range(20)), "n18"]:
         moved = VersionPlan(ModelVersion(versions.number_of(name), name), (cast(StagePlan, None),))
@@ -174,5 +177,5 @@ def test_numbers_are_never_given_twice_and_known_ones_are_bounded() -> None:
         assert versions.number_served(name) == moved.version.number
     assert len(versions._numbers) == 8
     assert [version.name for version in forgotten] == ["v1", *(f"n{at}" for at in range(12))]
-    assert versions.number_of("n19") == 23, "it was in service lately"
+    assert versions.number_of("n19") == 23, "it was in service recently"
     assert versions.number_of("n0") > 23

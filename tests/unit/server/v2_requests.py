@@ -22,12 +22,12 @@ SIGNATURE = Signature(MODEL, max_images=8)
 SIDE = MODEL.crop_size
 INFER = f"/v2/models/{MODEL.name}/infer"
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": partial(gzip.compress, mtime=0), "deflate": zlib.compress}
-"""How bodies are compressed, by their Content-Encoding; not with our own code."""
+"""Compression functions by Content-Encoding, independent of the product's code."""
 COLOURS = ("red", "green", "blue")
 
 
 def pixels(*colours: str) -> Tensor:
-    """uint8 [N,3,S,S], an image of each colour."""
+    """uint8 [N,3,S,S], an image of each color."""
     images = torch.zeros(len(colours), 3, SIDE, SIDE, dtype=torch.uint8)
     for image, colour in zip(images, colours, strict=True):
         image[COLOURS.index(colour)] = 200
@@ -35,12 +35,12 @@ def pixels(*colours: str) -> Tensor:
 
 
 def tensor(datatype: str, shape: list[int], **fields: Any) -> dict[str, Any]:
-    """The input, as it stands in JSON."""
+    """The input in JSON."""
     return {"name": "input", "datatype": datatype, "shape": shape, **fields}
 
 
 def binary_tensor(datatype: str, shape: list[int], data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The input as it stands in JSON, and what follows the JSON."""
+    """The JSON part of the input, and the binary data after it."""
     return tensor(datatype, shape, parameters={"binary_data_size": len(data)}), data
 
 
@@ -76,7 +76,7 @@ def parts(response: httpx.Response) -> tuple[dict[str, Any], bytes]:
 
 
 def strongest(response: httpx.Response) -> list[str]:
-    """The most probable colour of each image, whichever way the probabilities came."""
+    """The most probable color of each image, for every format of the probabilities."""
     head, data = parts(response)
     (output,) = head["outputs"]
     assert (output["name"], output["datatype"], output["shape"][1]) == ("probabilities", "FP32", len(COLOURS))

@@ -1,4 +1,4 @@
-"""A process that cannot go on ends, whatever state it is in."""
+"""A process that cannot continue ends, whatever state it is in."""
 
 import subprocess
 import sys
@@ -41,6 +41,48 @@ arm_exit_timer(60.0)
 time.sleep(60)
 """
 
+BLOCKED_LOOP = """
+import asyncio, logging, time
+from multiworld_serving.workers.exit_timer import exit_when_blocked
+logging.basicConfig()
+
+async def main():
+    with exit_when_blocked(asyncio.get_running_loop(), 1.0):
+        await asyncio.sleep(1.5)
+        print("not blocked", flush=True)
+        time.sleep(60)
+
+asyncio.run(main())
+"""
+
+BUSY_THREADS = """
+import asyncio, time
+from multiworld_serving.workers.exit_timer import exit_when_blocked
+
+async def main():
+    with exit_when_blocked(asyncio.get_running_loop(), 1.0):
+        await asyncio.to_thread(time.sleep, 2.5)
+        time.sleep(0.6)
+    time.sleep(1.5)
+    print("in good order")
+
+asyncio.run(main())
+"""
+
+STOPPED = """
+import asyncio, os, signal, subprocess
+from multiworld_serving.workers.exit_timer import exit_when_blocked
+
+async def main():
+    with exit_when_blocked(asyncio.get_running_loop(), 1.0):
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+    print("in good order")
+
+asyncio.run(main())
+"""
+
 
 def outcome(program: str) -> tuple[int, str]:
     """Exit status and output."""
@@ -50,22 +92,35 @@ def outcome(program: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_process_ends_by_an_alarm_when_a_callback_lacked_memory() -> None:
+def test_process_ends_by_its_timer_when_a_callback_ran_out_of_memory() -> None:
     status, said = outcome(CALLBACK_WITHOUT_MEMORY)
     assert status == -14
     assert "MemoryError: no room" in said
 
 
-def test_who_ends_in_good_order_is_not_ended() -> None:
+def test_regular_exit_is_not_interrupted() -> None:
     assert outcome(ENDS_IN_TIME) == (0, "in good order\n")
 
 
-def test_the_sooner_of_two_ends_counts() -> None:
+def test_earlier_of_two_timers_counts() -> None:
     assert outcome(THE_SOONER_COUNTS) == (-14, "")
 
 
+def test_process_ends_and_says_where_when_its_event_loop_is_blocked() -> None:
+    status, said = outcome(BLOCKED_LOOP)
+    assert status == 70
+    assert said.startswith("not blocked")
+    assert "the event loop has been blocked for 1.0 s: exiting" in said
+    assert "time.sleep(60)" in said or "in main" in said
+
+
+@pytest.mark.parametrize("program", [BUSY_THREADS, STOPPED], ids=["busy threads", "stopped"])
+def test_process_goes_on_when_its_event_loop_is_not_to_blame(program: str) -> None:
+    assert outcome(program) == (0, "in good order\n")
+
+
 def too_large_for_torch() -> BaseException:
-    """What torch really raises."""
+    """The error that torch raises."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 56, dtype=torch.uint8)
     return refused.value
@@ -81,5 +136,5 @@ def too_large_for_torch() -> BaseException:
         (ValueError("bad_alloc"), False),
     ],
 )
-def test_what_says_that_the_host_has_no_memory(error: BaseException, lacks: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: BaseException, lacks: bool) -> None:
     assert is_out_of_memory(error) is lacks

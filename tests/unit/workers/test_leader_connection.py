@@ -1,4 +1,4 @@
-"""What a worker makes of a leader that refuses it, and of a stage that is computed or made for too long."""
+"""A worker whose leader refuses it, and stages that take too long to build or compute."""
 
 import asyncio
 import os
@@ -15,20 +15,20 @@ from pydantic import SecretStr
 from multiworld import AskError, WorldManager, texts
 from multiworld.texts import is_name
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
-from multiworld_serving.workers.settings import MAX_NAME_CHARS, WorkerSettings
+from multiworld_serving.workers.settings import WorkerSettings
 
 SECRET = "a-secret-of-this-test"
 
 
 @pytest.fixture
 async def leader() -> AsyncIterator[int]:
-    """The port of one who knows another token."""
+    """The port of a leader with another token."""
     async with WorldManager(secret="another-secret") as manager:
         port = manager.listen()
 
@@ -53,7 +53,7 @@ async def engine() -> AsyncIterator[Engine]:
     made.close()
 
 
-def test_default_name_is_one_that_leaders_take_when_the_host_has_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_name_is_valid_on_a_host_with_a_long_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "h" * 64)
     name = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(SECRET)).name
     assert is_name(name)
@@ -61,13 +61,13 @@ def test_default_name_is_one_that_leaders_take_when_the_host_has_a_long_one(monk
     assert MAX_NAME_CHARS == texts.MAX_NAME_CHARS
 
 
-async def test_worker_ends_when_its_only_leader_does_not_take_its_token(leader: int, engine: Engine) -> None:
+async def test_worker_ends_when_its_only_leader_refuses_its_token(leader: int, engine: Engine) -> None:
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match="rejects this worker's token"):
             await connection(leader, engine).run()
 
 
-async def test_worker_of_several_leaders_goes_on_when_one_does_not_take_its_token(
+async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
     leader: int, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     tie = connection(leader, engine, "127.0.0.1:1")
@@ -82,7 +82,7 @@ async def test_worker_of_several_leaders_goes_on_when_one_does_not_take_its_toke
     await asyncio.gather(serving, return_exceptions=True)
 
 
-def test_alarm_is_not_set_when_a_stuck_error_is_only_constructed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constructing_a_stuck_error_does_not_start_the_exit_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[object] = []
     monkeypatch.setattr(signal, "setitimer", lambda *given: alarms.append(given))
     StuckError("nobody raises this")
@@ -90,7 +90,7 @@ def test_alarm_is_not_set_when_a_stuck_error_is_only_constructed(monkeypatch: py
     assert alarms == []
 
 
-async def test_alarm_is_set_when_the_process_has_no_memory_left(
+async def test_exit_timer_starts_when_the_process_is_out_of_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarms: list[float] = []
@@ -102,7 +102,7 @@ async def test_alarm_is_set_when_the_process_has_no_memory_left(
 
 
 @pytest.mark.parametrize("is_batch", [True, False], ids=["computed", "made"])
-async def test_stage_that_is_made_has_more_time_than_one_that_computes_a_batch(
+async def test_building_a_stage_has_a_longer_limit_than_computing_a_batch(
     engine: Engine, is_batch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multiworld_serving.workers.leader_connection._BATCH_STUCK_S", 0.1)

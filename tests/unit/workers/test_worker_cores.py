@@ -1,4 +1,4 @@
-"""Workers of one machine share its cores: who computes alone has them all."""
+"""Workers of one machine share its cores: a worker that computes alone uses all of them."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> str:
 
 @contextmanager
 def computing(file: str, seat: int) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """Another process, which computes; and how many threads it took."""
+    """Another process that computes, and its number of threads."""
     command = [sys.executable, "-c", _COMPUTES, file, str(seat)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -43,7 +43,7 @@ def threads(cores: SharedCores) -> int:
         return count
 
 
-def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
+def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
     cores = SharedCores(file, 0, 4, 4, lambda: False)
     assert threads(cores) == 4
     with computing(file, 1) as (_, theirs):
@@ -54,7 +54,7 @@ def test_all_cores_are_taken_when_nobody_else_computes(file: str) -> None:
 @pytest.mark.parametrize(
     ("seats", "total", "shares"), [(1, 2, (2,)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))]
 )
-def test_shares_are_all_that_one_may_be_given(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
+def test_shares_are_all_possible_thread_counts(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
     assert SharedCores(file, 0, seats, total).thread_counts == shares
 
 
@@ -67,13 +67,13 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
             assert of_the_fourth == 1
 
 
-def test_each_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
+def test_each_worker_has_one_thread_when_there_are_more_workers_than_cores(file: str) -> None:
     cores = SharedCores(file, 0, 4, 2, lambda: False)
     with computing(file, 1), computing(file, 2), computing(file, 3):
         assert threads(cores) == 1
 
 
-def test_cores_come_back_when_another_is_killed_while_it_computes(file: str) -> None:
+def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None:
     cores = SharedCores(file, 0, 4, 4, lambda: False)
     with computing(file, 1) as (process, _):
         assert threads(cores) == 2
@@ -82,13 +82,13 @@ def test_cores_come_back_when_another_is_killed_while_it_computes(file: str) -> 
         assert threads(cores) == 4
 
 
-def test_batch_is_computed_all_the_same_when_somebody_sits_in_the_seat(file: str) -> None:
+def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
     cores = SharedCores(file, 1, 4, 4, lambda: False)
     with computing(file, 1):
         assert threads(cores) == 4
 
 
-def test_nobody_takes_more_than_an_equal_share_when_other_programs_crowd_the_machine(file: str) -> None:
+def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -> None:
     assert threads(SharedCores(file, 0, 2, 4, lambda: True)) == 2
     assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
 

@@ -1,4 +1,4 @@
-"""The computing thread of a worker: whose job comes next."""
+"""The computing thread of a worker: the order of jobs of different leaders."""
 
 import asyncio
 import threading
@@ -41,7 +41,7 @@ async def asked(engine: Engine, queue: EngineQueue, *calls: Callable[[], object]
     return tasks
 
 
-async def test_places_take_turns_however_much_one_of_them_asks_for(engine: Engine) -> None:
+async def test_queues_take_turns_regardless_of_their_load(engine: Engine) -> None:
     greedy, modest, done, gate = engine.new_queue(), engine.new_queue(), [], Gate()
     tasks = await asked(engine, greedy, gate, *(lambda n=n: done.append(f"greedy {n}") for n in range(4)))
     await asyncio.to_thread(gate.begun.wait, 60)
@@ -51,7 +51,7 @@ async def test_places_take_turns_however_much_one_of_them_asks_for(engine: Engin
     assert done == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
 
 
-async def test_busy_is_the_place_whose_job_runs_and_no_other(engine: Engine) -> None:
+async def test_only_the_queue_whose_job_runs_is_busy(engine: Engine) -> None:
     one, other, gate = engine.new_queue(), engine.new_queue(), Gate()
     tasks = await asked(engine, one, gate)
     await asyncio.to_thread(gate.begun.wait, 60)
@@ -61,7 +61,7 @@ async def test_busy_is_the_place_whose_job_runs_and_no_other(engine: Engine) -> 
     await asyncio.gather(*tasks)
 
 
-async def test_jobs_of_a_place_that_closed_are_not_begun(engine: Engine) -> None:
+async def test_jobs_of_a_closed_queue_do_not_start(engine: Engine) -> None:
     leaving, staying, done, gate = engine.new_queue(), engine.new_queue(), [], Gate()
     first = await asked(engine, staying, gate)
     await asyncio.to_thread(gate.begun.wait, 60)
@@ -75,19 +75,19 @@ async def test_jobs_of_a_place_that_closed_are_not_begun(engine: Engine) -> None
         task.cancel()
 
 
-async def test_engine_goes_on_when_a_job_raises(engine: Engine) -> None:
+async def test_engine_continues_when_a_job_raises(engine: Engine) -> None:
     queue = engine.new_queue()
     with pytest.raises(ZeroDivisionError):
         await engine.run(queue, lambda: 1 / 0)
     assert await engine.run(queue, lambda: 7) == 7
 
 
-async def test_stage_that_was_never_ordered_is_an_error_of_that_batch(engine: Engine) -> None:
+async def test_batch_of_an_unassigned_stage_gets_an_error(engine: Engine) -> None:
     with pytest.raises(KeyError):
         await engine.new_queue().compute(1, 3, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
 
 
-async def test_stage_is_computed_the_way_that_was_ordered(engine: Engine) -> None:
+async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
     model = loaded("resnet18")
     spec, queue, batch = split_model(model, 1)[0], engine.new_queue(), images(3)
     weights = safetensors.torch.save(stage_weights(model, spec))
@@ -102,7 +102,7 @@ async def test_stage_is_computed_the_way_that_was_ordered(engine: Engine) -> Non
     assert 0 < deviation(outputs["eager"], expected) < 1e-5
 
 
-async def test_version_that_is_dropped_while_it_is_loaded_is_not_kept_but_may_be_ordered_again(engine: Engine) -> None:
+async def test_version_dropped_while_loading_is_not_kept_and_may_be_assigned_again(engine: Engine) -> None:
     model, queue, gate = loaded("resnet18"), engine.new_queue(), Gate()
     spec = split_model(model, 10)[3]
     weights = safetensors.torch.save(stage_weights(model, spec))

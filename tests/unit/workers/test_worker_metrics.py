@@ -1,4 +1,4 @@
-"""What a worker tells of itself, how it answers scrapes, and what becomes of a GPU that tells nothing."""
+"""Metrics of a worker, its scrape port, and readings of a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld import Cause
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
 from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
 from multiworld_serving.workers.observability.metrics import GPU_READINGS, WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 
 NAMES = {
     "multiworld_build_info": ("gauge", {"version"}),
@@ -54,7 +54,7 @@ def metrics() -> WorkerMetrics:
     return WorkerMetrics({"version": "0.1.0"})
 
 
-def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: WorkerMetrics) -> None:
+def test_every_documented_name_is_exposed_with_its_labels(metrics: WorkerMetrics) -> None:
     tell_everything(metrics)
     found = {}
     for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
@@ -64,7 +64,7 @@ def test_every_name_of_the_contract_is_exposed_with_its_labels(metrics: WorkerMe
     assert found == NAMES
 
 
-def test_outcomes_and_causes_are_zero_before_they_happen(metrics: WorkerMetrics) -> None:
+def test_outcomes_and_causes_start_at_zero(metrics: WorkerMetrics) -> None:
     metrics.stage_loaded(2)
     value = metrics.registry.get_sample_value
     for outcome in ("answered", "failed", "discarded"):
@@ -73,13 +73,13 @@ def test_outcomes_and_causes_are_zero_before_they_happen(metrics: WorkerMetrics)
         assert value("multiworld_worker_worlds_ended_total", {"cause": cause.value}) == 0
 
 
-def test_busy_is_a_number_that_prometheus_can_read(metrics: WorkerMetrics) -> None:
+def test_busy_value_can_be_parsed_by_prometheus(metrics: WorkerMetrics) -> None:
     for computes, written in ((True, b"multiworld_worker_busy 1\n"), (False, b"multiworld_worker_busy 0\n")):
         metrics.busy(computes)
         assert written in metrics.exposition()[0]
 
 
-def test_a_leader_that_makes_up_stages_makes_one_series(metrics: WorkerMetrics) -> None:
+def test_unknown_stages_of_a_leader_share_one_series(metrics: WorkerMetrics) -> None:
     metrics.stage_loaded(0)
     before = metrics.exposition()[0].count(b"\nmultiworld_")
     for stage in range(1, 1000):
@@ -89,7 +89,7 @@ def test_a_leader_that_makes_up_stages_makes_one_series(metrics: WorkerMetrics) 
     assert metrics.registry.get_sample_value("multiworld_worker_batches_total", labels) == 999
 
 
-async def test_scrapes_are_answered_on_any_free_port_and_nothing_else_is(metrics: WorkerMetrics) -> None:
+async def test_free_port_answers_scrapes_only(metrics: WorkerMetrics) -> None:
     refreshed: list[int] = []
 
     def refresh() -> None:
@@ -115,14 +115,13 @@ async def test_nothing_listens_without_a_port(metrics: WorkerMetrics) -> None:
         assert port is None
 
 
-async def test_a_busy_port_is_an_error_in_the_log_and_no_more(
-    metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_busy_port_only_logs_an_error(metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, lambda: None) as port:
             assert port is None
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
+    assert "another --metrics-port (0 selects a free port) or --metrics-host" in record.getMessage()
 
 
 class NVMLError(Exception):
@@ -130,7 +129,7 @@ class NVMLError(Exception):
 
 
 def library(**overrides: Callable[..., Any]) -> Any:
-    """What our reader asks of pynvml, with plausible answers."""
+    """The functions of pynvml that the reader uses, with plausible results."""
     asked: dict[str, Any] = {
         "NVMLError": NVMLError,
         "NVML_TEMPERATURE_GPU": 0,
@@ -154,7 +153,7 @@ def refuse(*_: Any) -> Any:
     raise NVMLError("not supported")
 
 
-def test_gpu_is_told_in_base_units(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
+def test_gpu_values_are_in_base_units(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
     readings = NvmlReader(library(), cuda_device).read()
     assert readings == {
         "gpu_utilization_ratio": 0.42,
@@ -167,7 +166,7 @@ def test_gpu_is_told_in_base_units(cuda_device: torch.device, metrics: WorkerMet
     assert metrics.registry.get_sample_value("multiworld_gpu_power_watts", {"device": "cuda:0"}) == 123
 
 
-def test_what_a_gpu_does_not_tell_has_no_series(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
+def test_unsupported_gpu_values_have_no_series(cuda_device: torch.device, metrics: WorkerMetrics) -> None:
     metrics.gpu("cuda:0", NvmlReader(library(), cuda_device).read())
     metrics.gpu("cuda:0", NvmlReader(library(nvmlDeviceGetPowerUsage=refuse), cuda_device).read())
     value = metrics.registry.get_sample_value
@@ -175,7 +174,7 @@ def test_what_a_gpu_does_not_tell_has_no_series(cuda_device: torch.device, metri
     assert value("multiworld_gpu_utilization_ratio", {"device": "cuda:0"}) == 0.42
 
 
-def test_no_gpu_is_read_on_a_cpu_and_none_without_the_library() -> None:
+def test_gpu_is_not_read_on_a_cpu_or_without_the_library() -> None:
     assert nvml_reader(torch.device("cpu")) is None
     if importlib.util.find_spec("pynvml") is None:
         assert nvml_reader(torch.device("cuda:0")) is None
@@ -188,7 +187,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_readings_of_a_driver_that_hangs_go_away_and_nobody_waits_for_it() -> None:
+def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
     hung = threading.Event()
     begun: list[float] = []
 
@@ -201,14 +200,14 @@ def test_readings_of_a_driver_that_hangs_go_away_and_nobody_waits_for_it() -> No
 
     with GpuSampler(read, interval_s=0.01, stale_s=5.0) as watch:
         until(lambda: len(begun) >= 2)
-        assert watch.latest() == {"gpu_power_watts": 1.0}, "fresh still"
+        assert watch.latest() == {"gpu_power_watts": 1.0}, "still fresh"
         until(lambda: not watch.latest())
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
     hung.set()
 
 
-def test_a_driver_that_raises_is_said_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_driver_is_logged_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
     with GpuSampler(NvmlReader(library(nvmlInit=refuse), torch.device("cuda:0")).read) as watch:
         until(lambda: bool(caplog.records))
         assert watch.latest() == {}

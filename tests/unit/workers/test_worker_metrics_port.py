@@ -1,4 +1,4 @@
-"""The port of a worker, byte by byte: as strict as that of the leader, and its errors look the same."""
+"""The HTTP port of a worker is as strict as that of the leader, with the same error format."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from multiworld_serving.common.http import metrics_port as metrics_port_module
+from multiworld_serving.common.http.connection_table import ConnectionLimits
+from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
-from multiworld_serving.workers.observability.metrics_port import metrics_port
 from tests.unit.server.http_port import Client
 
 OPENMETRICS = b"application/openmetrics-text; version=abc"
@@ -54,9 +56,7 @@ def failing() -> None:
         (get(b"/readyz"), 503, "not_ready"),
     ],
 )
-async def test_worker_port_answers_in_the_usual_shape_when_a_request_is_wrong(
-    data: bytes, status: int, reason: str
-) -> None:
+async def test_wrong_request_gets_an_error_in_the_common_format(data: bytes, status: int, reason: str) -> None:
     async with port() as opened:
         client = await opened()
         await client.say(data)
@@ -64,7 +64,7 @@ async def test_worker_port_answers_in_the_usual_shape_when_a_request_is_wrong(
         assert (found, answer["reason"], set(answer)) == (status, reason, {"error", "reason", "request_id"})
 
 
-async def test_worker_port_answers_in_the_usual_shape_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_has_the_common_format(caplog: pytest.LogCaptureFixture) -> None:
     async with port(failing) as opened:
         client = await opened()
         await client.say(get(b"/metrics"))
@@ -74,18 +74,26 @@ async def test_worker_port_answers_in_the_usual_shape_when_it_fails(caplog: pyte
 
 
 @pytest.mark.parametrize("line", [b"Accept: " + OPENMETRICS, b"Connection: Upgrade\r\nUpgrade: h2c"])
-async def test_worker_port_goes_on_when_a_request_is_strange(line: bytes) -> None:
+async def test_worker_port_continues_after_a_malformed_request(line: bytes) -> None:
     async with port() as opened:
         client = await opened()
         await client.say(get(b"/metrics", line, method=b"HEAD") * 2 + b"bad\r\n\r\n")
         assert re.findall(rb"HTTP/1\.1 (\d+) ", await client.rest()) == [b"200", b"200", b"400"]
 
 
-async def test_worker_port_refuses_when_too_many_connections_are_open() -> None:
+async def test_worker_port_replaces_an_idle_connection_when_too_many_are_open() -> None:
     async with port() as opened:
-        for _ in range(16):
-            await opened()
+        clients = [await opened() for _ in range(17)]
+        assert await clients[0].rest() == b""
+        await clients[-1].say(get(b"/healthz", b"Connection: close"))
+        assert (await clients[-1].rest()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_worker_port_closes_a_connection_when_its_headers_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_port_module, "_LIMITS", ConnectionLimits(max_connections=16, header_timeout_s=0.2))
+    async with port() as opened:
         client = await opened()
-        await client.say(get(b"/metrics"))
+        await client.say(b"GET /metrics HTTP/1.1\r\nHost:")
         status, answer = await client.answer()
-        assert (status, answer["reason"]) == (503, "full")
+        assert (status, answer["reason"]) == (408, "head")
+        assert await client.rest() == b""

@@ -1,0 +1,79 @@
+"""`multiworld serve`, `frontend`, `leader` and `worker`: the processes of the service."""
+
+from multiworld_serving.cli.options import settings_command
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
+
+SERVE_EPILOG = """
+[bold]Examples[/bold]
+
+multiworld serve --weights auto
+
+multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights random:0
+
+multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
+
+curl -F image=@photo.jpg http://127.0.0.1:8000/predict
+"""
+FRONTEND_EPILOG = """
+[bold]Example[/bold]
+
+multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token
+"""
+LEADER_EPILOG = """
+[bold]Example[/bold]
+
+multiworld leader --model resnet18 --weights random:0 --join-host 0.0.0.0 --token-file token
+"""
+WORKER_EPILOG = """
+[bold]Examples[/bold]
+
+multiworld worker --leader 10.0.0.1:8001 --token-file token
+
+MULTIWORLD_TOKEN=… multiworld worker --leader leader:8001 --device cuda:0
+"""
+
+
+@settings_command(ServeSettings, process=lambda _: "supervisor")
+def serve(settings: ServeSettings) -> int:
+    """Serve a model over HTTP, split into pipeline stages with several replicas each.
+
+    Starts frontends, leaders and workers as processes and restarts those that end. When a worker dies, hangs or loses its network,
+    another replica of its stage computes its batches; when a leader does, its requests go to another leader.
+    Every option can also be set by the environment variable shown with it, or in a TOML file. The command line takes
+    precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service.
+    """
+    from multiworld_serving.deploy.processes.service import run
+
+    return run(settings)
+
+
+@settings_command(FrontendSettings, process=lambda settings: settings.name)
+def frontend(settings: FrontendSettings) -> int:
+    """Serve HTTP: read requests, decode images, and send them to a leader. A request whose leader is lost goes to another one."""
+    from multiworld_serving.server.frontends.main import run
+
+    return run(settings)
+
+
+@settings_command(LeaderSettings, process=lambda settings: settings.leader_name)
+def leader(settings: LeaderSettings) -> int:
+    """Schedule the requests of frontends over workers. Frontends and workers join at the same port.
+
+    Several leaders of one model share nothing and use the same workers: name all of them to each frontend and worker.
+    """
+    from multiworld_serving.server.main import run
+
+    return run(settings)
+
+
+@settings_command(WorkerSettings, process=lambda settings: settings.name)
+def worker(settings: WorkerSettings) -> int:
+    """Join a leader and compute the stage that it assigns, until stopped.
+
+    A worker needs the address of the leader and the join token, but no model files. If the leader fails, the worker rejoins
+    as soon as a leader is available. On SIGTERM or Ctrl-C it finishes its batches and leaves.
+    """
+    from multiworld_serving.workers.main import run
+
+    return run(settings)

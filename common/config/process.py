@@ -1,0 +1,106 @@
+"""The process and its operating system: limits set at start-up, the available memory, and notifications of systemd."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = "max"
+_PR_SET_PDEATHSIG = 1
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard limit.
+
+    Gloo keeps a descriptor for every unauthenticated connection to its port until the process exits, and aborts the process when none is
+    left. A shell's default of 1,024 is too low.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def kill_on_parent_death() -> None:
+    """Have the kernel kill this process when its parent dies, even if this process is stopped. Raises OSError if unsupported.
+
+    Call it at start-up, and check afterwards that the parent is still alive.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def check_memory(needed_bytes: int) -> None:
+    """Raise MemoryError if `needed_bytes` are not available, so that one job fails instead of the OOM killer ending the process.
+
+    This checks and does not reserve: other processes may allocate afterwards. Does nothing if the available memory is unknown.
+    """
+    available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
+    if available_bytes is not None and needed_bytes > available_bytes:
+        raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {available_bytes / 1e6:.0f} MB are available")
+
+
+def _on_machine() -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _in_container() -> int | None:
+    """Memory left in the control group. Inactive page cache counts as available, because the kernel reclaims it."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == _UNLIMITED:
+            return None
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(statistics["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+@contextlib.asynccontextmanager
+async def notify_systemd() -> AsyncIterator[None]:
+    """Send READY=1 when the block starts and STOPPING=1 when it ends, see sd_notify(3). Does nothing without systemd.
+
+    With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    own_pid = str(os.getpid())
+    if not address or os.environ.get("WATCHDOG_PID", own_pid) != own_pid:  # set for the parent process
+        yield
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+        _notify(sock, address, "READY=1")
+        heartbeats = asyncio.create_task(_send_heartbeats(sock, address))
+        try:
+            yield
+        finally:
+            heartbeats.cancel()
+            _notify(sock, address, "STOPPING=1")
+
+
+async def _send_heartbeats(sock: socket.socket, address: str) -> None:
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    while limit_us.isdecimal() and int(limit_us):
+        _notify(sock, address, "WATCHDOG=1")
+        await asyncio.sleep(int(limit_us) / 2e6)
+
+
+def _notify(sock: socket.socket, address: str, state: str) -> None:
+    try:
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+    except OSError as error:
+        logger.warning("cannot notify systemd of %s at %s: %s", state, address, error)

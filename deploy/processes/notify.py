@@ -1,0 +1,77 @@
+"""Signs of life of the child processes, by the protocol that systemd uses for services of Type=notify; see sd_notify(3).
+
+A child that has started sends READY=1, and its event loop sends WATCHDOG=1 regularly; see `common.config.systemd`.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+WATCHDOG_S = 2.0
+"""The event loops of the children send twice in this time."""
+_CREDENTIALS = struct.Struct("iII")
+_MESSAGE_BYTES = 4096
+_SO_PASSCRED = 16
+
+
+class NotifyListener:
+    """Receives the messages of child processes. Closes its socket at the end of its `with` block.
+
+    Attributes:
+        environment: variables that a child needs.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_PASSCRED, 1)
+        self._socket.bind("")  # the kernel chooses an abstract name, which disappears with this process
+        name = self._socket.getsockname()
+        address = name.decode() if isinstance(name, bytes) else name
+        self.environment: Mapping[str, str] = {
+            "NOTIFY_SOCKET": "@" + address[1:],
+            "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6)),
+        }
+        self._heard_s: dict[int, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Receive messages on the running event loop while the block runs."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket, self._receive)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._socket)
+
+    def silent_s(self, pid: int) -> float:
+        """Seconds since the last message of a child; 0 if it never sent one."""
+        self._receive()  # what arrived while this process was blocked
+        return time.monotonic() - self._heard_s[pid] if pid in self._heard_s else 0.0
+
+    def forget(self, pid: int) -> None:
+        """Forget a child that has ended: its pid may be reused."""
+        self._heard_s.pop(pid, None)
+
+    def _receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                _, ancillary, _, _ = self._socket.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+                for level, kind, data in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                        pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+                        if uid == os.getuid():
+                            self._heard_s[pid] = time.monotonic()

@@ -1,0 +1,44 @@
+"""Plans of messages whose size the receiver does not know before they arrive.
+
+The sender adds a header of its own format, which travels in the head of the message in place of the signature. The receiver reads header
+and size before it provides memory, so one message needs one transfer, and a peer cannot choose how much memory is allocated.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multiworld.ops.operation import Plan
+from multiworld.ops.p2p import send
+from multiworld.ops.validation import Ranks, check_tag
+
+MAX_HEADER_BYTES = 48
+
+
+def send_message(ranks: Ranks, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Plan:
+    """Plan a send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
+
+    Raises ValueError or TypeError for invalid arguments.
+    """
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"send_message: the header has {len(header)} bytes; expected at most {MAX_HEADER_BYTES}")
+    if payload is not None and payload.device.type != "cpu":
+        raise ValueError(f"send_message: the payload is on {payload.device}; move it to the CPU")
+    plan = send(ranks, torch.empty(0, dtype=torch.uint8) if payload is None else payload, dst, tag)
+    plan.header = header
+    return plan
+
+
+def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int, tag: int) -> Plan:
+    """Plan a receive of a message of `send_message` from rank `src`.
+
+    Args:
+        accept: called once with the header, padded with zeros to MAX_HEADER_BYTES, and the size of the payload in bytes. Returns a
+            contiguous tensor of this size on the CPU, which the payload is written into. If it raises ValueError, the world breaks
+            with cause `error` and this text. It must not block, and may be called on another thread.
+    Raises ValueError for invalid arguments.
+    """
+    ranks.check_peer("recv_message", src)
+    check_tag("recv_message", tag)
+    return Plan(name="recv", signature="", peer=src, tag=tag, accept=accept)

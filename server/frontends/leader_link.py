@@ -1,0 +1,301 @@
+"""A frontend's link to one leader: join, exchange frames, and join again after every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import random
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from multiworld import AskError, BrokenWorldException, Cause, WorldError, WorldManager, ask
+from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
+from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
+from multiworld_serving.server.frontends.messages import LeaderState, parse_model, parse_rejection
+from multiworld_serving.server.frontends.sessions import OPERATION_ERRORS, RELEASE
+from multiworld_serving.server.predictor import LeaderSnapshot, ServedModel
+from multiworld_serving.server.settings import FrontendSettings
+
+logger = logging.getLogger(__name__)
+
+_LEADER_RANK = 0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_HEALTHY = frozenset({Cause.LEFT, Cause.ABORTED})
+
+
+class LeaderLostError(Exception):
+    """The link ended before the reply.
+
+    Attributes:
+        failed: whether the leader failed; False if it left, or this process failed.
+    """
+
+    def __init__(self, detail: str, *, failed: bool) -> None:
+        super().__init__(detail)
+        self.failed = failed
+
+
+class LinkEvents(Protocol):
+    """Receives what happens on the links. Implemented by the pool."""
+
+    def accepts(self, model: ServedModel, leader: LeaderLink) -> str | None:
+        """Why this leader cannot be used, because it serves another model; None if it can."""
+
+    def on_state(self, leader: LeaderLink) -> None:
+        """The leader's state has changed, or the leader was lost."""
+
+    def scrape(self) -> bytes:
+        """This frontend's metrics as text."""
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+
+
+class LeaderLink:
+    """Joins one leader and stays joined while `run` runs.
+
+    Args:
+        manager: used by this link only, because two leaders may use the same world name.
+
+    Attributes:
+        state: as the leader said last; None while there is no link.
+        name: of the leader, as known from its last state.
+        was_ready: whether the leader has been ready since this link was formed.
+    """
+
+    def __init__(self, address: Address, settings: FrontendSettings, manager: WorldManager, events: LinkEvents) -> None:
+        self.address = address
+        self.state: LeaderState | None = None
+        self.name: str | None = None
+        self.was_ready = False
+        self._settings = settings
+        self._manager = manager
+        self._events = events
+        self._link: FrameLink | None = None
+        self._welcome = False
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[Frame]] = {}
+        self._steps: dict[int, asyncio.Queue[Frame]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Number of requests that wait for this leader's reply."""
+        return len(self._pending)
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may be sent: the leader is connected and does not reject everything."""
+        return self.state is not None and self.state.rejection is None
+
+    def snapshot(self) -> LeaderSnapshot:
+        """For the status."""
+        state = self.state
+        if state is None:
+            return LeaderSnapshot(str(self.address), "unreachable", self.name)
+        pipeline = state.snapshot
+        condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
+        return LeaderSnapshot(
+            str(self.address),
+            "ready" if state.ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
+            state.leader,
+            state.host,
+            state.pid,
+            state.version.name,
+            pipeline.queue_depth,
+            pipeline.requests_in_flight,
+            pipeline.uptime_s,
+        )
+
+    # -- requests --------------------------------------------------------------------------------------------------------------
+
+    async def request(
+        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+    ) -> Frame:
+        """Send a request and wait for its reply. Cancelling withdraws it.
+
+        Raises:
+            RequestRejected: the leader rejects it.
+            LeaderLostError: the link ended before the reply.
+            TimeoutError: no reply within `timeout_s`.
+        """
+        link = self._link
+        if link is None:
+            raise LeaderLostError("not connected", failed=False)
+        number = next(self._numbers)
+        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.wait_writable()
+                link.send(kind, number, fields, payload)
+                return await future
+        finally:
+            del self._pending[number]
+            if future.cancelled() or not future.done():  # the reply is not needed any more
+                link.send(FrameKind.CANCEL, number)
+
+    async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Run an administrative operation; yields its steps, and its result at the end. Closing it cancels the operation.
+
+        Raises:
+            LeaderLostError: the link ended before the result.
+            ModelError, OperationInProgressError, VersionFailedError, RestartFailedError: the operation failed.
+        """
+        link = self._link
+        if link is None:
+            raise LeaderLostError("not connected", failed=False)
+        number = next(self._numbers)
+        steps = self._steps[number] = asyncio.Queue()
+        link.send(FrameKind.OPERATION, number, {"operation": operation, **fields})
+        finished = False
+        try:
+            while not finished:
+                frame = await steps.get()
+                finished = frame.kind is not FrameKind.STEP
+                if frame.kind is FrameKind.REJECTED:
+                    raise LeaderLostError("the link ended", failed=True)
+                if "error" in frame.fields:
+                    raise OPERATION_ERRORS.get(frame.fields["kind"], RuntimeError)(frame.fields["error"])
+                yield frame.fields
+        finally:
+            del self._steps[number]
+            if not finished:
+                link.send(FrameKind.CANCEL, number)
+
+    def send_load(self, connections: int, requests: int) -> None:
+        """See `FrameKind.LOAD`."""
+        if self._link is not None:
+            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests})
+
+    # -- the link --------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Stay joined to the leader until cancelled.
+
+        Raises:
+            UserError: the leader rejects the token, and it is the only leader.
+        """
+        failures = 0
+        while True:
+            try:
+                served = await self._serve_once()
+            except PermissionError as error:
+                message = f"the leader at {self.address} rejects this frontend's token: {error}"
+                if len(self._settings.leaders) == 1 and self.name is None:
+                    raise UserError(message) from error
+                served = self._log_failure(failures, message)
+            except (AskError, WorldError, WireError, OSError) as error:
+                served = self._log_failure(failures, str(error))
+            failures = 0 if served else failures + 1
+            longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
+            await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+
+    def _log_failure(self, failures: int, message: str) -> bool:
+        if failures in (0, 10, 100) or failures % 1000 == 0:
+            logger.warning("leader=%s cannot be joined: %s", self.address, message)
+        return False
+
+    async def _serve_once(self) -> bool:
+        """Join and stay until the link ends. Returns whether the leader could be used."""
+        offer = await self._ask()
+        address = parse_address(offer.address) if offer.address else self.address
+        world = await self._manager.initialize_world(
+            *(offer.world, 1, 2, WORLD_BACKEND),
+            addr=address.host,
+            port=address.port,
+            generation=offer.epoch,
+            timeout=min(15.0, self._settings.join_timeout_s),
+        )
+        self._welcome = False
+        self._link = link = FrameLink(world, _LEADER_RANK, self._on_frame)
+        failed, detail = False, "this frontend stops"
+        try:
+            ending = await link.run()
+            failed = (
+                isinstance(ending, BrokenWorldException)
+                and ending.rank == _LEADER_RANK
+                and ending.cause not in _HEALTHY
+            )
+            detail = str(ending)
+            log = logger.warning if failed else logger.info
+            log("leader=%s name=%s the link ended: %s", self.address, self.name, detail)
+            return self.state is not None
+        finally:
+            self._on_lost(detail, failed=failed)
+            with contextlib.suppress(WorldError):
+                await self._manager.close_world(world.name)
+                self._manager.remove_world(world.name)
+
+    async def _ask(self) -> JoinOffer:
+        settings = self._settings
+        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), RELEASE)
+        answer = await ask(
+            self.address.host,
+            self.address.port,
+            request.to_json(),
+            secret=settings.secret,
+            timeout_s=settings.join_timeout_s,
+        )
+        return JoinOffer.from_json(answer)
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.PREDICTION | FrameKind.ADMITTED | FrameKind.METRICS | FrameKind.REJECTED:
+                self._on_reply(frame)
+            case FrameKind.STATE if self._welcome:
+                self.state = LeaderState.parse(frame.fields)
+                self.name = self.state.leader
+                self.was_ready |= self.state.ready
+                self._events.on_state(self)
+                if frame.number:
+                    self._send(FrameKind.DONE, frame.number)
+            case FrameKind.STEP | FrameKind.DONE:
+                if (steps := self._steps.get(frame.number)) is not None:
+                    steps.put_nowait(frame)
+            case FrameKind.SCRAPE:
+                self._send(FrameKind.METRICS, frame.number, payload=self._events.scrape())
+            case FrameKind.QUIESCE:
+                task = asyncio.create_task(self._quiesce(frame.number))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case FrameKind.WELCOME:
+                if (why := self._events.accepts(parse_model(frame.fields), self)) is not None:
+                    raise ValueError(why)
+                self._welcome = True
+            case _:
+                raise ValueError(f"unexpected {frame.kind.name} from a leader")
+
+    def _send(self, kind: FrameKind, number: int, payload: bytes = b"") -> None:
+        if self._link is not None:
+            self._link.send(kind, number, payload=payload)
+
+    async def _quiesce(self, number: int) -> None:
+        await self._events.wait_idle()
+        self._send(FrameKind.DONE, number)
+
+    def _on_reply(self, frame: Frame) -> None:
+        future = self._pending.get(frame.number)
+        if future is None or future.done():
+            return  # the request was cancelled
+        if frame.kind is FrameKind.REJECTED:
+            future.set_exception(parse_rejection(frame.fields))
+        else:
+            future.set_result(frame)
+
+    def _on_lost(self, detail: str, *, failed: bool) -> None:
+        self._link, self.state, self.was_ready = None, None, False
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(LeaderLostError(detail, failed=failed))
+        for steps in self._steps.values():
+            steps.put_nowait(Frame(FrameKind.REJECTED, 0, {}, memoryview(b"")))
+        for task in self._tasks:
+            task.cancel()
+        self._events.on_state(self)

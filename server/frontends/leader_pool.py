@@ -1,0 +1,348 @@
+"""The leaders of a frontend: which one gets a request, and what happens to it when that leader dies.
+
+A frontend keeps each request and its decoded image until it is answered, so it can send it to another leader:
+
+    the leader is lost             the next usable leader at once; after two leaders failed with the same request it is rejected as poison
+    overloaded, no replica         one other leader, once, so that overload is not amplified
+    draining                       another leader; the same one if there is no other and the request had been admitted
+    no leader is usable            wait up to `recovery_grace_s`, then 503
+
+The first answer wins: the world of a lost leader is broken, so a late answer cannot arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    DrainingError,
+    NotReadyError,
+    PoisonError,
+    RequestRejected,
+)
+from multiworld_serving.server.frontends.frames import Frame, FrameKind
+from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.messages import image_payload, parse_prediction, parse_rejection
+from multiworld_serving.server.frontends.version_agreement import VersionAgreement
+from multiworld_serving.server.inflight import InflightTracker
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_traces import current_span
+from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.replicas.rolling_restart import RestartStep
+
+logger = logging.getLogger(__name__)
+
+_MAX_LEADER_FAILURES = 2
+"""Leaders that may fail with the same request before it is rejected as poison."""
+_DEADLINE_GRACE_S = 0.5
+"""The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
+_RETRY_AFTER_S = 1.0
+_CHECK_S = 1.0
+"""How long after a rejection requests are checked before their images are decoded."""
+_TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
+
+
+@dataclass
+class _OpenRequest:
+    """A request from its first byte to its response."""
+
+    admitted: bool = False
+    """A leader has admitted it: a leader that drains still answers it."""
+
+
+_open_request: ContextVar[_OpenRequest | None] = ContextVar("open_request", default=None)
+
+
+class LeaderPool:
+    """Implements `multiworld_serving.server.predictor.Pipeline` and `LinkEvents`.
+
+    Args:
+        grace_s: how long a request waits while no leader is usable.
+        metrics: of this frontend.
+        on_change: called when the state of a leader has changed.
+        clock: of the deadlines.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        metrics: Metrics,
+        on_change: Callable[[PipelineSnapshot], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.links: list[LeaderLink] = []
+        self.inflight = InflightTracker()
+        self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        self.stopping = False
+        self._grace_s = grace_s
+        self._metrics = metrics
+        self._on_change = on_change
+        self._admitted = 0
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._last: PipelineSnapshot | None = None
+        self._agreement = VersionAgreement(self.links, self._notify_changed)
+        self._check_until_s = 0.0
+        self._was_ready = False
+        self._clock = clock
+
+    # -- Predictor -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> ModelVersion:
+        """The version that serves new requests: that of the usable leaders, the latest if they differ."""
+        return self._agreement.version
+
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        """See `Predictor.predict`."""
+        fields = {"request_id": request_id, "span": _span()}
+        reply, resent = await self._request(FrameKind.PREDICT, fields, deadline_s, image_payload(image))
+        prediction = parse_prediction(reply.fields, reply.payload)
+        number = (
+            self._agreement.version.number
+            if prediction.version == self._agreement.version.name
+            else prediction.version_number
+        )
+        return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
+
+    async def check(self, *, deadline_s: float, ahead: int) -> None:
+        """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
+        if self._clock() < self._check_until_s or not self.ready:
+            await self._request(FrameKind.CHECK, {"ahead": ahead}, deadline_s)
+        request = _open_request.get()
+        if request is not None and not request.admitted:
+            request.admitted = True
+            self._admitted += 1
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """See `Predictor.request`."""
+        if self.stopping:
+            raise DrainingError("this frontend is stopping and accepts no new requests; use another one")
+        if (rejection := self._unloaded()) is not None:
+            raise rejection
+        request = _OpenRequest()
+        token = _open_request.set(request)
+        try:
+            with self.inflight.track():
+                yield
+        finally:
+            _open_request.reset(token)
+            if request.admitted:
+                self._admitted -= 1
+                self._idle.set()
+
+    # -- Pipeline --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """See `Pipeline.ready`."""
+        return not self.stopping and any(link.state is not None and link.state.ready for link in self.links)
+
+    def snapshot(self) -> PipelineSnapshot:
+        """The pipeline as the first ready leader sees it, with all leaders and frontends."""
+        states = [link.state for link in self.links if link.state is not None]
+        best = next((state for state in states if state.ready), states[0] if states else None)
+        leaders = tuple(link.snapshot() for link in self.links)
+        if best is None:
+            empty = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
+            last = self._last or empty
+            stages = tuple(
+                replace(stage, replicas=tuple(replace(each, state="absent", worker=None) for each in stage.replicas))
+                for stage in last.stages
+            )
+            return replace(
+                last,
+                ready=False,
+                stages=stages,
+                spares=(),
+                frontends=(),
+                leaders=leaders,
+                requests_in_flight=self.inflight.count,
+            )
+        frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
+        self._last = replace(
+            best.snapshot,
+            ready=self.ready,
+            draining=self.stopping or best.snapshot.draining,
+            queue_depth=sum(state.snapshot.queue_depth for state in states),
+            requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
+            leaders=leaders,
+            frontends=tuple(frontends[name] for name in sorted(frontends)),
+        )
+        return self._last
+
+    # -- administration: on all leaders ----------------------------------------------------------------------------------------
+
+    async def load_version(self, weights: str | None) -> ModelVersion:
+        """See `VersionAgreement.load`."""
+        return await self._agreement.load(weights)
+
+    async def unload(self) -> None:
+        """See `VersionAgreement.unload`."""
+        await self._agreement.unload()
+
+    async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        """Restart every worker in turn. Workers serve all leaders, so the first connected leader does it; yields each step."""
+        link = self._agreement.connected()[0]
+        try:
+            async for step in link.operate("restart_workers"):
+                if step:
+                    yield RestartStep(**step)
+        except LeaderLostError as error:
+            raise self._agreement.lost_during("rolling-restart", link, error) from error
+
+    # -- LinkEvents ------------------------------------------------------------------------------------------------------------
+
+    def accepts(self, model: ServedModel, leader: LeaderLink) -> str | None:
+        """See `LinkEvents`."""
+        if not self.model.done():
+            self.model.set_result(model)
+        served = self.model.result()
+        if replace(model, version=served.version) != served:
+            return (
+                f"the leader at {leader.address} serves {model.name} with {len(model.labels)} classes and {model.crop_size} pixels, but "
+                f"this frontend serves {served.name} with {len(served.labels)} and {served.crop_size}; use one frontend for each model"
+            )
+        return None
+
+    def on_state(self, leader: LeaderLink) -> None:
+        """See `LinkEvents`."""
+        self._was_ready |= leader.was_ready
+        self._agreement.observe()
+        self._notify_changed()
+        self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
+        if any(link.state is not None for link in self.links):
+            self._on_change(self.snapshot())
+
+    def _notify_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def scrape(self) -> bytes:
+        """See `LinkEvents`."""
+        return self._metrics.exposition()[0]
+
+    async def wait_idle(self) -> None:
+        """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""
+        while self._admitted and not any(link.usable for link in self.links):
+            self._idle.clear()
+            waits = {asyncio.create_task(self._idle.wait()), asyncio.create_task(self._changed.wait())}
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    # -- requests --------------------------------------------------------------------------------------------------------------
+
+    async def _request(
+        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, payload: memoryview | bytes = b""
+    ) -> tuple[Frame, int]:
+        """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
+        rejected: dict[LeaderLink, RequestRejected] = {}
+        failures = resent = 0
+        grace_until_s: float | None = None
+        while True:
+            link = self._choose(rejected, kind)
+            if link is None:
+                if rejected:
+                    raise next(iter(rejected.values()))
+                if (unloaded := self._unloaded()) is not None:
+                    raise unloaded
+                grace_until_s = grace_until_s or self._clock() + self._grace_s
+                await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
+                continue
+            timeout_s = deadline_s - self._clock()
+            try:
+                sent = {**fields, "timeout_s": timeout_s}
+                return await link.request(
+                    kind, sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S
+                ), resent
+            except LeaderLostError as lost:
+                failures += lost.failed and kind is FrameKind.PREDICT
+                self._check_resubmission(failures, deadline_s, lost)
+                resent += 1
+                self._metrics.resubmitted("failed" if lost.failed else "left")
+            except RequestRejected as rejection:
+                self._check_until_s = self._clock() + _CHECK_S
+                if (
+                    rejection.reason == "draining" and self._clock() < deadline_s
+                ):  # its STATE frame is on the way, or has arrived
+                    await self._wait_for_change(
+                        min(self._clock() + _DEADLINE_GRACE_S, deadline_s), deadline_s, strict=False
+                    )
+                elif rejection.reason not in _TRY_ELSEWHERE or rejected:
+                    raise
+                else:
+                    rejected[link] = rejection
+                    if self._choose(rejected, kind) is not None:
+                        self._metrics.resubmitted(rejection.reason)
+            except TimeoutError as error:
+                raise DeadlineError("the leader did not reply before the deadline; try again") from error
+
+    def _check_resubmission(self, failures: int, deadline_s: float, lost: LeaderLostError) -> None:
+        """Raise if a request whose leader was lost is not sent again."""
+        if failures >= _MAX_LEADER_FAILURES:
+            raise PoisonError(
+                f"{failures} leaders failed while they had this request; it is not sent to another one"
+            ) from lost
+        if self._clock() >= deadline_s:
+            raise DeadlineError("the leader was lost, and the deadline has passed; try again") from lost
+
+    def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
+        """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
+        candidates = [link for link in self.links if link.usable and link not in rejected]
+        candidates = [link for link in candidates if not self._agreement.is_outdated(link)]
+        if self._was_ready:  # a leader that has just started would reject it, because its workers have not joined yet
+            candidates = [link for link in candidates if link.was_ready]
+        if not candidates and kind is FrameKind.PREDICT and not rejected:
+            candidates = [link for link in self.links if link.state is not None and link.state.snapshot.draining]
+
+        def order(link: LeaderLink) -> tuple[bool, int]:
+            assert link.state is not None
+            return (not link.state.ready, link.pending)
+
+        return min(candidates, key=order, default=None)
+
+    async def _wait_for_change(self, until_s: float, deadline_s: float, *, strict: bool = True) -> None:
+        """Wait for a change of a leader's state. If `strict`, raise when `until_s` passes first."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(max(0.0, until_s - self._clock())):
+                await changed.wait()
+        except TimeoutError:
+            if not strict:
+                return
+            if self._clock() >= deadline_s:
+                raise DeadlineError("no leader was reachable before the deadline; try again") from None
+            raise NotReadyError(
+                f"no leader has been reachable for {self._grace_s:g} s; wait until one has started",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+
+    def _unloaded(self) -> Exception | None:
+        """The rejection of a leader whose model is unloaded, if no leader is usable."""
+        states = [link.state for link in self.links if link.state is not None]
+        if any(state.rejection is None for state in states):
+            return None
+        return next((parse_rejection(s.rejection) for s in states if s.rejection and s.snapshot.unloaded), None)
+
+
+def _span() -> tuple[int, int] | None:
+    """Trace id and span id of the current request, the parent of the leader's spans."""
+    span = current_span.get()
+    if span is None:
+        return None
+    context = span.get_span_context()
+    return (context.trace_id, context.span_id)

@@ -1,0 +1,244 @@
+"""The entry point of a frontend: HTTP server and admin port, with links to all leaders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+
+import torch
+import uvloop
+
+from multiworld import WorldManager
+from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.sources import option
+from multiworld_serving.common.http.connection_table import ConnectionTable
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
+from multiworld_serving.common.metrics import build_labels
+from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
+from multiworld_serving.server.api.admin import AdminRoutes
+from multiworld_serving.server.api.app import create_admin_app, create_app
+from multiworld_serving.server.api.operations import OwnMetrics
+from multiworld_serving.server.api.repository import RepositoryRoutes
+from multiworld_serving.server.auth.authorizer import Authorizer
+from multiworld_serving.server.auth.credential_reloader import (
+    CredentialReloader,
+    Credentials,
+    read_credentials,
+    warn_if_unprotected,
+)
+from multiworld_serving.server.frontends.leader_link import LeaderLink
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.scrape import ServiceMetrics
+from multiworld_serving.server.http.limits import connection_limits, request_limits
+from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.inference_statistics import Statistics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.predictor import PipelineSnapshot
+from multiworld_serving.server.settings import FrontendSettings
+
+logger = logging.getLogger(__name__)
+
+_LOAD_INTERVAL_S = 1.0
+
+
+def run(settings: FrontendSettings) -> int:
+    """Serve until SIGTERM or Ctrl-C, then finish the requests in flight. Returns the exit status.
+
+    Raises:
+        UserError: a port is in use, a credential file is invalid, or the only leader rejects the token.
+    """
+    if settings.exit_with_parent:
+        # Even if this process is blocked: otherwise the next service could not use the port.
+        with contextlib.suppress(OSError):
+            kill_on_parent_death()
+    raise_descriptor_limit()
+    torch.set_num_threads(1)  # a frontend decodes images and computes nothing
+    with contextlib.ExitStack() as stack:
+        credentials = read_credentials(settings)
+        http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
+        admin = stack.enter_context(
+            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
+        )
+        tracing = start_tracing(
+            settings.otlp_endpoint,
+            service="multiworld-frontend",
+            instance=f"{socket.gethostname()}-{os.getpid()}",
+            ratio=settings.trace_ratio,
+        )
+        stack.enter_context(close_on_exit(tracing))
+        gc.collect()
+        gc.freeze()  # the garbage collector need not scan torch's modules again
+        stack.callback(gc.unfreeze)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(settings, credentials, tracing, http, admin))
+
+
+def _listener(fd: int | None, host: str, port: int, name: str) -> socket.socket:
+    """The listening socket: the supervisor's, or an own one."""
+    if fd is None:
+        return bind(host, port, option(name))
+    sock = socket.socket(fileno=fd)
+    sock.setblocking(False)
+    return sock
+
+
+async def _serve(
+    settings: FrontendSettings,
+    credentials: Credentials,
+    tracing: Tracing | None,
+    http: socket.socket,
+    admin: socket.socket,
+) -> int:
+    return await _Frontend(settings, credentials, tracing, http, admin).serve()
+
+
+class _Frontend:
+    """One frontend process."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        credentials: Credentials,
+        tracing: Tracing | None,
+        http: socket.socket,
+        admin: socket.socket,
+    ) -> None:
+        self._settings = settings
+        self._credentials = credentials
+        self._http, self._admin = http, admin
+        self._stop = asyncio.Event()
+        self._metrics = Metrics(build_labels(torch.__version__))
+        self._feed = EventFeed(self._metrics)
+        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change)
+        self._announced = not settings.announce
+        self._started_s = time.monotonic()
+        self._connections = 0
+        self._traces = RequestTraces(tracing) if tracing else None
+        self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
+
+    async def serve(self) -> int:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        warn_if_unprotected(settings, self._credentials)
+        try:
+            async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                links = [await self._link(stack, address) for address in settings.leaders]
+                self._pool.links.extend(links)
+                running = [tasks.create_task(link.run()) for link in links]
+                stopping = asyncio.create_task(self._stop.wait())
+                try:
+                    ends: list[asyncio.Future[object]] = [stopping, self._pool.model]  # type: ignore[list-item]  # only waited for
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    if not self._stop.is_set():
+                        running.append(tasks.create_task(self._report_load()))
+                        await self._serve_http()
+                finally:
+                    stopping.cancel()
+                    for task in running:
+                        task.cancel()
+        except* UserError as errors:
+            raise errors.exceptions[0] from None
+        logger.info("stopped")
+        return 0
+
+    async def _link(self, stack: contextlib.AsyncExitStack, address: Address) -> LeaderLink:
+        settings = self._settings
+        manager = await stack.enter_async_context(
+            WorldManager(
+                secret=settings.secret,
+                verify_collectives=False,  # must equal the leader's
+                heartbeat_interval_s=settings.heartbeat_interval_s,
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
+            )
+        )
+        return LeaderLink(address, settings, manager, self._pool)
+
+    async def _serve_http(self) -> None:
+        settings, pool, metrics = self._settings, self._pool, self._metrics
+        model, statistics = pool.model.result(), Statistics()
+        authorizer = Authorizer(self._credentials.keys, settings.admin_tokens)
+        app = create_app(
+            pool,
+            model,
+            request_limits(settings),
+            metrics,
+            self._feed,
+            authorizer,
+            self._traces,
+            statistics,
+            scrape=self._scrape,
+        )
+        repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
+        admin_app = create_admin_app(
+            self._scrape, AdminRoutes(pool.restart_workers), authorizer, repository, own=OwnMetrics(metrics)
+        )
+        limits = within_descriptor_limit(connection_limits(settings))
+        contexts = self._credentials.contexts
+        http = HttpServer(
+            app,
+            self._http,
+            ConnectionTable(limits, metrics.connection_closed, self._on_connections),
+            context=contexts["http_port"],
+            access_log=settings.access_log,
+        )
+        admin = HttpServer(
+            admin_app,
+            self._admin,
+            ConnectionTable(limits, metrics.connection_closed),
+            context=contexts["metrics_port"],
+        )
+        CredentialReloader(settings, authorizer, {"http_port": http, "metrics_port": admin}).reload_on_sighup()
+        async with serving(admin), serving(http), notify_systemd():
+            logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
+            ends = [asyncio.create_task(event.wait()) for event in (self._stop, http.stopped, admin.stopped)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            logger.info("stopping: waiting for %d open requests", pool.inflight.count)
+            http.set_graceful_timeout(
+                settings.drain_timeout_s
+            )  # requests in flight are answered; new connections are not accepted
+            pool.stopping = not settings.http_shares > 1
+
+    def _on_change(self, snapshot: PipelineSnapshot) -> None:
+        self._feed.observe(snapshot)
+        if snapshot.ready and not self._announced:
+            self._announced = True
+            scheme, (host, port) = (
+                "http" if self._settings.tls_cert_file is None else "https",
+                self._http.getsockname()[:2],
+            )
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
+            url = f"{scheme}://{Address(host, port)}"
+            logger.info("ready after %.1f s, status page at %s; try:", time.monotonic() - self._started_s, url)
+            key = " -H 'Authorization: Bearer KEY'" if self._settings.needs_keys else ""
+            print(f"\n    curl -s{key} -F image=@photo.jpg {url}/predict\n", flush=True)  # noqa: T201
+
+    def _on_connections(self, count: int) -> None:
+        self._connections = count
+        self._metrics.connections(count)
+
+    async def _report_load(self) -> None:
+        while True:
+            for link in self._pool.links:
+                link.send_load(self._connections, self._pool.inflight.count)
+            await asyncio.sleep(_LOAD_INTERVAL_S)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        """The first signal stops the frontend; the second one ends the process."""
+        if self._stop.is_set():
+            asyncio.get_running_loop().remove_signal_handler(signum)
+            signal.raise_signal(signum)
+        self._stop.set()

@@ -1,0 +1,58 @@
+"""The metrics of the whole service, as any frontend serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.frontends.frames import FrameKind
+from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.merge_metrics import merge_metrics
+from multiworld_serving.server.observability.metrics import Metrics
+
+_TIMEOUT_S = 3.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ServiceMetrics:
+    """Collects the metrics of this frontend, of all leaders, and of the other frontends through the first leader that is connected.
+
+    Args:
+        name: of this frontend.
+        supervisor_file: file with the metrics of the supervisor, if there is one.
+    """
+
+    def __init__(self, name: str, metrics: Metrics, pool: LeaderPool, supervisor_file: Path | None = None) -> None:
+        self._name = name
+        self._metrics = metrics
+        self._pool = pool
+        self._supervisor_file = supervisor_file
+
+    async def exposition(self) -> tuple[str, str]:
+        """Body and content type of a scrape. A process that does not reply in time is left out."""
+        links = [link for link in self._pool.links if link.state is not None]
+        found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
+        own = [(self._name, self._metrics.exposition()[0].decode())]
+        if self._supervisor_file is not None:
+            with contextlib.suppress(OSError):
+                own.append(("supervisor", self._supervisor_file.read_text()))
+        return merge_metrics([*own, *(each for texts in found for each in texts)]), CONTENT_TYPE
+
+
+async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
+    try:
+        reply = await link.request(FrameKind.SCRAPE, {"others": others}, timeout_s=_TIMEOUT_S)
+    except (LeaderLostError, RequestRejected, TimeoutError):
+        return []
+    return list(_split(bytes(reply.payload), reply.fields["texts"]))
+
+
+def _split(payload: bytes, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, str]]:
+    at = 0
+    for name, size in sizes:
+        yield str(name), payload[at : at + size].decode(errors="replace")
+        at += size

@@ -1,0 +1,353 @@
+"""The leader's side of the frontends: admits them, and answers the frames of each in a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from importlib.metadata import version as release_of
+from typing import Any
+
+from multiworld import AskError, JoinError, World, WorldError, WorldManager
+from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.models import ModelError
+from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
+from multiworld_serving.server.frontends.messages import (
+    LeaderState,
+    model_fields,
+    parse_image,
+    prediction_fields,
+    prediction_payload,
+    rejection_fields,
+)
+from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_traces import current_span, remote_span
+from multiworld_serving.server.pipeline.rollout import VersionFailedError
+from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel
+from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
+from multiworld_serving.server.replicas.rolling_restart import RestartFailedError
+
+logger = logging.getLogger(__name__)
+
+RELEASE = release_of("multiworld-serving")
+_FRONTEND_RANK = 1
+_JOIN_WORLD_S = 10.0
+_STATE_INTERVAL_S = 1.0
+_SCRAPE_S = 2.0
+"""Longest wait for the metrics of another frontend."""
+_RECENT_S = 1.0
+"""How long a frontend's report of its number of requests in preparation is used."""
+
+OPERATION_ERRORS: dict[str, type[Exception]] = {
+    "invalid_weights": ModelError,
+    "busy": OperationInProgressError,
+    "version_failed": VersionFailedError,
+    "restart_failed": RestartFailedError,
+}
+"""Errors of administrative operations, by their name in a DONE frame."""
+
+
+class FrontendSessions:
+    """All frontends of a leader. Implements `RemoteInflight`.
+
+    Args:
+        manager: hosts the worlds; the leader's.
+        address: where it listens.
+        advertised: HOST:PORT at which frontends join; empty = the address that they connected to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ServedModel,
+        leader: Leader,
+        metrics: Metrics,
+        manager: WorldManager,
+        address: tuple[str, int],
+        advertised: str = "",
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.leader = leader
+        self.metrics = metrics
+        self._manager = manager
+        self._host, self._port = address
+        self._advertised = advertised
+        self._sessions: set[FrontendSession] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._generations = itertools.count(1)
+
+    async def run(self) -> None:
+        """Send the state to all frontends once a second."""
+        while True:
+            await asyncio.sleep(_STATE_INTERVAL_S)
+            self.state_changed()
+
+    async def close(self) -> None:
+        """Close all links and wait until their sessions have ended."""
+        for session in tuple(self._sessions):
+            session.link.world.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def offer(self, request: FrontendJoinRequest) -> JoinOffer:
+        """Offer a world to a frontend, and wait for it there.
+
+        Raises:
+            AskError: the frontend cannot be served.
+        """
+        if request.release != RELEASE:
+            raise AskError(
+                f"this leader has release {RELEASE} and the frontend {request.release}: install the same on both; upgrade leaders first"
+            )
+        generation = next(self._generations)
+        world = f"frontend:{request.frontend}:{generation}"
+        task = asyncio.create_task(self._serve(request, world, generation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return JoinOffer(world, generation, address=self._advertised)
+
+    def state_changed(self) -> None:
+        """Send the current state to all frontends."""
+        if self._sessions:
+            fields = self.state().fields()
+            for session in self._sessions:
+                session.link.send(FrameKind.STATE, fields=fields)
+
+    def state(self) -> LeaderState:
+        """See `FrameKind.STATE`."""
+        leader = self.leader
+        closed = leader.closed_error()
+        frontends = tuple(session.snapshot() for session in self._sessions)
+        snapshot = replace(leader.snapshot(), frontends=tuple(sorted(frontends, key=lambda each: each.name)))
+        return LeaderState(
+            leader=self.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=leader.version,
+            weights=leader.weights,
+            revision=leader.revision,
+            ready=leader.ready,
+            rejection=None if closed is None else rejection_fields(closed),
+            snapshot=snapshot,
+        )
+
+    def ahead(self, session: FrontendSession) -> int:
+        """Requests in preparation at all frontends, as reported recently."""
+        recent_s = time.monotonic() - _RECENT_S
+        return sum(each.ahead for each in self._sessions if each is session or each.ahead_s > recent_s)
+
+    # -- RemoteInflight --------------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Requests in flight at the frontends, as reported; those that this leader computes are counted there too."""
+        return 0
+
+    async def wait_idle(self) -> None:
+        """Wait until every frontend has sent all the requests that it meant for this leader."""
+        self.state_changed()
+        await asyncio.gather(*(session.ask(FrameKind.QUIESCE) for session in tuple(self._sessions)))
+
+    async def sync_state(self) -> None:
+        """Wait until every frontend knows the current state."""
+        fields = self.state().fields()
+        await asyncio.gather(*(session.ask(FrameKind.STATE, fields) for session in tuple(self._sessions)))
+
+    # -- sessions --------------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: FrontendJoinRequest, world_name: str, generation: int) -> None:
+        try:
+            world = await self._manager.initialize_world(
+                *(world_name, 0, 2, WORLD_BACKEND),
+                addr=self._host,
+                port=self._port,
+                generation=generation,
+                timeout=_JOIN_WORLD_S,
+            )
+        except (JoinError, WorldError, OSError) as error:
+            logger.warning("frontend %s has not joined: %s", request.frontend, error)
+            return
+        for former in [each for each in self._sessions if each.who.frontend == request.frontend]:
+            former.link.fail("a frontend with the same name has joined")
+        session = FrontendSession(self, request, world)
+        self._sessions.add(session)
+        self.metrics.frontends(len(self._sessions))
+        logger.info("frontend %s joined host=%s pid=%d", request.frontend, request.host, request.pid)
+        try:
+            ending = await session.run()
+            logger.info("frontend %s left: %s", request.frontend, ending)
+        finally:
+            self._sessions.discard(session)
+            self.metrics.frontends(len(self._sessions))
+            with contextlib.suppress(WorldError):
+                await self._manager.close_world(world_name)
+                self._manager.remove_world(world_name)
+            self.state_changed()
+
+    async def scrape_others(self, asking: FrontendSession) -> list[tuple[str, str]]:
+        """Name and metrics of the other frontends; those that do not reply in time are left out."""
+        others = [session for session in self._sessions if session is not asking]
+        found = await asyncio.gather(*(session.scrape() for session in others))
+        return [(session.who.frontend, text) for session, text in zip(others, found, strict=True) if text]
+
+
+class FrontendSession:
+    """The link to one frontend.
+
+    Attributes:
+        who: its join request.
+        ahead: its number of requests in preparation, as reported at `ahead_s`.
+    """
+
+    def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
+        self.who = who
+        self.link = FrameLink(world, _FRONTEND_RANK, self._on_frame)
+        self.ahead, self.ahead_s = 0, 0.0
+        self._connections, self._requests = 0, 0
+        self._sessions = sessions
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pending: dict[int, asyncio.Future[Frame | None]] = {}
+        self._numbers = itertools.count(1)
+
+    async def run(self) -> Exception:
+        """Serve the frontend until its link ends; returns why it ended."""
+        self.link.send(FrameKind.WELCOME, fields=model_fields(self._sessions.model))
+        self.link.send(FrameKind.STATE, fields=self._sessions.state().fields())
+        try:
+            return await self.link.run()
+        finally:
+            self.link.end()
+            for task in tuple(self._tasks.values()):
+                task.cancel()
+            for pending in self._pending.values():
+                _complete(pending, None)
+
+    def snapshot(self) -> FrontendSnapshot:
+        """For the status."""
+        return FrontendSnapshot(self.who.frontend, self.who.host, self.who.pid, self._connections, self._requests)
+
+    async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:
+        """Send a request and wait for its reply; None if the link ends before."""
+        number = next(self._numbers)
+        pending: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
+        self._pending[number] = pending
+        self.link.send(kind, number, fields)
+        try:
+            return await pending
+        finally:
+            self._pending.pop(number, None)
+
+    async def scrape(self) -> str:
+        """The frontend's metrics as text; empty if it does not reply in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SCRAPE_S):
+                reply = await self.ask(FrameKind.SCRAPE)
+                return "" if reply is None else str(reply.payload, "utf-8")
+        return ""
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.CHECK:
+                self._check(frame)
+            case FrameKind.PREDICT:
+                self._start(frame.number, self._predict(frame))
+            case FrameKind.CANCEL:
+                if (task := self._tasks.get(frame.number)) is not None:
+                    task.cancel()
+            case FrameKind.OPERATION:
+                self._start(frame.number, self._operate(frame))
+            case FrameKind.SCRAPE:
+                self._start(frame.number, self._scrape(frame))
+            case FrameKind.LOAD:
+                self._connections, self._requests = int(frame.fields["connections"]), int(frame.fields["requests"])
+            case FrameKind.DONE | FrameKind.METRICS:
+                if (pending := self._pending.get(frame.number)) is not None:
+                    _complete(pending, frame)
+            case _:
+                raise ValueError(f"unexpected {frame.kind.name} from a frontend")
+
+    def _start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        if number in self._tasks:
+            work.close()
+            raise ValueError(f"the number {number} is in use")
+        task = self._tasks[number] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _check(self, frame: Frame) -> None:
+        self.ahead, self.ahead_s = int(frame.fields["ahead"]), time.monotonic()
+        deadline_s = time.monotonic() + float(frame.fields["timeout_s"])
+        rejection = self._sessions.leader.rejection(deadline_s, self._sessions.ahead(self))
+        if rejection is None:
+            self.link.send(FrameKind.ADMITTED, frame.number)
+        else:
+            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
+
+    async def _predict(self, frame: Frame) -> None:
+        try:
+            fields = frame.fields
+            if fields["span"] is not None:
+                current_span.set(remote_span(*fields["span"]))
+            image = parse_image(frame.payload, self._sessions.model.crop_size)
+            deadline_s = time.monotonic() + float(fields["timeout_s"])
+            leader = self._sessions.leader
+            with leader.inflight.track():
+                prediction = await leader.predict(image, deadline_s=deadline_s, request_id=str(fields["request_id"]))
+            await self.link.wait_writable()
+            payload = prediction_payload(prediction)
+            self.link.send(FrameKind.PREDICTION, frame.number, prediction_fields(prediction), payload)
+        except RequestRejected as rejection:
+            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
+        except Exception:
+            logger.exception("request failed number=%d frontend=%s", frame.number, self.who.frontend)
+            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(None))
+
+    async def _operate(self, frame: Frame) -> None:
+        """Run an administrative operation and report its outcome."""
+        leader, fields = self._sessions.leader, frame.fields
+        result: dict[str, Any] = {}
+        try:
+            match fields["operation"]:
+                case "load_version":
+                    weights = fields["weights"]
+                    weights = weights if weights is None else str(weights)
+                    version = await leader.load_version(weights, int(fields["revision"]))
+                    result = {"version": list(version)}
+                case "unload":
+                    await leader.unload(int(fields["revision"]))
+                case "restart_workers":
+                    async with aclosing(leader.restart_workers()) as steps:
+                        async for step in steps:
+                            self.link.send(FrameKind.STEP, frame.number, asdict(step))
+                case other:
+                    raise ValueError(f"unknown operation {other!r}")
+        except tuple(OPERATION_ERRORS.values()) as error:
+            kind = next(name for name, cls in OPERATION_ERRORS.items() if isinstance(error, cls))
+            result = {"error": str(error), "kind": kind}
+        except Exception as error:
+            logger.exception("an operation of frontend %s failed", self.who.frontend)
+            result = {"error": f"{type(error).__name__}: {error}", "kind": "internal"}
+        self.link.send(FrameKind.DONE, frame.number, result)
+
+    async def _scrape(self, frame: Frame) -> None:
+        texts = [(self._sessions.name, self._sessions.metrics.exposition()[0].decode())]
+        if frame.fields.get("others"):
+            texts += await self._sessions.scrape_others(self)
+        sizes = [(name, len(text.encode())) for name, text in texts]
+        payload = "".join(text for _, text in texts).encode()
+        self.link.send(FrameKind.METRICS, frame.number, {"texts": sizes}, payload)
+
+
+def _complete(pending: asyncio.Future[Frame | None], frame: Frame | None) -> None:
+    if not pending.done():  # the waiter may have been cancelled
+        pending.set_result(frame)

@@ -1,0 +1,57 @@
+"""Admission: decides on arrival whether a request is accepted, and rejects it with a reason and the time after which to retry.
+
+This is where overload is decided for the service as a whole: the queue is full (`queue_limit`), or the deadline is too near for the
+requests that are ahead. Other modules only bound the memory and the connections that a request uses before it arrives here, and reject
+what exceeds the bound:
+
+    common/http/connection_table.py  connections (`max_connections`) → 503 full; pipelined requests on one of them → 429 pipelined
+    server/http/body.py              size of one body (`max_body_bytes`) → 413; bytes of all bodies in memory → 429 overloaded
+    server/api/decode_pool.py        images that wait to be decoded → 429 overloaded
+
+`Leader.check` asks the admission before an image is decoded, with the images that wait to be decoded as `ahead`. `Leader.request` rejects
+all requests while the service is stopping or its model is unloaded.
+
+`window` and `max_batch_size` limit what is in flight on a replica; they delay requests and never reject them.
+"""
+
+from __future__ import annotations
+
+from multiworld_serving.server.scheduling.actions import Rejection
+from multiworld_serving.server.scheduling.state import SchedulerState
+
+_MARGIN = 1.5
+"""A request is accepted only if the time to its deadline is at least this many times the estimated completion time: a request
+that expires in the queue has delayed others."""
+
+
+class Admission:
+    """Decides, and changes nothing."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def check(self, deadline_s: float, ahead: int) -> Rejection | None:
+        """Why a request that arrives now, after `ahead` others, is rejected; None if it is accepted."""
+        state, table = self._state, self._state.table
+        if state.draining:
+            return Rejection("draining", "the server is stopping")
+        if not table.was_complete:
+            return Rejection("not_ready", "not every stage has had a replica yet")
+        if table.unavailable:
+            return Rejection("no_replica", table.no_replica_detail())
+        remaining_s = deadline_s - state.now_s
+        if remaining_s <= 0:
+            return Rejection("deadline", "the deadline had passed on arrival")
+        return self._check_load(ahead, remaining_s)
+
+    def _check_load(self, ahead: int, remaining_s: float) -> Rejection | None:
+        backlog, throughput = self._state.backlog, self._state.throughput
+        waiting, open_requests = len(backlog.waiting) + ahead, len(backlog.requests) + ahead
+        if waiting >= self._state.config.queue_limit:
+            retry_after_s = throughput.expected_time_s(waiting)
+            return Rejection("overloaded", f"the queue is full: {waiting} requests are waiting", retry_after_s)
+        needed_s = _MARGIN * throughput.min_time_s(open_requests)
+        if needed_s > remaining_s:
+            detail = f"{open_requests} requests are ahead, which takes about {needed_s:.1f} s; the deadline is in {remaining_s:.1f} s"
+            return Rejection("overloaded", detail, needed_s - remaining_s)
+        return None

@@ -1,0 +1,1 @@
+"""What the scheduler predicts from earlier batches: service times, throughput, and when a batch in flight counts as late."""

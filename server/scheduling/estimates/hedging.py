@@ -1,0 +1,59 @@
+"""Detects late batches and limits the extra load of hedging with a token budget.
+
+Hedged requests: Dean and Barroso, "The Tail at Scale", CACM 2013.
+"""
+
+from __future__ import annotations
+
+from multiworld_serving.server.scheduling.batches import Attempt
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.scheduling.priority_map import PriorityMap
+
+_BURST_BATCHES = 4
+"""The budget holds tokens for at most this many full batches."""
+
+
+class Hedging:
+    """Watches the attempts in flight.
+
+    An attempt is late after `hedge_factor` times the 95th percentile of its stage and batch size, multiplied by the number of batches
+    in flight on its replica. The budget is a token bucket: each row sent adds `hedge_budget` tokens, each row of a hedge takes one.
+    """
+
+    def __init__(self, config: SchedulerConfig, times: ServiceTimes) -> None:
+        self._times = times
+        self._factor = config.hedge_factor
+        self._floor_s = config.hedge_floor_s
+        self._tokens_per_row = config.hedge_budget
+        self._max_tokens = float(_BURST_BATCHES * config.max_batch_size)
+        self._tokens = 0.0
+        self.late: PriorityMap[Attempt, float] = PriorityMap()
+        """Watched attempts, by the time at which they are late."""
+
+    def watch(self, attempt: Attempt, now_s: float) -> None:
+        """Add the attempt to `late`, unless it must not be hedged or there are too few samples."""
+        late_after_s = self._late_after_s(attempt)
+        if late_after_s is not None:
+            self.late.set(attempt, now_s + late_after_s * max(1, len(attempt.replica.in_flight)))
+
+    def unwatch(self, attempt: Attempt) -> None:
+        """Remove the attempt from `late`."""
+        self.late.discard(attempt)
+
+    def refill_budget(self, rows: int) -> None:
+        """Add the tokens for rows that were sent and are not hedges."""
+        self._tokens = min(self._tokens + rows * self._tokens_per_row, self._max_tokens)
+
+    def try_acquire(self, rows: int) -> bool:
+        """Take the tokens for a hedge of `rows`; returns False if there are too few."""
+        if self._tokens < rows:
+            return False
+        self._tokens -= rows
+        return True
+
+    def _late_after_s(self, attempt: Attempt) -> float | None:
+        if self._factor is None or attempt.batch.isolated:
+            return None
+        p95_s = self._times.p95_s(attempt)
+        return None if p95_s is None else max(self._floor_s, p95_s * self._factor)

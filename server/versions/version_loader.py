@@ -1,0 +1,98 @@
+"""Loads further versions of the model: which weights an administrator may name, and what a version must match."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from multiworld_serving.common.config import check_memory
+from multiworld_serving.models import LoadedModel, WeightsError, load_model, respecify
+from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.versions.stage_plan import make_plan
+from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+
+logger = logging.getLogger(__name__)
+
+_COPIES_OF_WEIGHTS = 4
+"""Copies in memory while a version is loaded: the file, its tensors, the module, the serialized stages."""
+_PATH_CHARACTERS = 1024
+
+
+@dataclass(frozen=True)
+class VersionLoader:
+    """Loads versions by the name that an administrator gives.
+
+    Allowed are weights published by torchvision, "random:SEED", and files below `--weights-dir`. Other files are rejected, so that the
+    admin token does not grant access to the leader's disk.
+
+    Attributes:
+        model, num_classes: architecture and number of classes that a version must have.
+        crop_size, resize_size: preprocessing of the first version in pixels. It is kept, because clients and the frontend rely on it.
+    """
+
+    settings: LeaderSettings
+    model: str
+    num_classes: int
+    crop_size: int
+    resize_size: int
+
+    @classmethod
+    def compatible_with(cls, first: LoadedModel, settings: LeaderSettings) -> VersionLoader:
+        """The loader of versions that can replace `first`."""
+        sizes = first.preprocessing
+        return cls(settings, first.name, first.num_classes, sizes.crop_size, sizes.resize_size)
+
+    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+        """Load and check the weights (None: those of the settings), and partition the model. Blocks.
+
+        Raises:
+            models.ModelError: the weights do not exist, are not allowed, or are invalid.
+            MemoryError: there is not enough memory for another version.
+        """
+        check_memory(_COPIES_OF_WEIGHTS * versions.current.weights_bytes)
+        model = self._load(self.settings.weights if weights is None else self._allowed(weights))
+        logger.info("version %s is loaded; splitting it into %d stages", model.version, len(versions.current.stages))
+        if model.num_classes != self.num_classes:
+            raise WeightsError(
+                f"{model.version} has {model.num_classes} classes, but the service has {self.num_classes}; serve it as a separate service"
+            )
+        if model.version == versions.current.version.name:
+            return versions.current
+        stages = versions.current.stages
+        specs = [respecify(plan.spec, model) for plan in stages]
+        return VersionPlan.of(
+            make_plan(model, len(stages), stages[0].tuning, versions.number_of(model.version), specs=specs)
+        )
+
+    def _load(self, weights: str) -> LoadedModel:
+        return load_model(self.model, weights, image_size=self.crop_size, resize_size=self.resize_size)
+
+    def _allowed(self, weights: str) -> str:
+        """The argument for `load_model`.
+
+        Raises:
+            ModelError: it is a path outside `--weights-dir`, or not a valid path.
+        """
+        if weights == "auto":
+            raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
+        if not self._is_path(weights):
+            return weights  # a torchvision name or random:SEED; load_model rejects everything else
+        folder = self.settings.weights_dir
+        if folder is None:
+            raise WeightsError(
+                "files are loaded from --weights-dir only, but the service was started without it; name published weights or random:SEED"
+            )
+        if len(weights) > _PATH_CHARACTERS or "\0" in weights:
+            raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")
+        root = folder.resolve()
+        try:
+            found = (root / weights).resolve()
+        except (OSError, RuntimeError) as error:  # such as a loop of symbolic links
+            raise WeightsError(f"{weights[:64]!r} cannot be resolved to a file") from error
+        if not found.is_relative_to(root):
+            raise WeightsError(f"{weights[:64]!r} is not below the service's --weights-dir; give a path within it")
+        return str(found)
+
+    def _is_path(self, weights: str) -> bool:
+        return "/" in weights or "\\" in weights or Path(weights).suffix.lower() in (".pth", ".pt", ".safetensors")

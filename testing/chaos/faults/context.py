@@ -1,0 +1,146 @@
+"""The context of one injection: its targets, the service, and waiting for effects."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from multiworld_serving.testing.chaos.observer import Observer, Replica, ReplicaKey, Snapshot
+from multiworld_serving.testing.chaos.system.containers import ComposeProject, Container, ContainerError
+from multiworld_serving.testing.chaos.system.processes import Process
+from multiworld_serving.testing.chaos.system.system_under_test import SystemUnderTest
+from multiworld_serving.testing.load.clients import ReferenceRequest
+
+WAIT_S = 180.0
+"""Timeout of each expected effect, including a restart that imports torch on a busy machine."""
+
+
+@dataclass(slots=True)
+class FaultContext:
+    """One injection in progress.
+
+    Attributes:
+        targets: the affected replicas, as they were just before the injection.
+        heartbeat_timeout_s: the heartbeat timeout of the service.
+        request: a request for faults on the side of the clients.
+        number: how often this fault was injected before.
+        unexpected: descriptions of effects that the fault does not expect.
+        at_s: time of the injection (`time.time()`); 0 before it.
+        victim: name of the affected leader or frontend; empty if there is none.
+        lost_s: time when the loss of the affected leader was observed (`time.time()`); None before it.
+    """
+
+    system: SystemUnderTest
+    observer: Observer
+    targets: Sequence[Replica]
+    heartbeat_timeout_s: float
+    request: ReferenceRequest
+    number: int = 0
+    unexpected: list[str] = field(default_factory=list)
+    at_s: float = 0.0
+    victim: str = ""
+    lost_s: float | None = None
+
+    def hold(self, seconds: float) -> None:
+        """Sleep while the fault lasts."""
+        time.sleep(seconds)
+
+    def begin(self) -> None:
+        """Record the time of the injection."""
+        self.at_s = self.at_s or time.time()
+
+    @property
+    def project(self) -> ComposeProject:
+        """The Compose project of the service. Raises ContainerError if it does not run in containers."""
+        if not isinstance(self.system, ComposeProject):
+            raise ContainerError("the service does not run in containers")
+        return self.system
+
+    def container(self, target: Replica) -> Container:
+        """Return the container of the worker of this replica. Raises ContainerError."""
+        return self.project.container(str(target.worker))
+
+    def processes(self, targets: Sequence[Replica] | None = None) -> contextlib.AbstractContextManager[list[Process]]:
+        """Open the processes of all or some targets. Raises KeyError if one is not known."""
+        pids = self.system.worker_pids()
+        return self.open(pids[str(target.worker)] for target in targets or self.targets)
+
+    @contextlib.contextmanager
+    def open(self, pids: Iterable[int]) -> Iterator[list[Process]]:
+        """Open processes of the service, and record the time of the injection. Raises ProcessLookupError if one has ended."""
+        with ExitStack() as stack:
+            found = [stack.enter_context(Process(pid)) for pid in pids]
+            self.begin()
+            yield found
+
+    @contextlib.contextmanager
+    def child(self, kind: str) -> Iterator[Process]:
+        """Open one leader or frontend, in each injection another one. Raises ProcessLookupError if it has ended."""
+        pids = sorted(self.system.child_pids(kind).items())
+        slot, pid = pids[self.number % len(pids)]
+        self.victim = f"{kind}-{slot}"
+        with self.open([pid]) as (process,):
+            yield process
+
+    def signal(self, signum: signal.Signals, targets: Sequence[Replica] | None = None) -> None:
+        """Send a signal to all or some targets, as close together as possible."""
+        with self.processes(targets) as processes:
+            for process in processes:
+                process.send(signum)
+
+    @contextlib.contextmanager
+    def stopped(self, targets: Sequence[Replica] | None = None) -> Iterator[None]:
+        """Stop all or some targets while the block runs."""
+        with self.processes(targets) as processes, ExitStack() as stack:
+            for process in processes:
+                stack.enter_context(process.stopped())
+            yield
+
+    def wait_broken(self, targets: Sequence[Replica] | None = None) -> None:
+        """Wait until the leader has detected that the worlds of these replicas (default: all targets) broke. Raises NotRecoveredError."""
+        chosen = targets or self.targets
+        self.observer.wait(
+            lambda now: all(now.replicas[target.key].broken_since(target) for target in chosen),
+            WAIT_S,
+            "detected by the leader",
+        )
+
+    def wait_complete(self) -> Snapshot:
+        """Wait until every slot and every leader is ready. Raises NotRecoveredError."""
+        return self.observer.wait(lambda now: now.complete, WAIT_S, "complete again")
+
+    def wait_leader_back(self, since: int) -> None:
+        """Wait until a leader was not ready in a snapshot from number `since` on and all are ready. Raises NotRecoveredError."""
+        seen = self.observer.snapshots
+        self.observer.wait(
+            lambda now: now.leaders_ready and not all(each.leaders_ready for each in seen[since:]),
+            WAIT_S,
+            "lost by a leader and served by all leaders again",
+        )
+
+    def wait_leader_lost(self, pid: int) -> None:
+        """Wait until the frontends have lost the leader with this process id. Raises NotRecoveredError."""
+        now = self.observer.wait(
+            lambda now: all(leader.pid != pid for leader in now.leaders), WAIT_S, "detected by the frontends"
+        )
+        self.lost_s = now.at_s
+
+    def wait_frontend_replaced(self, pid: int) -> None:
+        """Wait until a frontend serves that the supervisor started instead of this one. Raises NotRecoveredError."""
+        before = self.observer.now.frontends
+        self.observer.wait(
+            lambda now: pid not in now.frontends and len(now.frontends) >= len(before),
+            WAIT_S,
+            "served by a new frontend",
+        )
+
+    def wait_rejoining(self, key: ReplicaKey, epoch: int) -> Replica:
+        """Wait until a worker has joined this slot with a later epoch, ready or not. Returns the replica."""
+        now = self.observer.wait(
+            lambda now: now.replicas[key].epoch > epoch and now.replicas[key].worker is not None,
+            WAIT_S,
+            "rejoined",
+        )
+        return now.replicas[key]

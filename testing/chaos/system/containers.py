@@ -1,0 +1,284 @@
+"""Access to the containers of a Docker Compose project, with the command `docker`.
+
+Worker processes are found only if the Docker engine runs on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.testing.chaos.system.processes import parent, status_fields
+
+HTTP_PORT = "8000/tcp"
+"""Port of the HTTP API in the container of a frontend."""
+_COMMAND_S = 180.0
+_FREE_ADDRESSES = 16
+_PLACEHOLDER_S = 600
+"""A placeholder container ends by itself after this time, in case this process is killed."""
+_COMPOSE = "com.docker.compose"
+
+
+class ContainerError(Exception):
+    """A docker command failed, or the container does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container at the time of `docker inspect`.
+
+    Attributes:
+        service: name in the Compose file.
+        program: first argument of `multiworld`, such as "leader" or "worker"; empty if there is none.
+        hostname: prefix of the names of its workers, HOSTNAME-PID.
+        pid: of its first process, on the host; 0 while it does not run.
+        memory_bytes: memory limit; 0 for none.
+        networks: its aliases by network.
+        addresses: its IP address by network.
+        http: HOST:PORT at which its HTTP API is published; empty if it is not.
+    """
+
+    id: str
+    image: str
+    name: str
+    service: str
+    program: str
+    hostname: str
+    pid: int
+    memory_bytes: int
+    networks: dict[str, tuple[str, ...]]
+    addresses: dict[str, str]
+    http: str
+
+    def run_docker(self, verb: str, *options: str) -> None:
+        """Run `docker VERB OPTIONS` with this container. Raises ContainerError."""
+        docker(verb, *options, self.id)
+
+    def run(self, *command: str) -> None:
+        """Run a command in the container with `docker exec`. Raises ContainerError if it fails."""
+        docker("exec", self.id, *command)
+
+    def disconnect_networks(self) -> None:
+        """Disconnect the container from all its networks."""
+        for network in self.networks:
+            docker("network", "disconnect", network, self.id)
+
+    @contextlib.contextmanager
+    def addresses_reserved(self) -> Iterator[None]:
+        """Occupy its previous addresses while the block runs, so that it gets new ones. Call while it is disconnected.
+
+        Raises ContainerError.
+        """
+        with ExitStack() as stack:
+            for network, address in self.addresses.items():
+                for _ in range(_FREE_ADDRESSES):  # Docker assigns the lowest free address
+                    command = ("run", "--detach", "--rm", "--network", network, "--entrypoint", "sleep")
+                    other = docker(*command, self.image, str(_PLACEHOLDER_S)).strip()
+                    stack.callback(docker, "rm", "--force", other)
+                    (found,) = json.loads(docker("inspect", other))
+                    if found["NetworkSettings"]["Networks"][network]["IPAddress"] == address:
+                        break
+            yield
+
+    def connect_networks(self) -> None:
+        """Reconnect the container to its networks with its aliases; its addresses may change."""
+        for network, aliases in self.networks.items():
+            names = [part for alias in aliases for part in ("--alias", alias)]
+            docker("network", "connect", *names, network, self.id)
+
+
+class ComposeProject:
+    """A service that runs as a Docker Compose project. Implements `SystemUnderTest`.
+
+    Args:
+        name: name of the project, as in `docker compose ls`.
+        environment: environment of `docker compose`; inherited if None.
+        credentials: credentials of requests to the service.
+
+    Raises:
+        ContainerError: Docker or the project does not exist, or no container publishes the HTTP API.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        credentials: ClientCredentials = NO_CREDENTIALS,
+    ) -> None:
+        self.name = name
+        self.credentials = credentials
+        self._environment = environment
+        self.url = f"http://{self.frontend.http}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the first leader; None if it does not run on this machine."""
+        return next((pid for leader in self.leaders for pid in _children(leader.pid)), None)
+
+    @property
+    def leaders(self) -> list[Container]:
+        """The containers of the leaders, running or not, by name. A container of `multiworld serve` is a leader too."""
+        found = [each for each in self.containers() if each.program in ("leader", "serve")]
+        return sorted(found, key=lambda container: container.name)
+
+    @property
+    def frontend(self) -> Container:
+        """A container that publishes the HTTP API, running or not."""
+        found = self.containers()
+        frontend = next((each for each in found if each.http), None)
+        if frontend is None:
+            raise ContainerError(
+                f"project {self.name}: {len(found)} containers, none of which publishes port {HTTP_PORT}"
+            )
+        return frontend
+
+    def containers(self, service: str | None = None) -> list[Container]:
+        """Return all containers of the project, or of one service."""
+        labels = {f"{_COMPOSE}.project": self.name, f"{_COMPOSE}.oneoff": "False"}
+        if service is not None:
+            labels[f"{_COMPOSE}.service"] = service
+        filters = [part for label, value in labels.items() for part in ("--filter", f"label={label}={value}")]
+        ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
+        return [_container(each) for each in json.loads(docker("inspect", *ids))] if ids else []
+
+    def container(self, worker: str) -> Container:
+        """Return the container of this worker. Raises ContainerError."""
+        hostname = worker.rpartition("-")[0]
+        for each in self.containers():
+            if each.hostname == hostname:
+                return each
+        raise ContainerError(f"project {self.name}: worker {worker} runs in none of its containers")
+
+    def worker_pids(self) -> dict[str, int]:
+        """See `SystemUnderTest.worker_pids`: the children of the first process of each container."""
+        return {
+            f"{container.hostname}-{inner}": pid
+            for container in self.containers()
+            for inner, pid in _inner_pids(container.pid)
+        }
+
+    def child_pids(self, kind: str) -> dict[int, int]:
+        """See `SystemUnderTest.child_pids`."""
+        return {}
+
+    def compose(self, *arguments: str) -> None:
+        """Run `docker compose ARGUMENTS` with the Compose files of the project. Raises ContainerError."""
+        labels = json.loads(docker("inspect", self.frontend.id))[0]["Config"]["Labels"]
+        files = labels.get(f"{_COMPOSE}.project.config_files", "").split(",")
+        folder = labels.get(f"{_COMPOSE}.project.working_dir", ".")
+        given = [part for file in files if file for part in ("--file", file)]
+        options = ("--project-name", self.name, "--project-directory", folder, *given)
+        docker("compose", *options, *arguments, environment=self._environment)
+
+    def ran_out_of_memory(self, container: Container, since_s: float) -> bool:
+        """Whether the OOM killer has killed a process in the container since `since_s`."""
+        filters = ("--filter", f"container={container.id}", "--filter", "event=oom")
+        # Docker reports events with a delay.
+        deadline_s = time.monotonic() + 5.0
+        while time.monotonic() < deadline_s:
+            if docker("events", "--since", f"{since_s:.3f}", "--until", f"{time.time():.3f}", *filters).strip():
+                return True
+            time.sleep(0.2)
+        return False
+
+
+def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_S) -> str:
+    """Run one docker command and return its standard output. Raises ContainerError if it fails or times out."""
+    command = ("docker", *arguments)
+    try:
+        done = subprocess.run(  # noqa: S603 - arguments of this program
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ContainerError(f"{' '.join(command[:3])}: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise ContainerError(f"{' '.join(command)[:200]}: {said[0]}")
+    return done.stdout
+
+
+def docker_unavailable_reason() -> str:
+    """Return why Docker cannot be used; empty if it can."""
+    if not shutil.which("docker"):
+        return "the program `docker` is not installed"
+    try:
+        docker("version", "--format", "{{.Server.Version}}")
+        docker("compose", "version")
+    except ContainerError as error:
+        return str(error)
+    return ""
+
+
+def _container(found: dict[str, Any]) -> Container:
+    """Parse an entry of `docker inspect`."""
+    config, networks = found["Config"], found["NetworkSettings"]["Networks"] or {}
+    return Container(
+        id=found["Id"],
+        image=found["Image"],
+        name=found["Name"].removeprefix("/"),
+        service=config["Labels"].get(f"{_COMPOSE}.service", ""),
+        program=next(iter(config.get("Cmd") or ()), ""),
+        hostname=config["Hostname"],
+        pid=found["State"]["Pid"],
+        memory_bytes=found["HostConfig"]["Memory"],
+        networks={name: _aliases(network, found["Id"]) for name, network in networks.items()},
+        addresses={name: network["IPAddress"] for name, network in networks.items()},
+        http=_published(found["NetworkSettings"]["Ports"] or found["HostConfig"]["PortBindings"] or {}),
+    )
+
+
+def _aliases(network: dict[str, Any], container_id: str) -> tuple[str, ...]:
+    """Return the aliases without the short container id: Docker adds it itself and rejects it as an option."""
+    return tuple(alias for alias in network["Aliases"] or () if not container_id.startswith(alias))
+
+
+def _published(bindings: dict[str, Any]) -> str:
+    for binding in bindings.get(HTTP_PORT) or ():
+        host = binding["HostIp"] or "127.0.0.1"
+        return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{binding['HostPort']}"  # noqa: S104 - translated
+    return ""
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Yield the children of the first process of a container; the process itself if it has none."""
+    if not pid or _namespaced(pid)[1:] != [1]:
+        return  # ended, or on another machine
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # ended just now
+            if path.name.isdigit() and parent(int(path.name)) == pid:
+                found.append(int(path.name))
+    yield from found or [pid]
+
+
+def _inner_pids(pid: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs of process ids: inside the container and on this machine."""
+    for child in _children(pid):
+        if numbers := _namespaced(child)[1:]:
+            yield numbers[-1], child
+
+
+def _namespaced(pid: int) -> list[int]:
+    """Return the pids of a process in all nested pid namespaces, outermost first; empty if there is no such process."""
+    try:
+        return [int(number) for number in status_fields(pid)["NSpid"].split()]
+    except OSError:
+        return []
+
+
+def processes_unavailable_reason() -> str:
+    """Return why processes in containers cannot be signalled; empty if they can."""
+    if os.geteuid() != 0:
+        return "processes in containers belong to another user: needs root"
+    return "" if shutil.which("nsenter") else "the program `nsenter` (package util-linux) is not installed"

@@ -1,0 +1,124 @@
+"""Plots of loads, chaos campaigns and forecasts. Need matplotlib (extra `bench`)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multiworld_serving.common.config import UserError
+
+if TYPE_CHECKING:
+    from multiworld_serving.testing.chaos.campaign import CampaignResult
+    from multiworld_serving.testing.load.clients import Sample
+    from multiworld_serving.testing.planning.forecast import Forecast
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path | None) -> None:
+    """Check the option --plot before a long run. Raises UserError if the plot cannot be written."""
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"--plot {path} needs matplotlib: pip install 'multiworld-serving[bench]'")
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"--plot {path}: the name must end in {', '.join(_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: the directory {path.parent} does not exist")
+
+
+def draw_latency(samples: Sequence[Sample], since_s: float, until_s: float, title: str, path: Path) -> None:
+    """Plot latency over time, and its distribution. Times are relative to `since_s`; earlier requests are warm-up."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 5.0), layout="constrained")
+    figure.suptitle(title)
+    over_time, spread = figure.subplots(1, 2, width_ratios=(2, 1))
+    _dots(over_time, [s for s in samples if not s.failed and not s.refused], since_s, "answered", "tab:blue")
+    _dots(over_time, [s for s in samples if s.refused], since_s, "refused", "tab:orange")
+    _dots(over_time, [s for s in samples if s.failed], since_s, "failed", "tab:red", "x")
+    over_time.axvspan(
+        min((s.sent_s for s in samples), default=since_s) - since_s, 0, color="tab:gray", alpha=0.2, label="warm-up"
+    )
+    over_time.set(xlabel="seconds", ylabel="latency, ms", yscale="log")
+    over_time.legend(loc="upper right", fontsize=8)
+    times = sorted(s.took_s for s in samples if since_s <= s.sent_s <= until_s and not s.failed and not s.refused)
+    shares = [100 * (number + 1) / len(times) for number in range(len(times))]
+    spread.plot([1e3 * time for time in times], shares, color="tab:blue")
+    spread.set(xlabel="latency, ms", ylabel="% of answers within it", xscale="log", ylim=(0, 100.5))
+    for axes in (over_time, spread):
+        axes.grid(visible=True, alpha=0.3)
+    _write(figure, path)
+
+
+def draw_campaign(result: CampaignResult, path: Path) -> None:
+    """Plot latency over time with the faults marked."""
+    from matplotlib.figure import Figure
+
+    seconds = result.ended_s - result.started_s
+    figure = Figure(figsize=(min(60.0, max(12.0, seconds / 12)), 6.0), layout="constrained")
+    axes = figure.add_subplot()
+    samples = result.load.samples
+    _dots(axes, [sample for sample in samples if not sample.failed], result.started_s, "answered", "tab:blue")
+    _dots(axes, [sample for sample in samples if sample.failed], result.started_s, "failed", "tab:red", "x")
+    for injection in result.injections:
+        at_s = injection.at_s - result.started_s
+        axes.axvline(at_s, color="tab:orange", linewidth=0.8)
+        axes.axvspan(at_s, injection.ended_s - result.started_s, color="tab:orange", alpha=0.12, linewidth=0)
+        name = f"{injection.fault} {' '.join(injection.targets)}"
+        axes.text(at_s, 1.01, name, rotation=60, fontsize=7, transform=axes.get_xaxis_transform())
+    axes.set(xlabel="seconds", ylabel="latency, ms", yscale="log", xlim=(0, seconds))
+    axes.legend(loc="upper right", fontsize=8)
+    axes.grid(visible=True, alpha=0.3)
+    _write(figure, path)
+
+
+def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
+    """Plot latency and losses over load, one line per number of replicas."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    latency, losses = figure.subplots(1, 2)
+    _lines(latency, forecasts, lambda each: each.p99_s and each.p99_s * 1e3, style="o-", label="p99, {} replicas")
+    _lines(latency, forecasts, lambda each: each.p50_s and each.p50_s * 1e3, style="o--", label="p50, {} replicas")
+    _lines(losses, forecasts, lambda each: 100 * each.failed, style="o-", label="{} replicas")
+    latency.set(xlabel="load, share of capacity", ylabel="latency, ms", yscale="log")
+    losses.set(xlabel="load, share of capacity", ylabel="requests that fail, %")
+    losses.set_yscale("symlog", linthresh=1e-4)
+    losses.set_ylim(bottom=0)
+    for axes in (latency, losses):
+        axes.grid(visible=True, alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    plan = forecasts[0].plan
+    figure.suptitle(
+        f"{plan.stages} stages, worker MTBF {plan.mtbf_s:g} s, recovery {plan.recovery_s:g} s",
+        fontsize=10,
+    )
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise UserError(f"--plot {path}: {error.strerror}") from error
+
+
+def _dots(axes: Any, samples: Sequence[Sample], since_s: float, label: str, color: str, marker: str = ".") -> None:
+    at_s = [sample.done_s - since_s for sample in samples]
+    took_ms = [max(sample.took_s, 1e-4) * 1e3 for sample in samples]
+    size = 3 if marker == "." else 6
+    axes.plot(at_s, took_ms, marker, color=color, markersize=size, label=f"{len(samples)} {label}")
+
+
+def _lines(
+    axes: Any, forecasts: Sequence[Forecast], value: Callable[[Forecast], float | None], *, style: str, label: str
+) -> None:
+    for color, replicas in enumerate(sorted({each.plan.replicas for each in forecasts})):
+        points = [(each.plan.load, value(each)) for each in forecasts if each.plan.replicas == replicas]
+        known = sorted((load, height) for load, height in points if height is not None)
+        if known:
+            axes.plot(*zip(*known, strict=True), style, color=f"C{color}", label=label.format(replicas))

@@ -1,0 +1,300 @@
+"""The checker's model of requests, links and batches, derived from events and actions only.
+
+All values that the checker needs after each event are updated incrementally, so that it checks a million events per minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from multiworld_serving.server.scheduling.scheduler import ReplicaReady, RequestArrived, SchedulerConfig, SendBatch
+
+
+@dataclass(slots=True, eq=False)
+class RequestEntry:
+    id: int
+    number: int
+    deadline_s: float
+    arrived_s: float
+    batch: BatchEntry | None = None
+    was_batched: bool = False
+    """Has been in a batch before, so it is not in order of arrival any more."""
+    suspect: bool = False
+    """Was in a batch that failed, or has broken all but one of the worlds that it may break."""
+    worlds_broken: int = 0
+    broke_alone: bool = False
+    errors: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LinkEntry:
+    id: str
+    stage: int
+    version: str
+    draining: bool = False
+    in_flight: dict[int, BatchEntry] = field(default_factory=dict)
+    rows: int = 0
+    suspects: int = 0
+    """Isolated batches in flight."""
+    failures: int = 0
+    """Batches that raised on this link."""
+    silent_since_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class BatchEntry:
+    id: int
+    version: str
+    requests: tuple[RequestEntry, ...]
+    isolated: bool
+    open: int
+    """Number of open requests."""
+    stage: int = 0
+    sent: bool = False
+    """Was sent at this stage."""
+    lost: bool = False
+    """Lost its link at this stage after the last send."""
+    failed_on: str | None = None
+    retries: int = 0
+    copies: set[str] = field(default_factory=set)
+    """Links on which a copy is in flight whose result can be used."""
+    path: list[str] = field(default_factory=list)
+
+    def open_requests(self) -> list[RequestEntry]:
+        return [request for request in self.requests if request.batch is self]
+
+
+class ReferenceModel:
+    """All open requests, usable links and existing batches."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.num_stages = config.num_stages
+        self._config = config
+        self.requests: dict[int, RequestEntry] = {}
+        self.waiting: dict[int, RequestEntry] = {}
+        """Open requests in no batch."""
+        self.never_batched = 0
+        """Number of waiting requests that have never been in a batch."""
+        self.suspects: dict[int, RequestEntry] = {}
+        """Open suspects."""
+        self.links: dict[str, LinkEntry] = {}
+        self.batches: dict[int, BatchEntry] = {}
+        self.not_in_flight: dict[int, BatchEntry] = {}
+        """Batches without a copy in flight."""
+        self.abandoned: dict[int, BatchEntry] = {}
+        """Batches without open requests."""
+        self.isolated_batches = 0
+        self.longest_work_s = 0.0
+        """Longest time that a replica of the first stage took for a batch."""
+        self.isolated_in_flight = 0
+        self.newest_batch = 0
+        self.arrivals = 0
+        self.was_complete = False
+        self.complete_versions: list[str] = []
+        """Versions of which every stage has a replica."""
+        self.empty_since_s: dict[tuple[str, int], float] = {}
+        self.most_links = 0
+        self.versions_seen: set[str] = set()
+        self._versions: list[str] = []
+        """In the order of first appearance."""
+        self._replicas: dict[tuple[str, int], dict[str, LinkEntry]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    # Requests.
+
+    def arrive(self, event: RequestArrived, now_s: float) -> None:
+        self.arrivals += 1
+        entry = RequestEntry(event.request, self.arrivals, event.deadline_s, now_s)
+        self.requests[event.request] = self.waiting[event.request] = entry
+        self.never_batched += 1
+        heappush(self._deadlines, (event.deadline_s, event.request))
+
+    def suspect(self, request: RequestEntry) -> None:
+        request.suspect = True
+        self.suspects[request.id] = request
+
+    def close(self, request: RequestEntry) -> None:
+        """Close a request that was answered, refused or cancelled."""
+        del self.requests[request.id]
+        self.suspects.pop(request.id, None)
+        batch, request.batch = request.batch, None
+        if batch is None:
+            del self.waiting[request.id]
+            self.never_batched -= not request.was_batched
+        else:
+            batch.open -= 1
+            if not batch.open:
+                self.abandoned[batch.id] = batch
+
+    def next_deadline_s(self) -> float:
+        """Earliest deadline of all open requests; infinity if there are none."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][1] not in self.requests:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else float("inf")
+
+    # Links.
+
+    def add_link(self, event: ReplicaReady, now_s: float) -> None:
+        self.versions_seen.add(event.version)
+        if event.replica in self.links:
+            return
+        link = self.links[event.replica] = LinkEntry(event.replica, event.stage, event.version)
+        for stage in range(self.num_stages):
+            if not self.replicas(stage, event.version):
+                self.empty_since_s.setdefault((event.version, stage), now_s)
+        self._replicas.setdefault((event.version, event.stage), {})[link.id] = link
+        self.empty_since_s.pop((event.version, event.stage), None)
+        self.most_links = max(self.most_links, len(self.links))
+        if event.version not in self._versions:
+            self._versions.append(event.version)
+        self._links_changed()
+
+    def drain_link(self, link: LinkEntry, now_s: float) -> None:
+        """Mark a link as draining: it gets no new batch."""
+        link.draining = True
+        replicas = self._replicas[link.version, link.stage]
+        del replicas[link.id]
+        if not replicas:
+            self.empty_since_s.setdefault((link.version, link.stage), now_s)
+        self._links_changed()
+
+    def remove_link(self, link: LinkEntry, now_s: float) -> None:
+        if not link.draining:
+            self.drain_link(link, now_s)
+        del self.links[link.id]
+        self.isolated_in_flight -= link.suspects
+        for batch in link.in_flight.values():
+            self.drop_copy(batch, link.id)
+        self._links_changed()
+
+    def replicas(self, stage: int, version: str) -> dict[str, LinkEntry]:
+        """Links of the stage that are ready and not draining."""
+        return self._replicas.get((version, stage), {})
+
+    def current_version(self) -> str | None:
+        return next((version for version in reversed(self._versions) if version in self.complete_versions), None)
+
+    def _links_changed(self) -> None:
+        stages: dict[str, set[int]] = {}
+        for (version, stage), replicas in self._replicas.items():
+            if replicas:
+                stages.setdefault(version, set()).add(stage)
+        self.complete_versions = [version for version, found in stages.items() if len(found) == self.num_stages]
+        if self.complete_versions:
+            self.was_complete = True
+            alive = {link.version for link in self.links.values()}
+            self._versions = [version for version in self._versions if version in alive]
+
+    # Batches.
+
+    def open_batch(self, action: SendBatch, requests: tuple[RequestEntry, ...]) -> BatchEntry:
+        self.newest_batch = action.batch
+        batch = BatchEntry(action.batch, action.version, requests, action.isolated, open=len(requests))
+        self.batches[batch.id] = self.not_in_flight[batch.id] = batch
+        self.isolated_batches += batch.isolated
+        for request in requests:
+            del self.waiting[request.id]
+            self.never_batched -= not request.was_batched
+            request.batch = batch
+            request.was_batched = True
+        return batch
+
+    def send(self, batch: BatchEntry, link: LinkEntry, now_s: float) -> None:
+        """Record that a copy was sent."""
+        if not link.in_flight:
+            link.silent_since_s = now_s
+        link.in_flight[batch.id] = batch
+        link.rows += len(batch.requests)
+        link.suspects += batch.isolated
+        self.isolated_in_flight += batch.isolated
+        batch.copies.add(link.id)
+        self.not_in_flight.pop(batch.id, None)
+        batch.sent, batch.lost, batch.failed_on = True, False, None
+
+    def return_copy(self, batch_id: int, link_id: str, now_s: float) -> BatchEntry | None:
+        """Record that a copy has returned. Returns its batch if its result can be used."""
+        link = self.links.get(link_id)
+        batch = link.in_flight.pop(batch_id, None) if link else None
+        if link is None or batch is None:
+            return None
+        link.rows -= len(batch.requests)
+        link.suspects -= batch.isolated
+        self.isolated_in_flight -= batch.isolated
+        if link.stage == 0:
+            self.longest_work_s = max(self.longest_work_s, now_s - link.silent_since_s)
+        link.silent_since_s = now_s
+        wanted = link_id in batch.copies
+        self.drop_copy(batch, link_id)
+        return batch if wanted else None
+
+    def drop_copy(self, batch: BatchEntry, link_id: str) -> None:
+        batch.copies.discard(link_id)
+        if not batch.copies and batch.id in self.batches:
+            self.not_in_flight[batch.id] = batch
+
+    def advance(self, batch: BatchEntry) -> None:
+        """Move a batch to the next stage and reset its state there."""
+        batch.stage += 1
+        batch.sent, batch.lost, batch.failed_on, batch.retries = False, False, None, 0
+        batch.copies.clear()
+        self.not_in_flight[batch.id] = batch
+
+    def drop_batch(self, batch: BatchEntry) -> None:
+        """Remove a batch; its open requests wait again."""
+        batch.copies.clear()
+        del self.batches[batch.id]
+        self.not_in_flight.pop(batch.id, None)
+        self.abandoned.pop(batch.id, None)
+        self.isolated_batches -= batch.isolated
+        for request in batch.open_requests():
+            request.batch = None
+            self.waiting[request.id] = request
+
+    # Queries.
+
+    def batch_due_s(self) -> float:
+        """Latest send time of the oldest request. With adaptive batching it may wait as long as a replica may be busy."""
+        config = self._config
+        due_s = min(request.arrived_s for request in self.waiting.values()) + config.batch_timeout_s
+        if config.adaptive_batching:
+            replicas = [link for version in self.complete_versions for link in self.replicas(0, version).values()]
+            busy_since_s = max((link.silent_since_s for link in replicas if link.in_flight), default=0.0)
+            due_s = max(due_s, busy_since_s + config.window * self.longest_work_s)
+        return due_s
+
+    def first_stage_has_room(self) -> bool:
+        """Whether the first stage of every complete version has a replica with room in its window."""
+        return bool(self.complete_versions) and self._first_stages_have(
+            lambda link: len(link.in_flight) < self._config.window
+        )
+
+    def first_stage_has_idle_replica(self) -> bool:
+        """Whether the first stage of every complete version has an idle replica."""
+        return self._first_stages_have(lambda link: not link.in_flight)
+
+    def _first_stages_have(self, wanted: Callable[[LinkEntry], bool]) -> bool:
+        stages = (self.replicas(0, version) for version in self.complete_versions)
+        return all(any(map(wanted, links.values())) for links in stages)
+
+    def may_be_isolated(self, request: RequestEntry) -> bool:
+        """Whether a waiting suspect may be isolated; not if it was sent back to restart under another version."""
+        return request.batch is None and len(self.versions_seen) == 1
+
+    def has_suspects(self) -> bool:
+        """Whether a request is isolated or may be."""
+        return self.isolated_in_flight > 0 or any(
+            request.batch is None or request.batch.isolated for request in self.suspects.values()
+        )
+
+    def stage_is_lost(self, request: RequestEntry, now_s: float) -> bool:
+        """Whether the stage that the request needs (any stage, if it is queued) has been empty for the recovery grace."""
+        latest_s = now_s - self._config.recovery_grace_s + 1e-9
+        if self.complete_versions:
+            return False
+        if request.batch is not None:
+            empty_since_s = self.empty_since_s.get((request.batch.version, request.batch.stage))
+            return empty_since_s is not None and empty_since_s <= latest_s
+        return any(since_s <= latest_s for since_s in self.empty_since_s.values())

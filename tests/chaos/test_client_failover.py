@@ -1,0 +1,168 @@
+"""Frontends that are killed while clients send requests: the client library hides it from its callers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from multiworld_client import AsyncClient, Client
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import TOKEN
+
+pytestmark = pytest.mark.timeout(300)
+WAIT_S = 60.0
+PHOTO = photo(width=64, height=64)
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("access") / "token"
+    path.write_text(TOKEN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(token_file: Path) -> Iterator[LocalService]:
+    """One leader and two frontends, which share a URL."""
+    with LocalService(
+        model="resnet18",
+        weights="random:0",
+        image_size=32,
+        stages=1,
+        replicas=1,
+        frontends=2,
+        token_file=token_file,
+    ) as running:
+        for slot in (0, 1):
+            wait_until_serving(running, slot, 0)
+        yield running
+
+
+@contextlib.contextmanager
+def external_frontend(
+    service: LocalService, name: str, folder: Path
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A frontend with a port of its own: its URL and its process."""
+    log = folder / f"{name}.log"
+    options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "multiworld_serving.cli.main", "frontend", *options],
+            env={**os.environ, "MULTIWORLD_TOKEN": TOKEN},
+            stderr=stderr,
+        )
+    try:
+        until(lambda: f"{name} serves http=" in log.read_text())
+        address = log.read_text().split(f"{name} serves http=")[1].split()[0]
+        yield f"http://{address}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until_serving(service: LocalService, slot: int, since: int) -> None:
+    service.wait_for(lambda line: line.message.startswith(f"frontend-{slot} serves"), WAIT_S, after=since)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@dataclass
+class Calls:
+    """Calls of clients that ran while the block of a test did; failures are the exceptions that they raised."""
+
+    answered: int = 0
+    retried: int = 0
+    failures: list[Exception] = field(default_factory=list)
+
+    def until_answered(self, more: int) -> None:
+        """Wait for this many further answers."""
+        wanted = self.answered + more
+        until(lambda: self.answered >= wanted or bool(self.failures))
+
+
+@contextlib.contextmanager
+def clients(*urls: str) -> Iterator[Calls]:
+    """Four threads that share a `Client` and four tasks that share an `AsyncClient` send requests while the block lasts."""
+    calls, stop = Calls(), threading.Event()
+
+    def count(tries: int) -> None:
+        calls.answered += 1
+        calls.retried += tries > 1
+
+    def threads_call(client: Client) -> None:
+        while not stop.is_set():
+            try:
+                count(client.predict(PHOTO).tries)
+            except Exception as error:  # noqa: BLE001 - errors that are not of the client count too
+                calls.failures.append(error)
+
+    async def task_calls(client: AsyncClient) -> None:
+        while not stop.is_set():
+            try:
+                count((await client.predict(PHOTO)).tries)
+            except Exception as error:  # noqa: BLE001 - errors that are not of the client count too
+                calls.failures.append(error)
+
+    async def tasks_call() -> None:
+        async with AsyncClient(urls, timeout_s=WAIT_S) as client:
+            await asyncio.gather(*(task_calls(client) for _ in range(4)))
+
+    with Client(urls, timeout_s=WAIT_S) as client:
+        threads = [threading.Thread(target=threads_call, args=(client,)) for _ in range(4)]
+        threads.append(threading.Thread(target=asyncio.run, args=(tasks_call(),)))
+        for thread in threads:
+            thread.start()
+        try:
+            yield calls
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_no_call_fails_when_frontends_of_one_url_are_killed(service: LocalService) -> None:
+    with clients(service.url) as calls:
+        calls.until_answered(20)
+        for slot in (0, 1):
+            since = len(service.lines)
+            os.kill(service.child_pids("frontend")[slot], signal.SIGKILL)
+            wait_until_serving(service, slot, since)
+            calls.until_answered(20)
+    assert not calls.failures, calls.failures[:3]
+    assert calls.retried
+
+
+def test_no_call_fails_when_the_frontends_of_several_urls_end_in_turn(service: LocalService, tmp_path: Path) -> None:
+    with (
+        external_frontend(service, "first", tmp_path) as (first_url, first),
+        external_frontend(service, "second", tmp_path) as (second_url, second),
+        clients(first_url, second_url, service.url) as calls,
+    ):
+        calls.until_answered(20)
+        first.kill()
+        first.wait()
+        calls.until_answered(20)
+        second.terminate()
+        second.wait()
+        calls.until_answered(20)
+        for url in (first_url, second_url):
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(url)
+    assert not calls.failures, calls.failures[:3]
+    assert calls.retried

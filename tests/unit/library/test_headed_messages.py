@@ -1,0 +1,84 @@
+"""Messages of unknown size: the receiver reads header and size before it provides memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld import BrokenWorldException, Cause, World, WorldManager
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+async def worlds() -> AsyncIterator[tuple[World, World]]:
+    async with WorldManager(secret="s") as one, WorldManager(secret="s") as other:
+        port = one.listen("127.0.0.1", 0)
+        joins = [
+            manager.initialize_world("w", rank, 2, "tcp", addr="127.0.0.1", port=port, timeout=WAIT_S)
+            for rank, manager in enumerate((one, other))
+        ]
+        first, second = await asyncio.gather(*joins)
+        yield first, second
+
+
+def accepting(tensor: Tensor, heard: list[tuple[bytes, int]]) -> Callable[[bytes, int], Tensor]:
+    def accept(header: bytes, size_bytes: int) -> Tensor:
+        heard.append((header.rstrip(b"\0"), size_bytes))
+        return tensor
+
+    return accept
+
+
+@pytest.mark.parametrize("count", [0, 1, 3_000_000])
+async def test_message_arrives_with_its_header_when_the_receiver_did_not_know_its_size(
+    worlds: tuple[World, World], count: int
+) -> None:
+    sent, received = torch.arange(count, dtype=torch.float32), torch.zeros(count)
+    heard: list[tuple[bytes, int]] = []
+    operations = [
+        worlds[0].start_send_message(b"header", sent, 1),
+        worlds[0].start_send_message(b"no payload", None, 1),
+    ]
+    async with asyncio.timeout(WAIT_S):
+        await worlds[1].recv_message(accepting(received, heard), 0)
+        await worlds[1].recv_message(accepting(torch.empty(0), heard), 0)
+        await asyncio.gather(*(operation.finish() for operation in operations))
+    assert heard == [(b"header", 4 * count), (b"no payload", 0)]
+    assert torch.equal(sent, received)
+
+
+async def test_world_breaks_when_the_receiver_does_not_accept_the_header(worlds: tuple[World, World]) -> None:
+    def accept(header: bytes, size_bytes: int) -> Tensor:
+        raise ValueError(f"{size_bytes} bytes are too many")
+
+    worlds[0].start_send_message(b"", torch.zeros(5), 1)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(BrokenWorldException, match="20 bytes are too many") as ending:
+            await worlds[1].recv_message(accept, 0)
+    assert (ending.value.cause, ending.value.rank) == (Cause.ERROR, 0)
+
+
+async def test_world_breaks_when_the_accepted_memory_has_another_size(worlds: tuple[World, World]) -> None:
+    worlds[0].start_send_message(b"", torch.zeros(5), 1)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(BrokenWorldException):
+            await worlds[1].recv_message(accepting(torch.empty(4), []), 0)
+
+
+async def test_world_breaks_when_a_message_with_a_header_meets_a_receive_of_a_tensor(
+    worlds: tuple[World, World],
+) -> None:
+    worlds[0].start_send_message(b"header", torch.zeros(5), 1)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(BrokenWorldException, match="it sent header where"):
+            await worlds[1].recv(torch.empty(5), 0)
+
+
+async def test_send_is_refused_when_the_message_cannot_be_sent(worlds: tuple[World, World]) -> None:
+    with pytest.raises(ValueError, match="49 bytes; expected at most 48"):
+        worlds[0].start_send_message(bytes(49), None, 1)
+    with pytest.raises(ValueError, match="move it to the CPU"):
+        worlds[0].start_send_message(b"", torch.empty(1, device="meta"), 1)

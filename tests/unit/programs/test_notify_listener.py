@@ -1,0 +1,118 @@
+"""The supervisor's record of its children's signs of life: who sent the last one, and how long ago."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.deploy.processes import notify
+from multiworld_serving.deploy.processes.notify import WATCHDOG_S, NotifyListener
+
+SEND = """
+import os, socket, sys
+sys.stdin.readline()
+name = os.environ["NOTIFY_SOCKET"]
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"WATCHDOG=1", chr(0) + name[1:])
+"""
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(notify, "time", made)
+    return made
+
+
+@pytest.fixture
+def sock() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        yield made
+
+
+def address(listener: NotifyListener) -> str:
+    return "\0" + listener.environment["NOTIFY_SOCKET"][1:]
+
+
+async def test_silence_is_counted_from_the_last_message(clock: Clock, sock: socket.socket) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        clock.now_s += 100
+        assert listener.silent_s(os.getpid()) == 0, "it never sent anything, so it may still be starting"
+        sock.sendto(b"READY=1", address(listener))
+        assert listener.silent_s(os.getpid()) == 0
+        clock.now_s += 3
+        assert listener.silent_s(os.getpid()) == 3
+        sock.sendto(b"WATCHDOG=1", address(listener))
+        assert listener.silent_s(os.getpid()) == 0
+        assert listener.silent_s(os.getppid()) == 0
+
+
+async def test_message_counts_as_received_when_this_process_was_blocked_meanwhile(
+    clock: Clock, sock: socket.socket
+) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        sock.sendto(b"READY=1", address(listener))
+        await asyncio.sleep(0)
+        for _ in range(10):
+            sock.sendto(b"WATCHDOG=1", address(listener))
+        clock.now_s += 60  # no turn of the event loop in between
+        assert listener.silent_s(os.getpid()) == 0
+
+
+async def test_child_is_forgotten_when_it_has_ended(clock: Clock, sock: socket.socket) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        sock.sendto(b"READY=1", address(listener))
+        listener.silent_s(os.getpid())
+        clock.now_s += 9
+        listener.forget(os.getpid())
+        listener.forget(os.getpid())
+        assert listener.silent_s(os.getpid()) == 0
+
+
+async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(clock: Clock) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        environment = {**os.environ, **listener.environment}
+        command = [sys.executable, "-I", "-S", "-c", SEND]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as child:  # noqa: ASYNC220 - it ends at once
+            child.communicate(b"\n")
+            heard = set(listener._heard_s)
+            listener.silent_s(0)
+            assert set(listener._heard_s) - heard == {child.pid}
+        clock.now_s += 2
+        assert listener.silent_s(child.pid) == 2
+        assert listener.silent_s(os.getpid()) == 0
+
+
+async def test_event_loop_of_a_child_beats_as_often_as_the_listener_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        for name, value in listener.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+        assert int(listener.environment["WATCHDOG_USEC"]) == WATCHDOG_S * 1e6
+        async with notify_systemd(), asyncio.timeout(30):
+            await asyncio.sleep(0)
+            assert os.getpid() in listener._heard_s or listener.silent_s(os.getpid()) < WATCHDOG_S
+            listener.forget(os.getpid())
+            while os.getpid() not in listener._heard_s:  # noqa: ASYNC110 - the next beat
+                await asyncio.sleep(0.01)
+
+
+async def test_nothing_is_left_of_the_listener_when_its_block_ends(sock: socket.socket) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        where = address(listener)
+    with pytest.raises(ConnectionRefusedError):
+        sock.sendto(b"READY=1", where)

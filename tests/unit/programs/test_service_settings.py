@@ -1,0 +1,181 @@
+"""The settings that a service passes on to its processes, in files of TOML."""
+
+import contextlib
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from multiworld_serving.cli.options import PROGRAMS
+from multiworld_serving.common.config import Settings, SettingsError, load
+from multiworld_serving.deploy.processes.service import _Service, _toml
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.workers.settings import WorkerSettings
+
+PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
+OTHERS: dict[str, Any] = {
+    "advertise_host": "10.0.0.1:9001",
+    "bind_host": "127.0.0.1",
+    "device": "cuda:1",
+    "leader": "10.0.0.1:8001,10.0.0.2:8001",
+    "leader_name": "left",
+    "name": "right",
+    "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
+    "heartbeat_interval_s": 0.30000000000000004,
+    "heartbeat_timeout_s": 1e2,
+    "labels": 'a "quoted"\\path\n',
+    "hedge_floor_s": 1e-07,
+    "token": None,  # with token_file, only one of them may be given
+    "api_keys": None,
+    "admin_keys": None,
+}
+
+
+def another(cls: type[Settings], name: str) -> Any:
+    """A valid value that is not the default."""
+    field = cls.model_fields[name]
+    if name in OTHERS:
+        return OTHERS[name]
+    kinds = str(field.annotation)
+    if "Literal" in kinds:
+        return next(value for value in field.annotation.__args__ if value not in (field.default, "none"))  # type: ignore[union-attr]
+    if "Path" in kinds:
+        return Path('/a folder/ü/"file"')
+    if "SecretStr" in kinds:
+        return SecretStr('se"cret\\')
+    if "bool" in kinds:
+        return not field.default
+    if "int" in kinds:
+        return (field.default or 7) + 1
+    return "text" if "str" in kinds else field.default * 0.5
+
+
+@pytest.mark.parametrize("cls", PROGRAMS, ids=lambda cls: cls.section)
+def test_every_setting_of_every_program_survives_its_file(cls: type[Settings], tmp_path: Path) -> None:
+    values = {name: another(cls, name) for name in cls.model_fields}
+    expected = cls(**values)
+    file = tmp_path / "settings.toml"
+    file.write_text(_toml(cls.section, {name: getattr(expected, name) for name in cls.model_fields}), encoding="utf-8")
+    assert tomllib.loads(file.read_text(encoding="utf-8")).keys() == {cls.section}
+    found = load(cls, {}, config_file=file, programs=PROGRAMS)
+    assert {name: getattr(found, name) for name in cls.model_fields} == {
+        name: getattr(expected, name) for name in cls.model_fields
+    }
+    assert all(found.origin(name) == f"file {file}" for name, value in values.items() if value is not None)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_text_survives_its_file(text: str) -> None:
+    assert tomllib.loads(_toml("serve", {"token": SecretStr(text)})) == {"serve": {"token": text}}
+
+
+@pytest.mark.parametrize("value", [1e-07, 1e16, 0.1 + 0.2, 1.0, True, False, 2**31])
+def test_every_number_survives_its_file(value: object) -> None:
+    found = tomllib.loads(_toml("serve", {"it": value}))["serve"]["it"]
+    assert (type(found), found) == (type(value), value)
+
+
+@contextlib.contextmanager
+def service(settings: ServeSettings) -> Iterator[_Service]:
+    with contextlib.ExitStack() as stack:
+        made = _Service(settings.replace("local_token", SecretStr("of-the-service"), "generated"), stack)
+        yield made
+
+
+def passed_on(made: _Service, cls: type[Settings], **changes: object) -> Any:
+    """The settings that a program of this service gets."""
+    return load(cls, {}, config_file=Path(made._settings_file(cls, **changes)), programs=PROGRAMS).with_token()
+
+
+@pytest.mark.parametrize("cls", [LeaderSettings, FrontendSettings])
+def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
+    given = ServeSettings(**PORTS, queue_limit=17, join_timeout_s=3.5, log_format="json", model="resnet18", top_k=2)
+    changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {"metrics_port": None}
+    with service(given) as made:
+        found = passed_on(made, cls, **changes)
+    own = {"local_token", "name", *changes}
+    for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
+        assert getattr(found, name) == getattr(given, name), name
+    assert found.secret == b"of-the-service"
+
+
+def test_leader_accepts_the_token_of_the_operator_and_that_of_the_service() -> None:
+    with service(ServeSettings(**PORTS, token=SecretStr("of-the-operator"))) as made:
+        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
+    assert set(leader.accepted_secrets) == {b"of-the-operator", b"of-the-service"}
+    assert frontend.admin_tokens == (b"of-the-operator",)
+
+
+def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("former\n")
+    settings = load(ServeSettings, {**PORTS, "token_file": str(file), "external_workers": True}).with_token()
+    with service(settings) as made:
+        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
+        assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}
+        for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
+            file.write_text(content)
+            assert leader.accepted_secrets == (*tokens, b"of-the-service")
+            assert frontend.admin_tokens == tokens
+        assert frontend.secret == b"of-the-service", "a change of the file cannot lock our own processes out"
+
+
+@pytest.mark.parametrize("content", ["", "two words", "\n".join("abcdefghi")])
+def test_token_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(content)
+    settings = LeaderSettings(token_file=file, local_token=SecretStr("of-the-service"))
+    with pytest.raises(SettingsError, match="token"):
+        settings.accepted_secrets  # noqa: B018 - it is a property
+
+
+def test_operators_need_no_token_when_the_service_made_it_up() -> None:
+    with service(ServeSettings(**PORTS)) as made:
+        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
+    assert leader.accepted_secrets == (b"of-the-service",)
+    assert frontend.admin_tokens == ()
+
+
+def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
+    with service(ServeSettings(**PORTS)) as made:
+        path = Path(made._settings_file(LeaderSettings))
+        assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
+        assert path.stat().st_nlink == 0, "it has no name in any folder"
+        assert 'local_token = "of-the-service"' in path.read_text()
+        folder = path.parent.stat()
+        assert (folder.st_uid, folder.st_mode & 0o077) == (os.getuid(), 0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("cls", "required"),
+    [(LeaderSettings, {}), (FrontendSettings, {"leader": "127.0.0.1:1"}), (WorkerSettings, {"leader": "h:1"})],
+)
+def test_program_reads_its_own_table_and_what_is_for_all(
+    cls: type[Settings], required: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "multiworld.toml"
+    file.write_text(
+        'log_level = "error"\n[serve]\nlog_level = "debug"\nleaders = 2\n'
+        "[leader]\njoin_timeout_s = 31\nqueue_limit = 5\n[frontend]\njoin_timeout_s = 32\ntop_k = 3\n[worker]\njoin_timeout_s = 33\n"
+    )
+    found = load(cls, required, config_file=file, programs=PROGRAMS)
+    assert found.log_level == "error"
+    assert found.join_timeout_s == 31 + [LeaderSettings, FrontendSettings, WorkerSettings].index(cls)
+
+
+@pytest.mark.parametrize(("table", "name"), [("leader", "http_port"), ("frontend", "model"), ("frontend", "leaders")])
+def test_setting_of_another_program_is_refused_in_a_table(table: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "multiworld.toml"
+    file.write_text(f"[{table}]\n{name} = 1\n")
+    with pytest.raises(SettingsError, match=rf"unknown setting {name} in \[{table}\]"):
+        load(ServeSettings, {}, config_file=file, programs=PROGRAMS)

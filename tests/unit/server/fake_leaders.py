@@ -1,0 +1,175 @@
+"""Leaders for a frontend's pool: links without a network, which answer as a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.server.errors import DrainingError, NotReadyError
+from multiworld_serving.server.frontends.frames import Frame, FrameKind
+from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.messages import (
+    LeaderState,
+    prediction_fields,
+    prediction_payload,
+    rejection_fields,
+)
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import (
+    ModelVersion,
+    PipelineSnapshot,
+    Prediction,
+    ReplicaSnapshot,
+    StageSnapshot,
+)
+
+
+def leader_state(name: str, **changes: Any) -> LeaderState:
+    """The state of a leader that serves the configured version."""
+    version = ModelVersion(1, "v1")
+    stages = (StageSnapshot(0, ("stem",), (ReplicaSnapshot(0, "ready", "w", 1, "local-0"),)),)
+    snapshot = PipelineSnapshot("m", "v1", True, False, 1.0, 2, 3, stages)
+    return replace(LeaderState(name, "here", 1, version, None, 0, True, None, snapshot), **changes)
+
+
+def prediction(version: str = "v1", number: int = 1) -> Prediction:
+    return Prediction(torch.tensor([0.25, 0.75]), "m", version, 0.1, 0.2, 0.3, 1, ("w",), 1, number)
+
+
+class FakeLeader(LeaderLink):
+    """Answers each request with the next of its `answers`, and with a prediction when there are none left.
+
+    Attributes:
+        answers: of predictions and checks: an exception to raise, or an event to wait for before answering.
+        got: the requests, in order.
+        loaded: weights and revision of each operation that loaded a version.
+        refuses: what the operations raise, by weights.
+        cancelled: how many requests were withdrawn.
+        joins_again: whether it is connected again at once when its link has ended.
+    """
+
+    def __init__(self, pool: LeaderPool, number: int) -> None:
+        none = cast(Any, None)
+        super().__init__(Address("10.0.0.1", 8000 + number), none, none, pool)
+        self.name = f"leader-{number}"
+        self.pool = pool
+        self.answers: list[BaseException | asyncio.Event] = []
+        self.got: list[tuple[FrameKind, Mapping[str, Any], bytes]] = []
+        self.loaded: list[tuple[str | None, int]] = []
+        self.operations: list[str] = []
+        self.refuses: dict[str | None, Exception] = {}
+        self.proceed: asyncio.Event | None = None
+        self.load = 0
+        self.cancelled = 0
+        self.joins_again = False
+
+    @property
+    def pending(self) -> int:
+        return self.load
+
+    def tells(self, **changes: Any) -> None:
+        """A STATE frame arrives."""
+        self.state = replace(self.state or leader_state(self.name or ""), **changes)
+        self.was_ready |= self.state.ready
+        self.pool.on_state(self)
+
+    def tells_draining(self) -> None:
+        assert self.state is not None
+        rejection = rejection_fields(DrainingError("stopping"))
+        self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, draining=True, ready=False))
+
+    def tells_unloaded(self) -> None:
+        assert self.state is not None
+        rejection = rejection_fields(NotReadyError("the model is unloaded; an administrator must load it first"))
+        self.tells(ready=False, rejection=rejection, snapshot=replace(self.state.snapshot, unloaded=True, ready=False))
+
+    def is_lost(self) -> None:
+        self._on_lost("lost", failed=True)
+
+    async def request(
+        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+    ) -> Frame:
+        self.got.append((kind, fields, bytes(payload)))
+        answer = self.answers.pop(0) if self.answers else None
+        try:
+            await asyncio.sleep(0)
+            if isinstance(answer, LeaderLostError):
+                self._on_lost(str(answer), failed=answer.failed)
+                if self.joins_again:
+                    self.tells()
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer is not None:
+                async with asyncio.timeout(timeout_s):
+                    await answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if kind is FrameKind.CHECK:
+            return Frame(FrameKind.ADMITTED, 1, {}, memoryview(b""))
+        assert self.state is not None
+        found = prediction(self.state.version.name, self.state.version.number)
+        probabilities = memoryview(bytearray(prediction_payload(found)))
+        return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), probabilities)
+
+    async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
+        self.operations.append(operation)
+        if self.proceed is not None:
+            await self.proceed.wait()
+        await asyncio.sleep(0)
+        if operation == "load_version":
+            weights, revision = fields["weights"], fields["revision"]
+            self.loaded.append((weights, revision))
+            if weights in self.refuses:
+                raise self.refuses[weights]
+            # A recent version keeps its number when it is loaded again.
+            name = weights or "v1"
+            version = ModelVersion(int(name[1:]), name)
+            self.tells(version=version)  # at the switch, before the operation has ended
+            assert self.state is not None
+            self.tells(weights=weights, revision=max(self.state.revision, revision))
+            yield {"version": list(version)}
+        elif operation in self.refuses:
+            raise self.refuses[operation]
+        else:
+            yield {}
+
+    def sent(self, kind: FrameKind = FrameKind.PREDICT) -> int:
+        """How many requests of this kind came."""
+        return sum(each == kind for each, _, _ in self.got)
+
+
+class Pool:
+    """A pool of fake leaders that serve, and its metrics."""
+
+    def __init__(self, leaders: int, grace_s: float) -> None:
+        self.metrics = Metrics()
+        self.seen: list[PipelineSnapshot] = []
+        self.pool = LeaderPool(grace_s, self.metrics, self.seen.append)
+        self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]
+        self.pool.links.extend(self.leaders)
+
+    def resubmitted(self, reason: str) -> float:
+        name = "multiworld_requests_resubmitted_total"
+        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+@contextmanager
+def pool_of(leaders: int = 2, *, grace_s: float = 5.0, connected: bool = True) -> Iterator[Pool]:
+    """A pool of fake leaders. Its tasks are cancelled at the end."""
+    made = Pool(leaders, grace_s)
+    if connected:
+        for leader in made.leaders:
+            leader.tells()
+    try:
+        yield made
+    finally:
+        for task in made.pool._agreement._updates.values():
+            task.cancel()

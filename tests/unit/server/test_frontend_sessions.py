@@ -1,0 +1,556 @@
+"""Frontends of a leader, over real worlds: the links of one side meet the sessions of the other; only the pipeline is fake."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from pydantic import SecretStr
+from torch import Tensor
+
+from multiworld import AskError, WorldManager, ask
+from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.wire import FrontendJoinRequest
+from multiworld_serving.models import ModelError
+from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected, StageError
+from multiworld_serving.server.frontends import leader_link
+from multiworld_serving.server.frontends.frames import FrameKind
+from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.scrape import ServiceMetrics
+from multiworld_serving.server.frontends.sessions import RELEASE, FrontendSessions
+from multiworld_serving.server.inflight import InflightTracker
+from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.main import _answerer
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.rollout import VersionFailedError
+from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
+from multiworld_serving.server.replicas.rolling_restart import RestartFailedError, RestartStep
+from multiworld_serving.server.settings import FrontendSettings
+
+SECRET = "a-secret-of-this-test"
+MODEL = ServedModel("m", "v1", ("a", "b", "c"), 18, 16)
+IMAGE = torch.arange(3 * 16 * 16, dtype=torch.int32).to(torch.uint8).view(3, 16, 16)
+STEPS = [
+    RestartStep("local-0", "s0.r0", "restarting", 1, 1),
+    RestartStep("local-0", "s0.r0", "restarted", 1, 1, 0.5, 1.5),
+]
+
+
+class FakeLeader:
+    """The pipeline: says how bright the channels of an image are. Can be told to fail, or to wait."""
+
+    def __init__(self) -> None:
+        self.manager = WorldManager(secret=SECRET, verify_collectives=False)
+        self.inflight = InflightTracker()
+        self.version, self.weights, self.revision = ModelVersion(1, "v1"), None, 0
+        self.ready = True
+        self.failure: Exception | None = None
+        self.rejects_with: RequestRejected | None = None
+        self.closed_by: RequestRejected | None = None
+        self.proceed: asyncio.Event | None = None
+        self.got: list[tuple[float, str]] = []
+        self.ahead: list[int] = []
+        self.cancelled = 0
+
+    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        self.got.append((deadline_s - time.monotonic(), request_id))
+        try:
+            if self.proceed is not None:
+                await self.proceed.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.failure is not None:
+            raise self.failure
+        return Prediction(image.float().mean(dim=(1, 2)), "m", "v1", 0.1, 0.2, 0.3, 1, ("w",))
+
+    def rejection(self, deadline_s: float, ahead: int) -> RequestRejected | None:
+        self.ahead.append(ahead)
+        return self.rejects_with
+
+    def closed_error(self) -> RequestRejected | None:
+        return self.closed_by
+
+    def snapshot(self) -> PipelineSnapshot:
+        return PipelineSnapshot("m", "v1", self.ready, self.closed_by is not None, 1.0, 0, len(self.got), ())
+
+    async def load_version(self, weights: str | None, revision: int) -> ModelVersion:
+        if self.failure is not None:
+            raise self.failure
+        self.revision = revision
+        self.version, self.weights = ModelVersion(2, weights or "v1"), weights  # type: ignore[assignment]
+        await self.inflight.sync_state()
+        return self.version
+
+    async def unload(self, revision: int) -> None:
+        self.revision = revision
+        await self.inflight.wait_idle()
+
+    async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
+        for step in STEPS:
+            yield step
+            if self.failure is not None:
+                raise self.failure
+            if self.proceed is not None:
+                await self.proceed.wait()
+
+    async def offer_worker(self, question: str, host: str) -> bytes:
+        raise AskError("no worker is wanted")
+
+
+class Service:
+    """A leader and its frontends, each with a pool, in one process."""
+
+    def __init__(self) -> None:
+        self.leader = FakeLeader()
+        self.metrics = Metrics()
+        self.port = self.leader.manager.listen("127.0.0.1", 0)
+        leader = cast(Leader, self.leader)
+        self.sessions = FrontendSessions(
+            "leader-0", MODEL, leader, self.metrics, self.leader.manager, ("127.0.0.1", self.port)
+        )
+        self.leader.inflight.remote = self.sessions
+        self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))
+        self.links: dict[str, LeaderLink] = {}
+        self._running: list[tuple[asyncio.Task[None], WorldManager]] = []
+
+    def settings(self, name: str = "frontend-0", secret: str = SECRET, leaders: str = "") -> FrontendSettings:
+        leader = leaders or f"127.0.0.1:{self.port}"
+        return FrontendSettings(leader=leader, name=name, token=SecretStr(secret), join_timeout_s=10)
+
+    async def frontend(self, name: str = "frontend-0") -> LeaderPool:
+        """Start a frontend and wait until it is connected."""
+        settings = self.settings(name)
+        pool = LeaderPool(5.0, Metrics(), lambda _: None)
+        manager = WorldManager(secret=SECRET, verify_collectives=False)
+        link = self.links[name] = LeaderLink(Address("127.0.0.1", self.port), settings, manager, pool)
+        pool.links.append(link)
+        self._running.append((asyncio.create_task(link.run()), manager))
+        await until(lambda: link.state is not None)
+        return pool
+
+    async def stop_frontend(self, number: int = 0) -> None:
+        task, manager = self._running.pop(number)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await manager.aclose()
+
+    async def close(self) -> None:
+        while self._running:
+            await self.stop_frontend()
+        await self.sessions.close()
+        await self.leader.manager.aclose()
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Service]:
+    service = Service()
+    try:
+        async with asyncio.timeout(60):
+            yield service
+    finally:
+        await service.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.002)
+
+
+async def predict(pool: LeaderPool, timeout_s: float = 30.0) -> Prediction:
+    return await pool.predict(IMAGE, deadline_s=time.monotonic() + timeout_s, request_id="mine")
+
+
+# -- joining -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_frontend_knows_the_model_and_the_state_when_it_has_joined() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        assert pool.model.result() == MODEL
+        assert pool.ready
+        assert pool.version == (1, "v1")
+        service.leader.ready = False
+        service.sessions.state_changed()
+        await until(lambda: not pool.ready)
+        [seen] = pool.snapshot().leaders
+        assert (seen.name, seen.state) == ("leader-0", "not_ready")
+
+
+async def test_leader_knows_the_load_of_its_frontends() -> None:
+    async with running() as service:
+        first, _ = await service.frontend("b"), await service.frontend("a")
+        service.links["b"].send_load(7, 3)
+        await until(lambda: any(each.connections == 7 for each in service.sessions.state().snapshot.frontends))
+        service.sessions.state_changed()
+        await until(lambda: any(each.connections == 7 for each in first.snapshot().frontends))
+        found = first.snapshot().frontends
+        assert [(each.name, each.connections, each.requests_in_flight) for each in found] == [("a", 0, 0), ("b", 7, 3)]
+        assert service.metrics.registry.get_sample_value("multiworld_frontends") == 2
+        await service.stop_frontend(0)
+        await until(lambda: service.metrics.registry.get_sample_value("multiworld_frontends") == 1)
+        await until(lambda: [each.name for each in service.sessions.state().snapshot.frontends] == ["a"])
+
+
+async def test_frontend_of_another_release_is_told_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as service:
+        question = FrontendJoinRequest("frontend-0", "here", 1, "0.0.1").to_json()
+        with pytest.raises(AskError, match=rf"leader has release {RELEASE} and the frontend 0\.0\.1: .*upgrade"):
+            await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(leader_link, "RELEASE", "0.0.1")
+            joining = asyncio.create_task(service.frontend())
+            await until(lambda: "and the frontend 0.0.1" in caplog.text)
+        await joining  # after its upgrade
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        '{"frontend": 1}',
+        '{"frontend": "two words", "host": "h", "pid": 1, "release": "1"}',
+        '"frontend"',
+        "[" * 10_000 + '"frontend"',
+        '{"frontend": "a", "host": "h", "pid": 1, "release": "1", "more": 1}',
+    ],
+)
+async def test_invalid_join_request_is_answered_with_an_error(question: str) -> None:
+    async with running() as service:
+        with pytest.raises(AskError):
+            await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
+        assert (await service.frontend()).ready
+
+
+async def test_frontend_ends_when_its_only_leader_does_not_take_its_token() -> None:
+    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
+        settings = service.settings(secret="another")
+        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
+        with pytest.raises(UserError, match="rejects this frontend's token"):
+            await link.run()
+
+
+async def test_frontend_of_several_leaders_goes_on_when_one_does_not_take_its_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as service, WorldManager(secret="another", verify_collectives=False) as manager:
+        settings = service.settings(secret="another", leaders=f"127.0.0.1:{service.port},127.0.0.1:1")
+        link = LeaderLink(settings.leaders[0], settings, manager, LeaderPool(1.0, Metrics(), lambda _: None))
+        task = asyncio.create_task(link.run())
+        await until(lambda: "rejects this frontend's token" in caplog.text)
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_frontend_with_the_same_name_replaces_the_former() -> None:
+    async with running() as service:
+        former = await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        waiting = asyncio.create_task(
+            service.links["frontend-0"].request(FrameKind.PREDICT, FIELDS, PIXELS, timeout_s=30)
+        )
+        await until(lambda: service.leader.got)
+        [session] = service.sessions._sessions
+        # The former one would join again and again: it is as good as dead.
+        former_task, _ = service._running[0]
+        link = service.links["frontend-0"]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(link, "_ask", asyncio.Event().wait)
+            await service.frontend()
+            with pytest.raises(LeaderLostError, match="same name"):
+                await waiting
+            await until(lambda: session not in service.sessions._sessions)
+            assert len(service.sessions._sessions) == 1
+            assert service.leader.cancelled == 1
+            assert not former.ready
+            assert not former_task.done()
+            former_task.cancel()
+
+
+async def test_frontend_joins_again_when_its_link_breaks() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        for _ in range(3):
+            [session] = service.sessions._sessions
+            session.link.fail("of this test")
+            await until(lambda former=session: service.sessions._sessions - {former} and pool.ready)  # type: ignore[misc]
+            assert (await predict(pool)).attempts == 1
+        assert len(service.leader.manager.worlds) <= 2, "worlds that ended are removed"
+
+
+async def test_frontend_of_another_model_is_disconnected() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.sessions.model = replace(MODEL, name="other")
+        [session] = service.sessions._sessions
+        session.link.fail("of this test")
+        await until(lambda: not service.sessions._sessions)
+        await asyncio.sleep(0.2)
+        assert not pool.ready
+        service.sessions.model = MODEL
+        await until(lambda: pool.ready)
+
+
+# -- requests ------------------------------------------------------------------------------------------------------------------
+
+FIELDS = {"request_id": "mine", "span": None, "timeout_s": 30.0}
+PIXELS = IMAGE.numpy().tobytes()
+
+
+async def test_prediction_is_that_of_the_leader() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        found = await asyncio.gather(*(predict(pool) for _ in range(50)))
+        for each in found:
+            assert torch.equal(each.probabilities, IMAGE.float().mean(dim=(1, 2)))
+        assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
+        assert {request_id for _, request_id in service.leader.got} == {"mine"}
+        assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)
+        assert service.leader.inflight._local == 0
+
+
+async def test_rejections_are_those_of_the_leader() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.failure = OverloadedError("full", retry_after_s=1.5)
+        with pytest.raises(OverloadedError, match="full") as caught:
+            await predict(pool)
+        assert caught.value.retry_after_s == 1.5
+        service.leader.failure = StageError("the stage failed")
+        with pytest.raises(StageError, match="the stage failed"):
+            await predict(pool)
+        service.leader.failure = None
+        assert (await predict(pool)).attempts == 1
+
+
+async def test_defect_of_the_leader_is_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.failure = AttributeError("a detail of ours")
+        with pytest.raises(RuntimeError, match="see its log"):
+            await predict(pool)
+        assert "a detail of ours" in caplog.text
+        service.leader.failure = None
+        await predict(pool)
+
+
+async def test_check_counts_what_all_frontends_prepare() -> None:
+    async with running() as service:
+        first, second = await service.frontend("a"), await service.frontend("b")
+        deadline_s = time.monotonic() + 30
+        first._check_until_s = second._check_until_s = deadline_s  # as after a rejection
+        await first.check(deadline_s=deadline_s, ahead=3)
+        await second.check(deadline_s=deadline_s, ahead=4)
+        assert service.leader.ahead == [3, 7]
+        service.leader.rejects_with = OverloadedError("full", retry_after_s=1)
+        with pytest.raises(OverloadedError, match="full"):
+            await first.check(deadline_s=deadline_s, ahead=1)
+
+
+async def test_leader_withdraws_a_request_when_the_client_has_gone() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        waiting = asyncio.create_task(predict(pool))
+        await until(lambda: service.leader.got)
+        waiting.cancel()
+        await until(lambda: service.leader.cancelled == 1)
+        [session] = service.sessions._sessions
+        await until(lambda: not session._tasks)
+        service.leader.proceed = None
+        await predict(pool)
+
+
+async def test_leader_withdraws_all_requests_when_the_frontend_is_lost() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        waiting = [asyncio.create_task(predict(pool)) for _ in range(3)]
+        await until(lambda: len(service.leader.got) == 3)
+        for task in waiting:
+            task.cancel()
+        await service.stop_frontend()
+        await until(lambda: service.leader.cancelled == 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "payload"),
+    [
+        (FrameKind.CHECK, {}, b""),
+        (FrameKind.CHECK, {"ahead": "many", "timeout_s": 1}, b""),
+        (FrameKind.LOAD, {"connections": 1}, b""),
+        (FrameKind.STATE, {}, b""),
+        (FrameKind.WELCOME, {}, b""),
+    ],
+)
+async def test_frontend_is_disconnected_when_its_frame_is_invalid(
+    kind: FrameKind, fields: dict[str, Any], payload: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        [session] = service.sessions._sessions
+        link = service.links["frontend-0"]._link
+        assert link is not None
+        link.send(kind, 1, fields, payload)
+        await until(lambda: session not in service.sessions._sessions)
+        await until(lambda: pool.ready)  # it has joined again
+        await predict(pool)
+
+
+async def test_image_of_another_size_is_an_error_of_that_request_alone() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        with pytest.raises(RuntimeError, match="see its log"):
+            await service.links["frontend-0"].request(FrameKind.PREDICT, FIELDS, b"short", timeout_s=30)
+        await predict(pool)
+
+
+async def test_number_in_use_ends_the_link() -> None:
+    async with running() as service:
+        await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        [session] = service.sessions._sessions
+        link = service.links["frontend-0"]._link
+        assert link is not None
+        for _ in range(2):
+            link.send(FrameKind.PREDICT, 77, FIELDS, PIXELS)
+        await until(lambda: session not in service.sessions._sessions)
+        assert service.leader.cancelled <= 1
+
+
+# -- draining ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        with pool.request():
+            await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
+            service.leader.closed_by = DrainingError("stopping")
+            draining = asyncio.create_task(service.leader.inflight.wait_idle())
+            await until(lambda: not any(link.usable for link in pool.links))
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            await predict(pool)
+        await draining
+
+
+async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        with pool.request():
+            await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
+            service.leader.closed_by = DrainingError("stopping")
+            draining = asyncio.create_task(service.leader.inflight.wait_idle())
+            await until(lambda: not any(link.usable for link in pool.links))
+            await service.stop_frontend()
+            await draining
+
+
+# -- operations ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_operations_are_performed_by_the_leader() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        other = await service.frontend("frontend-1")
+        assert await pool.load_version("v2") == (2, "v2")
+        assert pool.version == (2, "v2")
+        assert other.version == (2, "v2"), "every frontend knows it when the operation ends"
+        await until(lambda: service.links["frontend-1"].state.revision == 1)  # type: ignore[union-attr]
+        assert [step async for step in pool.restart_workers()] == STEPS
+        await pool.unload()
+
+
+@pytest.mark.parametrize(
+    "error", [ModelError("bad"), OperationInProgressError("bad"), VersionFailedError("bad"), RestartFailedError("bad")]
+)
+async def test_errors_of_operations_are_those_of_the_leader(error: Exception) -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.failure = error
+        with pytest.raises(type(error), match="bad"):
+            await pool.load_version("v2")
+        with pytest.raises(type(error), match="bad"):
+            [step async for step in pool.restart_workers()]
+
+
+async def test_unexpected_error_of_an_operation_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.failure = AttributeError("a defect")
+        with pytest.raises(RuntimeError, match="AttributeError: a defect"):
+            await pool.load_version("v2")
+        with pytest.raises(RuntimeError, match="unknown operation 'dance'"):
+            async for _ in service.links["frontend-0"].operate("dance"):
+                pass
+
+
+async def test_operation_is_cancelled_when_nobody_waits_for_it() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        steps = pool.restart_workers()
+        assert await anext(steps) == STEPS[0]
+        [session] = service.sessions._sessions
+        assert session._tasks
+        await steps.aclose()
+        await until(lambda: not session._tasks)
+
+
+async def test_operation_ends_when_the_leader_is_lost() -> None:
+    async with running() as service:
+        pool = await service.frontend()
+        service.leader.proceed = asyncio.Event()
+        steps = pool.restart_workers()
+        await anext(steps)
+        [session] = service.sessions._sessions
+        session.link.fail("of this test")
+        with pytest.raises(RequestRejected, match="was lost during rolling-restart"):
+            await anext(steps)
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------------------
+
+
+async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> None:
+    file = tmp_path / "supervisor"
+    file.write_text("# HELP restarts_total Restarts.\n# TYPE restarts_total counter\nrestarts_total 3\n")
+    async with running() as service:
+        pool, _ = await service.frontend("a"), await service.frontend("b")
+        text, content_type = await ServiceMetrics("a", Metrics(), pool, file).exposition()
+        assert content_type.startswith("text/plain")
+        lines = [line for line in text.splitlines() if line.startswith("multiworld_frontends{")]
+        assert sorted(lines) == [
+            'multiworld_frontends{process="a"} 0',
+            'multiworld_frontends{process="b"} 0',
+            'multiworld_frontends{process="leader-0"} 2',
+        ]
+        assert 'restarts_total{process="supervisor"} 3' in text
+
+
+async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multiworld_serving.server.frontends.sessions._SCRAPE_S", 0.05)
+    async with running() as service:
+        pool, other = await service.frontend("a"), await service.frontend("b")
+        service.links["b"]._link._on_frame = lambda frame: None  # type: ignore[union-attr]
+        assert other.ready
+        text, _ = await ServiceMetrics("a", Metrics(), pool, tmp_path / "missing").exposition()
+        assert 'process="leader-0"' in text
+        assert 'process="b"' not in text
+    text, _ = await ServiceMetrics("a", Metrics(), pool).exposition()
+    assert 'process="a"' in text
+    assert 'process="leader-0"' not in text

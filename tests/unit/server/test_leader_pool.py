@@ -1,0 +1,564 @@
+"""Which leader gets a request of a frontend, and what happens to the request when that leader rejects it or is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    DrainingError,
+    InvalidRequestError,
+    NoReplicaError,
+    NotReadyError,
+    OverloadedError,
+    PoisonError,
+    RequestRejected,
+)
+from multiworld_serving.server.frontends import leader_pool, version_agreement
+from multiworld_serving.server.frontends.frames import FrameKind
+from multiworld_serving.server.frontends.leader_link import LeaderLostError
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.pipeline.rollout import VersionFailedError
+from multiworld_serving.server.predictor import FrontendSnapshot, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
+from tests.unit.server.fake_leaders import leader_state, pool_of
+
+IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
+
+
+async def predict(pool: LeaderPool, *, timeout_s: float = 30.0) -> Prediction:
+    async with asyncio.timeout(60):
+        return await pool.predict(IMAGE, deadline_s=time.monotonic() + timeout_s, request_id="mine")
+
+
+async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
+    """Check as after a rejection: otherwise no leader is asked."""
+    pool._check_until_s = math.inf
+    async with asyncio.timeout(60):
+        await pool.check(deadline_s=time.monotonic() + timeout_s, ahead=3)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.001)
+
+
+def lost(*, failed: bool = True) -> LeaderLostError:
+    return LeaderLostError("it is gone", failed=failed)
+
+
+# -- choice --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
+    with pool_of(1) as made:
+        found = await predict(made.pool, timeout_s=30)
+        await check(made.pool)
+    assert torch.equal(found.probabilities, torch.tensor([0.25, 0.75]))
+    (kind, fields, payload), (other_kind, other_fields, _) = made.leaders[0].got
+    assert (kind, fields["request_id"], fields["span"], payload) == (
+        FrameKind.PREDICT,
+        "mine",
+        None,
+        IMAGE.numpy().tobytes(),
+    )
+    assert 29 < fields["timeout_s"] <= 30, "leader and frontend have different clocks"
+    assert (other_kind, other_fields["ahead"]) == (FrameKind.CHECK, 3)
+
+
+async def test_leader_with_the_fewest_requests_is_chosen() -> None:
+    with pool_of(3) as made:
+        for leader, load in zip(made.leaders, (5, 2, 4), strict=True):
+            leader.load = load
+        await predict(made.pool)
+    assert [leader.sent() for leader in made.leaders] == [0, 1, 0]
+
+
+async def test_leader_that_is_ready_is_chosen_before_one_with_fewer_requests() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].tells(ready=False)
+        made.leaders[1].load = 100
+        await predict(made.pool)
+        assert [leader.sent() for leader in made.leaders] == [0, 1]
+        made.leaders[1].tells(ready=False)
+        await predict(made.pool)
+        assert made.leaders[0].sent() == 1, "its requests wait there until a worker has joined"
+
+
+async def test_leader_that_has_just_started_gets_nothing_until_it_is_ready() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        second.is_lost()
+        second.tells(ready=False)
+        first.is_lost()
+        waiting = asyncio.create_task(predict(made.pool))
+        await asyncio.sleep(0.02)
+        assert not second.got
+        second.tells(ready=True)
+        await waiting
+        assert second.sent() == 1
+
+
+async def test_leader_of_an_earlier_version_gets_nothing() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
+        first.load = 100
+        for _ in range(3):
+            assert (await predict(made.pool)).version == "v2"
+        assert (first.sent(), second.sent()) == (3, 0)
+        assert made.pool.version == (2, "v2")
+
+
+# -- a leader is lost ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failed", [True, False])
+async def test_request_goes_to_another_leader_when_its_leader_is_lost(failed: bool) -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.answers = [lost(failed=failed)]
+        second.load = 1
+        found = await predict(made.pool)
+    assert (first.sent(), second.sent()) == (1, 1)
+    assert found.attempts == 2
+    assert made.resubmitted("failed" if failed else "left") == 1
+    assert made.resubmitted("left" if failed else "failed") == 0
+    assert first.got[0][2] == second.got[0][2]
+
+
+async def test_request_is_poison_when_two_leaders_failed_with_it() -> None:
+    with pool_of(3) as made:
+        for leader in made.leaders:
+            leader.answers = [lost()]
+        with pytest.raises(PoisonError, match="2 leaders failed"):
+            await predict(made.pool)
+        assert sum(leader.sent() for leader in made.leaders) == 2
+        assert made.leaders[2].sent() == 0, "two failures are enough"
+
+
+async def test_request_is_not_poison_when_leaders_left_or_it_had_no_image() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].joins_again, made.leaders[1].load = True, 9
+        made.leaders[0].answers = [lost(failed=False)] * 5
+        assert (await predict(made.pool)).attempts == 6
+        made.leaders[0].answers = [lost()] * 5
+        await check(made.pool)
+        assert made.leaders[0].sent(FrameKind.CHECK) == 6
+
+
+async def test_request_waits_for_a_leader_and_is_answered_when_one_starts() -> None:
+    with pool_of(1) as made:
+        [leader] = made.leaders
+        leader.is_lost()
+        waiting = asyncio.gather(*(predict(made.pool) for _ in range(5)), check(made.pool))
+        await asyncio.sleep(0.02)
+        assert not leader.got
+        leader.tells()
+        await waiting
+        assert (leader.sent(), leader.sent(FrameKind.CHECK)) == (5, 1)
+
+
+async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() -> None:
+    with pool_of(2, grace_s=0.1, connected=False) as made:
+        began_s = time.monotonic()
+        with pytest.raises(NotReadyError, match=r"no leader has been reachable for 0\.1 s") as caught:
+            await predict(made.pool)
+        assert 0.1 <= time.monotonic() - began_s < 5
+        assert caught.value.retry_after_s == 1
+        with pytest.raises(NotReadyError):
+            await check(made.pool)
+
+
+async def test_grace_time_is_not_prolonged_when_leaders_change_all_the_time() -> None:
+    with pool_of(1, grace_s=0.1) as made:
+        [leader] = made.leaders
+        leader.is_lost()
+        rejected = asyncio.create_task(predict(made.pool))
+        async with asyncio.timeout(10):
+            while not rejected.done():
+                leader._on_lost("again", failed=True)
+                await asyncio.sleep(0.01)
+        with pytest.raises(NotReadyError):
+            await rejected
+
+
+async def test_deadline_passes_while_the_request_waits_for_a_leader() -> None:
+    late = pytest.raises(DeadlineError, match="no leader was reachable before the deadline")
+    with pool_of(1, grace_s=60, connected=False) as made, late:
+        await predict(made.pool, timeout_s=0.05)
+
+
+async def test_deadline_passes_while_the_leader_does_not_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_pool, "_DEADLINE_GRACE_S", 0.02)
+    with pool_of(2) as made:
+        made.leaders[0].answers = [asyncio.Event()]
+        with pytest.raises(DeadlineError, match="did not reply before the deadline"):
+            await predict(made.pool, timeout_s=0.05)
+        assert made.leaders[1].got == [], "it would be too late there too"
+
+
+async def test_request_is_withdrawn_when_its_client_goes_away() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].answers = [asyncio.Event()]
+        waiting = asyncio.create_task(predict(made.pool))
+        await until(lambda: made.leaders[0].got)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert made.leaders[0].cancelled == 1
+        assert made.leaders[1].got == []
+
+
+# -- a leader rejects ----------------------------------------------------------------------------------------------------------
+
+ELSEWHERE = [OverloadedError("full", retry_after_s=0.5), NoReplicaError("none"), NotReadyError("not yet")]
+
+
+@pytest.mark.parametrize("rejection", ELSEWHERE, ids=lambda each: each.reason)
+async def test_one_other_leader_is_tried_when_the_first_has_no_room(rejection: RequestRejected) -> None:
+    with pool_of(3) as made:
+        made.leaders[0].answers = [rejection]
+        await predict(made.pool)
+        assert made.resubmitted(rejection.reason) == 1
+        for leader in made.leaders:
+            leader.answers, leader.got = [rejection], []
+        with pytest.raises(type(rejection)) as caught:
+            await predict(made.pool)
+    assert caught.value.retry_after_s == rejection.retry_after_s
+    assert sum(leader.sent() for leader in made.leaders) == 2, "overload is not amplified"
+
+
+async def test_rejection_is_the_answer_when_there_is_no_other_leader() -> None:
+    with pool_of(1) as made:
+        made.leaders[0].answers = [OverloadedError("full")]
+        with pytest.raises(OverloadedError):
+            await check(made.pool)
+        assert made.resubmitted("overloaded") == 0
+        assert made.leaders[0].sent(FrameKind.CHECK) == 1
+
+
+@pytest.mark.parametrize("rejection", [InvalidRequestError("wrong"), PoisonError("bad"), DeadlineError("late")])
+async def test_no_other_leader_is_tried_when_the_request_itself_is_the_reason(rejection: RequestRejected) -> None:
+    with pool_of(2) as made:
+        made.leaders[0].answers = [rejection]
+        with pytest.raises(type(rejection)):
+            await predict(made.pool)
+        assert made.leaders[1].got == []
+
+
+async def test_defect_of_the_leader_is_the_answer() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].answers = [RuntimeError("the leader failed on this request")]
+        with pytest.raises(RuntimeError, match="the leader failed"):
+            await predict(made.pool)
+
+
+# -- draining and unloaded -----------------------------------------------------------------------------------------------------
+
+
+async def test_request_goes_to_another_leader_when_its_leader_begins_to_drain() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.answers = [DrainingError("stopping")]
+        second.load = 1
+        waiting = asyncio.create_task(predict(made.pool))
+        await until(lambda: first.got)
+        await asyncio.sleep(0.01)
+        assert not second.got
+        first.tells_draining()
+        await waiting
+        assert (first.sent(), second.sent()) == (1, 1)
+        await predict(made.pool)
+        assert first.sent() == 1
+
+
+async def test_admitted_request_goes_to_the_leader_that_drains_when_there_is_no_other() -> None:
+    with pool_of(1, grace_s=0.05) as made:
+        [leader] = made.leaders
+        with made.pool.request():
+            await check(made.pool)
+            leader.tells_draining()
+            await predict(made.pool)
+        assert leader.sent() == 1
+        with pytest.raises(NotReadyError):
+            await check(made.pool)
+        assert leader.sent(FrameKind.CHECK) == 1, "a new request is not admitted there"
+
+
+async def test_request_ends_at_its_deadline_when_the_leader_drains_forever() -> None:
+    with pool_of(1) as made:
+        [leader] = made.leaders
+        leader.answers = [DrainingError("stopping") for _ in range(1000)]
+        with pytest.raises((DrainingError, DeadlineError)):
+            await predict(made.pool, timeout_s=0.05)
+        assert leader.sent() < 10
+
+
+async def test_leader_that_drains_is_idle_when_no_admitted_request_needs_it() -> None:
+    with pool_of(2) as made:
+        pool, (first, second) = made.pool, made.leaders
+        async with asyncio.timeout(10):
+            await pool.wait_idle()
+            with pool.request():
+                await check(pool)
+                await check(pool)  # of a second image: the request counts once
+                first.tells_draining()
+                await pool.wait_idle()  # the other leader takes it
+                second.tells_draining()
+                waiting = asyncio.create_task(pool.wait_idle())
+                await asyncio.sleep(0.01)
+                assert not waiting.done()
+            await waiting
+            assert pool._admitted == 0
+
+
+async def test_leader_that_drains_is_idle_when_another_leader_starts() -> None:
+    with pool_of(2) as made:
+        pool, (first, second) = made.pool, made.leaders
+        second.is_lost()
+        async with asyncio.timeout(10):
+            with pool.request():
+                await check(pool)
+                first.tells_draining()
+                waiting = asyncio.create_task(pool.wait_idle())
+                await asyncio.sleep(0.01)
+                assert not waiting.done()
+                second.tells(rejection=None)
+                await waiting
+
+
+async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> None:
+    with pool_of(2, grace_s=60) as made:
+        for leader in made.leaders:
+            leader.tells_unloaded()
+        with pytest.raises(NotReadyError, match="the model is unloaded"), made.pool.request():
+            raise AssertionError
+        for request in (predict, check):
+            with pytest.raises(NotReadyError, match="the model is unloaded"):
+                await request(made.pool)
+        assert not any(leader.got for leader in made.leaders)
+        assert not made.pool.ready
+        made.leaders[1].tells(rejection=None, ready=True)
+        with made.pool.request():
+            await predict(made.pool)
+
+
+async def test_requests_are_rejected_when_the_frontend_stops() -> None:
+    with pool_of(2) as made:
+        with made.pool.request():
+            assert made.pool.inflight.count == 1
+            made.pool.stopping = True
+            await predict(made.pool)  # those that had begun are answered
+        with pytest.raises(DrainingError, match="this frontend is stopping"), made.pool.request():
+            raise AssertionError
+        assert not made.pool.ready
+        assert made.pool.snapshot().draining
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------------
+
+
+async def test_snapshot_joins_what_all_leaders_know() -> None:
+    with pool_of(3) as made:
+        first, second, third = made.leaders
+        third.is_lost()
+        one, two = FrontendSnapshot("frontend-1", "here", 1), FrontendSnapshot("frontend-0", "here", 2)
+        state = leader_state("leader-0")
+        first.tells(ready=False, snapshot=replace(state.snapshot, model="other", ready=False, frontends=(one, two)))
+        second.tells(snapshot=replace(state.snapshot, frontends=(two,)))
+        found = made.pool.snapshot()
+    assert found.model == "m", "of the first leader that is ready"
+    assert found.ready
+    assert (found.queue_depth, found.requests_in_flight) == (4, 6)
+    assert [each.state for each in found.leaders] == ["not_ready", "ready", "unreachable"]
+    assert [each.address for each in found.leaders] == ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.1:8002"]
+    assert found.frontends == (two, one)
+    assert made.seen[-1].leaders == found.leaders
+
+
+async def test_snapshot_has_the_last_stages_without_workers_when_no_leader_is_connected() -> None:
+    with pool_of(1) as made:
+        before = made.pool.snapshot()
+        made.leaders[0].is_lost()
+        found = made.pool.snapshot()
+        assert not found.ready
+        assert found.redundancy == -1
+        assert [(stage.blocks, stage.ready_replicas) for stage in found.stages] == [(before.stages[0].blocks, 0)]
+        assert (found.model, found.version) == (before.model, before.version)
+        assert [each.state for each in found.leaders] == ["unreachable"]
+    with pool_of(1, connected=False) as made:
+        assert made.pool.snapshot().stages == ()
+        assert made.seen == []
+
+
+async def test_metrics_count_the_leaders_that_can_be_used() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].tells_draining()
+        values = [
+            made.metrics.registry.get_sample_value(name)
+            for name in ("multiworld_leaders", "multiworld_leaders_configured")
+        ]
+    assert values == [1, 2]
+
+
+async def test_leader_of_another_model_is_not_accepted() -> None:
+    with pool_of(2) as made:
+        first, second = made.leaders
+        model = ServedModel("m", "v1", ("a", "b"), 18, 16)
+        assert made.pool.accepts(model, first) is None
+        assert made.pool.accepts(replace(model, version="v2"), second) is None
+        for other in (replace(model, name="n"), replace(model, labels=("a",)), replace(model, crop_size=8)):
+            why = made.pool.accepts(other, second)
+            assert why is not None
+            assert "use one frontend for each model" in why
+        assert made.pool.model.result() == model
+
+
+# -- versions ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_version_is_loaded_on_every_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    with pool_of(2) as made:
+        assert await made.pool.load_version("v2") == (2, "v2")
+        assert made.pool.version == (2, "v2")
+        await until(lambda: not made.pool._agreement._updates)
+        assert [[weights for weights, _ in leader.loaded] for leader in made.leaders] == [["v2"], ["v2"]]
+
+
+async def test_former_version_is_in_service_again_when_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    with pool_of(2) as made:
+        await made.pool.load_version("v2")
+        assert await made.pool.load_version(None) == (1, "v1"), "its number is lower than that of the one before"
+        await asyncio.sleep(0.05)
+        assert made.pool.version == (1, "v1")
+        assert [leader.loaded[-1][0] for leader in made.leaders] == [None, None]
+        assert [len(leader.loaded) for leader in made.leaders] == [2, 2], "no leader is told to go back"
+
+
+@pytest.mark.parametrize("error", [VersionFailedError("no"), OperationInProgressError("busy")])
+async def test_all_leaders_serve_the_former_version_when_one_cannot_load_the_new_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_agreement, "_BUSY_S", 0.05)
+    monkeypatch.setattr(version_agreement, "_BUSY_PAUSE_S", 0.01)
+    with pool_of(2) as made:
+        first, second = made.leaders
+        await made.pool.load_version("v2")
+        second.refuses["v3"] = error
+        with pytest.raises(type(error)):
+            await made.pool.load_version("v3")
+        assert [weights for weights, _ in first.loaded] == ["v2", "v3", "v2"]
+        assert [leader.state.version.name for leader in made.leaders if leader.state] == ["v2", "v2"]
+        await asyncio.sleep(0.02)
+        assert made.pool.version.name == "v2"
+
+
+async def test_operation_is_refused_when_no_leader_is_connected() -> None:
+    with pool_of(1, connected=False) as made:
+        for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
+            with pytest.raises(NotReadyError, match="no leader is connected"):
+                await operation
+
+
+async def test_operation_says_that_the_leader_was_lost() -> None:
+    with pool_of(2) as made:
+        made.leaders[0].refuses = {"v2": lost(), "unload": lost(), "restart_workers": lost()}
+        for operation in (made.pool.load_version("v2"), made.pool.unload(), anext(made.pool.restart_workers())):
+            with pytest.raises(NotReadyError, match="leader-0 was lost during"):
+                await operation
+
+
+async def test_model_is_unloaded_on_every_leader_and_workers_are_restarted_by_one() -> None:
+    with pool_of(2) as made:
+        await made.pool.unload()
+        assert [step async for step in made.pool.restart_workers()] == []
+    assert [leader.operations for leader in made.leaders] == [["unload", "restart_workers"], ["unload"]]
+
+
+async def test_leader_that_starts_later_loads_the_latest_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    with pool_of(2) as made:
+        first, second = made.leaders
+        await made.pool.load_version("v2")
+        second.is_lost()
+        second.loaded.clear()
+        second.tells()
+        assert second.state is not None
+        await until(lambda: second.loaded)
+        assert second.loaded[0][0] == "v2"
+        await until(lambda: not made.pool._agreement._updates)
+        assert first.state is not None
+        assert second.state.version == first.state.version
+        second.load, first.load = 0, 9
+        await predict(made.pool)
+        assert second.sent() == 1
+
+
+async def test_only_leader_loads_the_latest_version_when_it_starts_again() -> None:
+    with pool_of(1) as made:
+        [leader] = made.leaders
+        await made.pool.load_version("v2")
+        leader.is_lost()
+        leader.loaded.clear()
+        leader.tells()
+        assert (await predict(made.pool)).version == "v2"
+        assert [weights for weights, _ in leader.loaded] == ["v2"]
+
+
+async def test_frontend_waits_without_a_busy_loop_when_another_one_has_the_version_loaded() -> None:
+    with pool_of(1) as made:
+        [leader] = made.leaders
+        await made.pool.load_version("v2")
+        leader.is_lost()
+        leader.loaded.clear()
+        leader.proceed = asyncio.Event()
+        loading = replace(leader_state("leader-0").snapshot, version_loading="v2")
+        notified = 0
+        notify = made.pool._notify_changed
+
+        def counting() -> None:
+            nonlocal notified
+            notified += 1
+            notify()
+
+        made.pool._notify_changed = counting  # type: ignore[method-assign]
+        leader.tells(snapshot=loading)
+        waiting = asyncio.create_task(predict(made.pool))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert notified < 5
+        assert not leader.loaded
+        leader.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1, snapshot=leader_state("x").snapshot)
+        assert (await waiting).version == "v2"
+
+
+async def test_leader_that_cannot_load_the_latest_version_is_told_again_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    monkeypatch.setattr(version_agreement, "_FAILED_PAUSE_S", 0.05)
+    with pool_of(2) as made:
+        _, second = made.leaders
+        await made.pool.load_version("v2")
+        second.is_lost()
+        second.loaded.clear()
+        second.refuses["v2"] = VersionFailedError("no memory")
+        second.tells()
+        await until(lambda: second.loaded)
+        assert len(second.loaded) == 1
+        await until(lambda: "does not serve version v2: no memory" in caplog.text)
+        second.refuses.clear()
+        await until(lambda: not made.pool._agreement._updates)
+        second.tells()  # a leader tells its state once a second
+        await until(lambda: second.state is not None and second.state.version.name == "v2")
