@@ -18,6 +18,13 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     parts: list[RenderableType] = [Text(_headline(snapshot)), _table(snapshot["stages"])]
     if spares := snapshot["spares"]:
         parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
+    if leaders := snapshot["leaders"]:
+        parts.append(
+            Text("leaders: " + ", ".join(f"{each['name'] or each['address']} ({each['state']})" for each in leaders))
+        )
+    if frontends := snapshot["frontends"]:
+        named = (f"{each['name']} ({each['connections']} connections)" for each in frontends)
+        parts.append(Text("frontends: " + ", ".join(named)))
     return Group(*parts)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 
 from torch import Tensor
@@ -149,6 +150,11 @@ class Leader:
     def snapshot(self) -> PipelineSnapshot:
         """See `Pipeline.snapshot`."""
         scheduler = self._driver.scheduler
+        totals = self._metrics.totals()  # None if the metrics fail
+        stages = tuple(
+            replace(stage, rerouted=totals.reroutes.get(stage.index, 0) if totals else 0)
+            for stage in self._registry.stages(self._in_flight)
+        )
         return PipelineSnapshot(
             model=self._model,
             version=self.version.name,
@@ -157,7 +163,7 @@ class Leader:
             uptime_s=time.monotonic() - self._started_s,
             queue_depth=scheduler.queue_depth,
             requests_in_flight=scheduler.open_requests,
-            stages=self._registry.stages(self._in_flight),
+            stages=stages,
             spares=self._registry.spares(),
             version_number=self.version.number,
             version_loading=self._rollout.loading,

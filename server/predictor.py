@@ -106,6 +106,8 @@ class StageSnapshot:
     blocks: tuple[str, ...]
     """The blocks of the model in this stage: "stem", "layer1.0", …"""
     replicas: tuple[ReplicaSnapshot, ...]
+    rerouted: int = 0
+    """Batches moved to another replica after a failure, at all leaders since they started."""
 
     @property
     def ready_replicas(self) -> int:
@@ -164,8 +166,9 @@ class PipelineSnapshot:
     """The version that workers are loading."""
     unloaded: bool = False
     """An administrator has unloaded the model."""
+    leader: str | None = None
+    """The leader whose view of the stages this is."""
     leaders: tuple[LeaderSnapshot, ...] = ()
-    """All leaders. The stages are those of the first one that is ready."""
     frontends: tuple[FrontendSnapshot, ...] = ()
 
     @property

@@ -98,7 +98,8 @@ class _Service:
             # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
             groups = [*self._workers(fork_server), self._leaders(fork_server), self._frontends(fork_server)]
             if settings.token_file or settings.api_keys_file or settings.admin_keys_file or settings.tls_cert_file:
-                loop.add_signal_handler(signal.SIGHUP, self._reload, groups[-2:])
+                # Leaders reload only join tokens; without a token file the signal would end them.
+                loop.add_signal_handler(signal.SIGHUP, self._reload, groups[-2:] if settings.token_file else groups[-1:])
             self._log_addresses()
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:

@@ -32,7 +32,7 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
-from multiworld_serving.server.frontends.messages import image_payload, parse_prediction, parse_rejection
+from multiworld_serving.server.frontends.messages import LeaderState, image_payload, parse_prediction, parse_rejection
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
@@ -91,6 +91,7 @@ class LeaderPool:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._last: PipelineSnapshot | None = None
+        self._source: LeaderLink | None = None
         self._agreement = VersionAgreement(self.links, self._notify_changed)
         self._check_until_s = 0.0
         self._was_ready = False
@@ -150,9 +151,9 @@ class LeaderPool:
         return not self.stopping and any(link.state is not None and link.state.ready for link in self.links)
 
     def snapshot(self) -> PipelineSnapshot:
-        """The pipeline as the first ready leader sees it, with all leaders and frontends."""
+        """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is ready."""
         states = [link.state for link in self.links if link.state is not None]
-        best = next((state for state in states if state.ready), states[0] if states else None)
+        best = self._source_state()
         leaders = tuple(link.snapshot() for link in self.links)
         if best is None:
             empty = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
@@ -171,8 +172,13 @@ class LeaderPool:
                 requests_in_flight=self.inflight.count,
             )
         frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
+        rerouted: dict[int, int] = {}
+        for state in states:
+            for stage in state.snapshot.stages:
+                rerouted[stage.index] = rerouted.get(stage.index, 0) + stage.rerouted
         self._last = replace(
             best.snapshot,
+            stages=tuple(replace(stage, rerouted=rerouted[stage.index]) for stage in best.snapshot.stages),
             ready=self.ready,
             draining=self.stopping or best.snapshot.draining,
             queue_depth=sum(state.snapshot.queue_depth for state in states),
@@ -181,6 +187,14 @@ class LeaderPool:
             frontends=tuple(frontends[name] for name in sorted(frontends)),
         )
         return self._last
+
+    def _source_state(self) -> LeaderState | None:
+        """The state whose stages `snapshot` shows."""
+        if self._source is None or self._source.state is None or not self._source.state.ready:
+            connected = [link for link in self.links if link.state is not None]
+            ready = (link for link in connected if link.state is not None and link.state.ready)
+            self._source = next(ready, connected[0] if connected else None)
+        return None if self._source is None else self._source.state
 
     # -- administration: on all leaders ----------------------------------------------------------------------------------------
 

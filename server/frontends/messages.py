@@ -110,7 +110,12 @@ def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
         **{
             **fields,
             "stages": tuple(
-                StageSnapshot(stage["index"], tuple(stage["blocks"]), tuple(map(_parse_replica, stage["replicas"])))
+                StageSnapshot(
+                    stage["index"],
+                    tuple(stage["blocks"]),
+                    tuple(map(_parse_replica, stage["replicas"])),
+                    stage["rerouted"],
+                )
                 for stage in fields["stages"]
             ),
             "spares": tuple(map(_parse_replica, fields["spares"])),

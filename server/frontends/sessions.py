@@ -129,7 +129,9 @@ class FrontendSessions:
         leader = self.leader
         closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
-        snapshot = replace(leader.snapshot(), frontends=tuple(sorted(frontends, key=lambda each: each.name)))
+        snapshot = replace(
+            leader.snapshot(), leader=self.name, frontends=tuple(sorted(frontends, key=lambda each: each.name))
+        )
         return LeaderState(
             leader=self.name,
             host=socket.gethostname(),

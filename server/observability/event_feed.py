@@ -22,7 +22,17 @@ from multiworld_serving.server.predictor import PipelineSnapshot, ReplicaSnapsho
 logger = logging.getLogger(__name__)
 
 EventType = Literal[
-    "joining", "serves", "rejoined", "takes_over", "draining", "broken", "left", "rerouted", "version_changed"
+    "joining",
+    "serves",
+    "rejoined",
+    "takes_over",
+    "draining",
+    "broken",
+    "left",
+    "rerouted",
+    "version_changed",
+    "leader_ready",
+    "leader_lost",
 ]
 
 _TICK_S = 1.0
@@ -110,6 +120,10 @@ class EventFeed:
         self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
         self._subscriptions: set[Subscription] = set()
         self._replicas: dict[tuple[int, int], ReplicaSnapshot] = {}
+        self._rerouted: dict[int, int] = {}
+        self._leaders: dict[str, bool] = {}
+        """Whether each leader was ready, by address."""
+        self._leader: str | None = None
         self._totals = metrics.totals()
         self._tick_s = time.monotonic()
         self._version: str | None = None
@@ -131,11 +145,14 @@ class EventFeed:
         if self._version not in (None, snapshot.version):
             self._emit("version_changed", None, detail=f"{self._version} to {snapshot.version}")
         self._version = snapshot.version
+        self._compare_leaders(snapshot)
+        comparable, self._leader = self._leader in (None, snapshot.leader), snapshot.leader
         for stage in snapshot.stages:
             for replica in stage.replicas:
                 before = self._replicas.get((stage.index, replica.slot))
                 self._replicas[stage.index, replica.slot] = replica
-                self._compare(stage.index, before, replica)
+                if comparable:  # another leader has other worlds with the same workers
+                    self._compare(stage.index, before, replica)
         if snapshot.draining:
             self._broadcast("status", asdict(snapshot))
             self._end_all()
@@ -177,14 +194,26 @@ class EventFeed:
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         totals, now_s = self._metrics.totals(), time.monotonic()
         point = _point(self._totals, totals, now_s - self._tick_s, self._metrics.take_durations())
-        for stage, reroutes in totals.reroutes.items():
-            if moved := reroutes - self._totals.reroutes.get(stage, 0):
-                self._emit("rerouted", stage, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
+        for stage in snapshot.stages:
+            moved = stage.rerouted - self._rerouted.get(stage.index, 0)
+            self._rerouted[stage.index] = stage.rerouted
+            if moved > 0:  # a leader that was restarted counts from 0
+                self._emit("rerouted", stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
         self._totals, self._tick_s = totals, now_s
         self._points.append(point)
         self._broadcast("status", asdict(snapshot))
         self._broadcast("points", [asdict(point)])
         self.observe(snapshot)
+
+    def _compare_leaders(self, snapshot: PipelineSnapshot) -> None:
+        for leader in snapshot.leaders:
+            ready = leader.state == "ready"
+            before = self._leaders.get(leader.address)
+            self._leaders[leader.address] = ready
+            if ready and before is not True:
+                self._emit("leader_ready", None, detail=leader.name or leader.address)
+            elif before and not ready:
+                self._emit("leader_lost", None, detail=f"{leader.name or leader.address} is {leader.state}")
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before is not None and (before.state, before.epoch, before.world) == (now.state, now.epoch, now.world):

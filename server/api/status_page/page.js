@@ -6,7 +6,7 @@ const MOST_EVENTS = 100;
 const WORDS = {
   joining: "joining", serves: "serves", rejoined: "rejoined and serves", takes_over: "takes over", draining: "draining",
   broken: "failed", left: "left", rerouted: "rerouted",
-  version_changed: "version changed",
+  version_changed: "version changed", leader_ready: "ready", leader_lost: "lost",
 };
 
 const $ = (id) => document.getElementById(id);
@@ -76,6 +76,11 @@ function say(state, text) {
   $("state").textContent = text;
 }
 
+function list(id, title, names) {
+  $(id).hidden = !names.length;
+  $(id).textContent = `${title}: ${names.join(", ")}`;
+}
+
 function showStatus(status) {
   const ready = status.stages.map((stage) => stage.replicas.filter((replica) => replica.state === "ready").length);
   const missing = status.stages.filter((_, at) => !ready[at]).map((stage) => stage.index);
@@ -89,8 +94,9 @@ function showStatus(status) {
   $("flight").textContent = status.requests_in_flight;
   $("redundancy").textContent = Math.min(...ready) - 1;
   $("pipeline").replaceChildren(...status.stages.map(column));
-  $("spares").hidden = !status.spares.length;
-  $("spares").textContent = "Spares: " + status.spares.map((spare) => `${spare.worker} (${spare.state})`).join(", ");
+  list("leaders", "Leaders", status.leaders.map((leader) => `${leader.name ?? leader.address} (${leader.state.replace("_", " ")})`));
+  list("frontends", "Frontends", status.frontends.map((frontend) => `${frontend.name} (${frontend.connections} connections)`));
+  list("spares", "Spares", status.spares.map((spare) => `${spare.worker} (${spare.state})`));
 }
 
 function draw(svg, lines, unit) {
@@ -126,7 +132,7 @@ function showEvent(happened) {
   lastEvent = happened.id;
   const at = new Date(happened.at_unix_s * 1000);
   const item = element("li", "", { class: happened.what, "data-what": happened.what });
-  const where = happened.stage === null ? "model" : happened.replica === null ? `stage ${happened.stage}` : `stage ${happened.stage} replica ${happened.replica}`;
+  const where = happened.stage === null ? happened.what.startsWith("leader") ? "leader" : "model" : happened.replica === null ? `stage ${happened.stage}` : `stage ${happened.stage} replica ${happened.replica}`;
   item.append(
     element("time", at.toLocaleTimeString(), { datetime: at.toISOString() }),
     `${where} `,
@@ -179,7 +185,7 @@ function follow() {
   source.addEventListener("points", (message) => showPoints(JSON.parse(message.data)));
   source.addEventListener("event", (message) => {
     const happened = JSON.parse(message.data);
-    if (happened.id < lastEvent) $("feed").replaceChildren(); // a new leader counts from 1 again
+    if (happened.id < lastEvent) $("feed").replaceChildren(); // another frontend counts for itself
     if (happened.id !== lastEvent) showEvent(happened);
   });
   source.addEventListener("error", () => {
