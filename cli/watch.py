@@ -27,6 +27,9 @@ _EVENT_LABELS = {
     "broken": ("broken", "red"),
     "left": ("left", ""),
     "rerouted": ("rerouted", "yellow"),
+    "version_changed": ("version changed", ""),
+    "leader_ready": ("ready", "green"),
+    "leader_lost": ("lost", "red"),
 }
 
 
@@ -126,7 +129,9 @@ def _line(event: dict[str, Any]) -> "RenderableType":
     from rich.text import Text
 
     word, style = _EVENT_LABELS.get(event["what"], (event["what"], ""))
-    where = f"stage {event['stage']}" + ("" if event["replica"] is None else f" replica {event['replica']}")
+    where = "leader" if event["what"].startswith("leader") else "model"
+    if event["stage"] is not None:
+        where = f"stage {event['stage']}" + ("" if event["replica"] is None else f" replica {event['replica']}")
     worker = f" {event['worker']}@{event['epoch']}" if event["worker"] else ""
     detail = f": {event['detail']}" if event["detail"] else ""
     at = time.strftime("%H:%M:%S", time.localtime(event["at_unix_s"]))

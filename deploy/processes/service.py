@@ -99,7 +99,9 @@ class _Service:
             groups = [*self._workers(fork_server), self._leaders(fork_server), self._frontends(fork_server)]
             if settings.token_file or settings.api_keys_file or settings.admin_keys_file or settings.tls_cert_file:
                 # Leaders reload only join tokens; without a token file the signal would end them.
-                loop.add_signal_handler(signal.SIGHUP, self._reload, groups[-2:] if settings.token_file else groups[-1:])
+                loop.add_signal_handler(
+                    signal.SIGHUP, self._reload, groups[-2:] if settings.token_file else groups[-1:]
+                )
             self._log_addresses()
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:

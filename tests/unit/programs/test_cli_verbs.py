@@ -66,6 +66,11 @@ SNAPSHOT = {
     "requests_in_flight": 7,
     "stages": [{"index": 0, "blocks": ["stem"], "replicas": [REPLICA, ABSENT]}],
     "spares": [{"worker": "local-4", "state": "ready"}],
+    "leaders": [
+        {"name": "leader-0", "address": "127.0.0.1:8001", "state": "ready"},
+        {"name": None, "address": "127.0.0.1:8101", "state": "unreachable"},
+    ],
+    "frontends": [{"name": "frontend-0", "connections": 3}],
 }
 
 
@@ -388,7 +393,15 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
     assert main(["status", "--url", url]) == 0
     out = capsys.readouterr().out
     assert "resnet18 random:0: ready, up 3 min 20 s, 5 waiting, 7 requests in flight" in out
-    for part in ("local-0", "s0r0@3", "absent", "42", "exit, ", "spares: local-4 (ready)"):
+    for part in (
+        "local-0",
+        "s0r0@3",
+        "absent",
+        "42",
+        "exit, ",
+        "spares: local-4 (ready)",
+        "127.0.0.1:8101 (unreachable)",
+    ):
         assert part in out
 
 

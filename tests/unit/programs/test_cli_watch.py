@@ -33,6 +33,8 @@ STATUS: dict[str, Any] = {
     "requests_in_flight": 2,
     "stages": [{"index": 0, "replicas": [REPLICA]}],
     "spares": [],
+    "leaders": [],
+    "frontends": [],
 }
 
 

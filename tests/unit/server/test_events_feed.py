@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from multiworld_serving.server.observability.event_feed import EventFeed, Subscr
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import (
     FailureSnapshot,
+    LeaderSnapshot,
     PipelineSnapshot,
     ReplicaSnapshot,
     ReplicaState,
@@ -93,9 +95,10 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
             metrics.request_finished(
                 model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=duration_s
             )
-        metrics.rerouted(0, 0.001)
-        metrics.rerouted(0, 0.001)
-        feed._tick(now)
+        feed._tick(replace(now, stages=(replace(now.stages[0], rerouted=2),)))
+        feed._tick(
+            replace(now, stages=(replace(now.stages[0], rerouted=1),))
+        )  # a leader that was restarted counts from 0
         told = read(subscription)
     points = [content for kind, content in told if kind == "points"]
     assert (points[0][0]["p50_ms"], points[0][0]["failed"]) == (20.0, 0)
@@ -105,6 +108,21 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
         ("serves", ""),
     ]
     assert "status" in [kind for kind, _ in told]
+
+
+def test_feed_reports_leaders_and_does_not_compare_the_views_of_two_leaders() -> None:
+    feed = EventFeed(Metrics())
+    first, second = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "ready", "leader-1")
+    before = replace(snapshot(replica("ready", 1)), leader="leader-0", leaders=(first, second))
+    lost = replace(first, state="unreachable")
+    after = replace(snapshot(replica("ready", 5)), leader="leader-1", leaders=(lost, second))
+    with feed.subscribe(before) as subscription:
+        feed.observe(before)
+        read(subscription)
+        feed.observe(after)
+        feed.observe(replace(after, leaders=(first, second)))
+        told = [(e["what"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
+    assert told == [("leader_lost", "leader-0 is unreachable"), ("leader_ready", "leader-0")]
 
 
 async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
