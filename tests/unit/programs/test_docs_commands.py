@@ -11,17 +11,22 @@ import typer
 
 from multiworld_serving.cli.main import app
 from multiworld_serving.common.config import Settings, SettingsError, load
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.documents import documents
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/systemd/*.service")])
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "docs/guides/two-machines.md", *ROOT.glob("deploy/systemd/*.service")])
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
 MENTIONED = re.compile(
     r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<arguments>[a-z][^`\n#|;&)]*)", re.MULTILINE
 )
-PROGRAMS: dict[str, type[Settings]] = {"serve": ServeSettings, "worker": WorkerSettings}
+PROGRAMS: dict[str, type[Settings]] = {
+    "serve": ServeSettings,
+    "leader": LeaderSettings,
+    "frontend": FrontendSettings,
+    "worker": WorkerSettings,
+}
 
 
 class Command(NamedTuple):
@@ -63,7 +68,7 @@ def test_documented_command_is_valid(command: Command) -> None:
     if verb in PROGRAMS:
         options = {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
         options.pop("config", None)
-        if verb == "worker" and not options.get("leader"):
+        if verb in ("frontend", "worker") and not options.get("leader"):
             options["leader"] = "leader.example:8001"  # from the settings file
         load(PROGRAMS[verb], options)
 
