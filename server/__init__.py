@@ -1,8 +1,9 @@
-"""The serving process: HTTP frontend, scheduler and leader.
+"""Frontends and leaders: HTTP, the scheduler, and the links to workers.
 
-`main.py` is the entry point, `leader.py` the centre. `http/`, `auth/` and `api/` serve requests; `scheduling/` decides about batches;
-`pipeline/` performs these decisions; `replicas/` manages the workers; `versions/` holds the model versions; `frontends/` runs
-several HTTP processes; `observability/` has metrics, events and traces. `predictor.py` is the interface between HTTP and the pipeline.
+A leader: `main.py` is the entry point, `leader.py` the centre; `scheduling/` decides about batches; `pipeline/` performs these decisions;
+`replicas/` manages the workers; `versions/` holds the model versions. A frontend: `frontends/main.py` is the entry point; `http/`,
+`auth/` and `api/` serve requests; `frontends/` also connects both. `observability/` has metrics, events and traces. `predictor.py` is the
+interface between HTTP and the pipeline.
 
 May import: `multiworld`, `multiworld_serving.common` and `multiworld_serving.models`.
 """

@@ -1,4 +1,4 @@
-"""Child processes of `multiworld serve`: workers and frontends, forked from a fork server and restarted by a supervisor.
+"""Processes of `multiworld serve`: leaders, frontends and workers, forked from a fork server and restarted by supervisors.
 
-Start reading at `supervisor.py`; `local_workers.py` and `frontends.py` say what it runs.
+Start reading at `service.py`, which says what it runs, and `supervisor.py`, which restarts processes.
 """

@@ -1,11 +1,12 @@
-"""HTTP in several processes: frontends read requests, decode images and write responses; the leader schedules batches.
+"""Frontends and their leaders: frontends serve HTTP and keep requests; leaders schedule them.
 
-frontend: process.py              HTTP server on the socket that all frontends share; start reading here
-          remote_predictor.py, remote_recorder.py    send images and request statistics to the leader
-leader:   manager.py              starts and monitors the frontends, handles their frames
-both:     asgi_proxy.py           forwards requests that are not inference to the leader
-          frames.py, messages.py  frames on the Unix socket between frontend and leader, and their content
-          credential_files.py     keys and certificates, as read by the leader
+frontend: main.py                 HTTP server and admin port; start reading here
+          leader_pool.py          which leader gets a request, and what happens to it when that leader is lost
+          leader_link.py          joins one leader and exchanges frames with it
+          version_agreement.py    keeps all leaders on the same version
+          scrape.py, merge_metrics.py    the metrics of all processes
+leader:   sessions.py             admits frontends and handles their frames
+both:     frames.py, messages.py  frames on the world of a frontend and a leader, and their content
 
 May import server.api, server.auth, server.http, server.observability and server.leader.
 """

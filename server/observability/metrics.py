@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the leader.
+"""The Prometheus metrics of leaders and frontends.
 
 Callers report events (`world_broken`, `rerouted`); metric names, labels and buckets are defined only here. `replica` labels
 are slots and `world` labels are names without generation, so restarts do not add series.
@@ -53,7 +53,7 @@ class Totals:
 
 
 class Metrics(ProgramMetrics):
-    """All metrics of one leader. Thread-safe; a call costs about a microsecond."""
+    """All metrics of one leader or frontend. Thread-safe; a call costs about a microsecond."""
 
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)

@@ -16,7 +16,14 @@ from multiworld_serving.workers.settings import WorkerSettings
 from tests.documents import documents
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "docs/guides/two-machines.md", *ROOT.glob("deploy/systemd/*.service")])
+DOCUMENTS = sorted(
+    [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        ROOT / "docs/guides/two-machines.md",
+        *ROOT.glob("deploy/systemd/*.service"),
+    ]
+)
 INDENTED = re.compile(r"^(?:ExecStart=| {4,})(?:\S*/|kubectl .* -- )?multiworld (?P<arguments>.*)$", re.MULTILINE)
 MENTIONED = re.compile(
     r"(?:^|[`|;&(] *|^ {4,}(?:[A-Z_]+=\S+ )*|\.venv/bin/)multiworld (?P<arguments>[a-z][^`\n#|;&)]*)", re.MULTILINE
