@@ -147,7 +147,7 @@ def hostile_connections(*, idle: int, slow: int) -> tuple[HostileConnections, ..
         HostileConnections("bodies that never begin", slow, _no_body, "408 body"),
         HostileConnections("bodies of one byte at a time", slow, _slow_body, "408 body_timeout or 429 overloaded"),
         HostileConnections("bodies that go on after the rejection", slow, _refused_body, "404 not_found"),
-        HostileConnections("half closed after the request", slow, _half_closed, _CLOSED),
+        HostileConnections("half closed after the request", slow, _half_closed, "200 or closed"),
         HostileConnections("gone before the answer", slow, _gone, _CLOSED),
     )
 

@@ -52,8 +52,10 @@ class VersionAgreement:
     def observe(self) -> None:
         """Learn the latest version after the state of a leader has changed, and update leaders that serve an earlier one."""
         states = [link.state for link in self._links if link.state is not None]
-        latest = max(states, key=lambda state: state.revision, default=None)
-        if latest is not None and latest.revision >= self._revision:
+        latest = max(states, key=_rank, default=None)
+        if latest is not None and (
+            latest.revision > self._revision or _rank(latest) >= (self._revision, self.version.name)
+        ):
             self._adopt(latest)
         for link in self._links:
             if self.is_outdated(link) and link not in self._updates:
@@ -62,7 +64,7 @@ class VersionAgreement:
     def is_outdated(self, link: LeaderLink) -> bool:
         """Whether a leader serves an earlier version than the latest one, or serves although the model is unloaded."""
         state = link.state
-        if state is None or state.revision >= self._revision:
+        if state is None or state.revision > self._revision or not self._revision:
             return False
         return state.version.name != self.version.name or state.snapshot.unloaded != self._unloaded
 
@@ -175,6 +177,11 @@ class VersionAgreement:
 
     def _has_latest(self) -> bool:
         return any(link.state is not None and not self.is_outdated(link) for link in self._links)
+
+
+def _rank(state: LeaderState) -> tuple[int, str]:
+    """Orders versions. Two operations on the two sides of a cut network have the same revision: then the name decides."""
+    return state.revision, state.version.name
 
 
 async def _run(link: LeaderLink, operation: str, **fields: object) -> dict[str, object]:

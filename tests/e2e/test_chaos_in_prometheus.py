@@ -23,7 +23,19 @@ ROUNDS = 2
 def run_chaos(folder: Path, metrics_port: int) -> dict[str, Any]:
     """Kill and freeze workers of a separate service; returns the report as JSON."""
     file = folder / "chaos.json"
-    options = ["--faults", "kill,freeze", "--rounds", str(ROUNDS), "--clients", "4", "--json", str(file)]
+    # With several leaders each of them counts the failures of its own links.
+    options = [
+        "--leaders",
+        "1",
+        "--faults",
+        "kill,freeze",
+        "--rounds",
+        str(ROUNDS),
+        "--clients",
+        "4",
+        "--json",
+        str(file),
+    ]
     # Longer than several scrape intervals: the last fault must be scraped before the service ends.
     options += ["--settle", "5s", "--set", "image_size=32", "--set", f"metrics_port={metrics_port}"]
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

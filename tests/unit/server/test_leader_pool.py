@@ -562,3 +562,18 @@ async def test_leader_that_cannot_load_the_latest_version_is_told_again_later(
         await until(lambda: not made.pool._agreement._updates)
         second.tells()  # a leader tells its state once a second
         await until(lambda: second.state is not None and second.state.version.name == "v2")
+
+
+async def test_leaders_agree_when_both_sides_of_a_cut_network_have_loaded_a_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(version_agreement, "_UPDATE_DELAY_S", 0.01)
+    with pool_of(2) as made:
+        first, second = made.leaders
+        first.tells(version=ModelVersion(3, "v3"), weights="v3", revision=1)
+        second.tells(version=ModelVersion(2, "v2"), weights="v2", revision=1)
+        await until(lambda: second.loaded)
+        assert second.loaded == [("v3", 1)]
+        assert first.loaded == []
+        await until(lambda: not made.pool._agreement._updates)
+        assert made.pool.version.name == "v3"
