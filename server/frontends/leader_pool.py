@@ -151,7 +151,7 @@ class LeaderPool:
         return not self.stopping and any(link.state is not None and link.state.ready for link in self.links)
 
     def snapshot(self) -> PipelineSnapshot:
-        """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is ready."""
+        """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is connected."""
         states = [link.state for link in self.links if link.state is not None]
         best = self._source_state()
         leaders = tuple(link.snapshot() for link in self.links)
@@ -189,11 +189,14 @@ class LeaderPool:
         return self._last
 
     def _source_state(self) -> LeaderState | None:
-        """The state whose stages `snapshot` shows."""
-        if self._source is None or self._source.state is None or not self._source.state.ready:
+        """The state whose stages `snapshot` shows. It changes only if that leader is lost or drains, so that failures are seen in one view."""
+        source = self._source
+        if source is None or source.state is None or source.state.snapshot.draining:
             connected = [link for link in self.links if link.state is not None]
-            ready = (link for link in connected if link.state is not None and link.state.ready)
-            self._source = next(ready, connected[0] if connected else None)
+            preferred = sorted(
+                connected, key=lambda link: (not link.usable, link.state is None or not link.state.ready)
+            )
+            self._source = next(iter(preferred), None)
         return None if self._source is None else self._source.state
 
     # -- administration: on all leaders ----------------------------------------------------------------------------------------
