@@ -189,7 +189,7 @@ class LeaderPool:
         return self._last
 
     def _source_state(self) -> LeaderState | None:
-        """The state whose stages `snapshot` shows. It changes only if that leader is lost or drains, so that failures are seen in one view."""
+        """The state whose stages `snapshot` shows. It changes only if that leader is lost or drains."""
         source = self._source
         if source is None or source.state is None or source.state.snapshot.draining:
             connected = [link for link in self.links if link.state is not None]

@@ -376,13 +376,15 @@ async def test_snapshot_joins_what_all_leaders_know() -> None:
         first.tells(ready=False, snapshot=replace(state.snapshot, model="other", ready=False, frontends=(one, two)))
         second.tells(snapshot=replace(state.snapshot, frontends=(two,)))
         found = made.pool.snapshot()
-    assert found.model == "m", "of the first leader that is ready"
+        first.is_lost()
+        assert made.pool.snapshot().model == "m", "the view of another leader"
+    assert found.model == "other", "the view stays with one leader while it is connected"
     assert found.ready
     assert (found.queue_depth, found.requests_in_flight) == (4, 6)
     assert [each.state for each in found.leaders] == ["not_ready", "ready", "unreachable"]
     assert [each.address for each in found.leaders] == ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.1:8002"]
     assert found.frontends == (two, one)
-    assert made.seen[-1].leaders == found.leaders
+    assert made.seen[-2].leaders == found.leaders
 
 
 async def test_snapshot_has_the_last_stages_without_workers_when_no_leader_is_connected() -> None:
