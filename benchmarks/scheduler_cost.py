@@ -96,9 +96,9 @@ class Load:
         self.in_flight.rotate(self.random.randrange(-3, 4))
         send = self.in_flight.popleft()
         if self.random.random() < 0.001:
-            name, epoch = send.replica.split("#")
+            name, generation = send.replica.split("#")
             self.handle(ReplicaLost(send.replica, "exit"))
-            self.handle(ReplicaReady(f"{name}#{int(epoch) + 1}", send.stage, "v1"))
+            self.handle(ReplicaReady(f"{name}#{int(generation) + 1}", send.stage, "v1"))
         else:
             self.handle(BatchDone(send.batch, send.replica))
 

@@ -51,7 +51,7 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
                 Text(replica["device"] or "-"),
-                Text(f"{replica['world']}@{replica['epoch']}" if replica["world"] else "-"),
+                Text(f"{replica['world']}@{replica['generation']}" if replica["world"] else "-"),
                 str(replica["in_flight"]),
                 str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),

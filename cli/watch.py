@@ -132,7 +132,7 @@ def _line(event: dict[str, Any]) -> "RenderableType":
     where = "leader" if event["what"].startswith("leader") else "model"
     if event["stage"] is not None:
         where = f"stage {event['stage']}" + ("" if event["replica"] is None else f" replica {event['replica']}")
-    worker = f" {event['worker']}@{event['epoch']}" if event["worker"] else ""
+    worker = f" {event['worker']}@{event['generation']}" if event["worker"] else ""
     detail = f": {event['detail']}" if event["detail"] else ""
     at = time.strftime("%H:%M:%S", time.localtime(event["at_unix_s"]))
     return Text.assemble((at, "dim"), f" {where} ", (word, style), f"{worker}{detail}")

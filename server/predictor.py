@@ -82,7 +82,7 @@ class ReplicaSnapshot:
     state: ReplicaState
     world: str | None = None
     """Name of the world of its link; None while the slot is absent."""
-    epoch: int = 0
+    generation: int = 0
     """Generation of that world; 0: there was none yet."""
     worker: str | None = None
     """The worker's name."""

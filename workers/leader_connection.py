@@ -118,7 +118,11 @@ class LeaderConnection:
         try:
             ending = await session.run()
             logger.info(
-                "leader=%s world=%s epoch=%d ended cause=%s", self._leader, world.name, world.generation, ending.cause
+                "leader=%s world=%s generation=%d ended cause=%s",
+                self._leader,
+                world.name,
+                world.generation,
+                ending.cause,
             )
             self._metrics.world_ended(ending.cause)
             await self._raise_if_stuck(session)
@@ -141,7 +145,7 @@ class LeaderConnection:
                 *(offer.world, 1, 2, WORLD_BACKEND),
                 addr=address.host,
                 port=address.port,
-                generation=offer.epoch,
+                generation=offer.generation,
                 timeout=min(_WORLD_INIT_TIMEOUT_S, self._settings.join_timeout_s),
             )
         except JoinError as error:

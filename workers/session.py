@@ -194,7 +194,7 @@ class Session:
     def _log_loaded(self, incoming: IncomingAssignment, load_s: float, made: OptimizedStage) -> None:
         spec = incoming.spec
         logger.info(
-            "world=%s epoch=%d stage=%d/%d model=%s@%s blocks=%s..%s loaded in %.2f s execution_mode=%s (%s)",
+            "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s loaded in %.2f s execution_mode=%s (%s)",
             *(self._world.name, self._world.generation, spec.index, spec.num_stages),
             *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], load_s, made.mode, made.why),
         )

@@ -107,7 +107,7 @@ class JoinOffer(_Json):
     """
 
     world: str
-    epoch: int
+    generation: int
     wait_ms: int = 0
     address: str = ""
 

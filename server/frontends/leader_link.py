@@ -210,7 +210,7 @@ class LeaderLink:
             *(offer.world, 1, 2, WORLD_BACKEND),
             addr=address.host,
             port=address.port,
-            generation=offer.epoch,
+            generation=offer.generation,
             timeout=min(15.0, self._settings.join_timeout_s),
         )
         self._welcome = False

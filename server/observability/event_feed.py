@@ -60,7 +60,7 @@ class Event:
     stage: int | None
     replica: int | None = None
     worker: str | None = None
-    epoch: int = 0
+    generation: int = 0
     detail: str = ""
 
 
@@ -216,7 +216,11 @@ class EventFeed:
                 self._emit("leader_lost", None, detail=f"{leader.name or leader.address} is {leader.state}")
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
-        if before is not None and (before.state, before.epoch, before.world) == (now.state, now.epoch, now.world):
+        if before is not None and (before.state, before.generation, before.world) == (
+            now.state,
+            now.generation,
+            now.world,
+        ):
             return
         what: EventType | None = None
         detail = ""
@@ -228,7 +232,7 @@ class EventFeed:
                 what, detail = "broken", f"{failure.cause}: {failure.detail}"
         elif now.state == "ready":
             own = f"s{stage}.r{now.slot}"
-            what = "takes_over" if now.world != own else "serves" if now.epoch == 1 else "rejoined"
+            what = "takes_over" if now.world != own else "serves" if now.generation == 1 else "rejoined"
         elif now.state in ("joining", "draining"):
             what = now.state
         if what is not None and now.world is not None:
@@ -240,7 +244,7 @@ class EventFeed:
         if replica is None:
             event = Event(self._next_id, time.time(), what, stage, detail=detail)
         else:
-            where = (replica.slot, replica.worker, replica.epoch)
+            where = (replica.slot, replica.worker, replica.generation)
             event = Event(self._next_id, time.time(), what, stage, *where, detail)
         self._next_id += 1
         self._events.append(event)

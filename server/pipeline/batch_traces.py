@@ -109,7 +109,7 @@ class BatchTraces:
 def _attributes(action: SendBatch, link: WorkerLink) -> dict[str, str | int | bool]:
     return {
         "multiworld.world": link.world_name,
-        "multiworld.epoch": link.epoch,
+        "multiworld.generation": link.generation,
         "multiworld.worker": link.worker,
         "multiworld.version": action.version,
         "multiworld.images": len(action.requests),

@@ -185,7 +185,9 @@ class SchedulerDriver:
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
         error = message.reason()
-        logger.warning("world=%s epoch=%d batch=%d failed: %s", link.world_name, link.epoch, message.batch, error)
+        logger.warning(
+            "world=%s generation=%d batch=%d failed: %s", link.world_name, link.generation, message.batch, error
+        )
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is not None:
             self._metrics.batch_failed(link.stage, link.slot.index)
@@ -315,10 +317,10 @@ class SchedulerDriver:
             self._metrics.queued(action.waited_s)
         if action.kind == "reroute":
             self._metrics.rerouted(action.stage, action.waited_s)
-            world, _, epoch = link_id(action.replica).partition("#")
+            world, _, generation = link_id(action.replica).partition("#")
             logger.info(
-                "batch=%d stage=%d rerouted to world=%s epoch=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, world, epoch, action.attempt, action.waited_s),
+                "batch=%d stage=%d rerouted to world=%s generation=%s attempt=%d after_s=%.3f",
+                *(action.batch, action.stage, world, generation, action.attempt, action.waited_s),
             )
         if action.kind in ("reroute", "retry"):
             self._metrics.retried(action.stage)

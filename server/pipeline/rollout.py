@@ -194,8 +194,8 @@ class VersionRollout:
             link.fail(Cause.TIMEOUT, detail)
             raise VersionFailedError(f"version {plan.version.name} failed: worker {link.worker}: {detail}") from error
         logger.info(
-            "world=%s epoch=%d worker=%s loaded version %s after_s=%.3f",
-            *(link.world_name, link.epoch, link.worker, plan.version.name, time.monotonic() - began_s),
+            "world=%s generation=%d worker=%s loaded version %s after_s=%.3f",
+            *(link.world_name, link.generation, link.worker, plan.version.name, time.monotonic() - began_s),
         )
 
     async def _until_retired(self) -> None:

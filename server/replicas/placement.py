@@ -57,7 +57,7 @@ class Placement:
     """The slots of the stages."""
     spares: list[Slot] = field(default_factory=list)
     """The slots of the spares that are connected."""
-    _epochs: Counter[str] = field(default_factory=Counter)
+    _generations: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.all = [Slot(stage, index) for stage in range(self.num_stages) for index in range(self.replicas)]
@@ -98,10 +98,10 @@ class Placement:
         if slot in self.all and len(self.of_stage(slot.stage)) > self.replicas:
             self.all.remove(slot)
 
-    def next_epoch(self, world_name: str) -> int:
+    def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""
-        self._epochs[world_name] += 1
-        return self._epochs[world_name]
+        self._generations[world_name] += 1
+        return self._generations[world_name]
 
     def links(self) -> Iterator[WorkerLink]:
         """All live links, including those of spares."""

@@ -120,7 +120,9 @@ class WorkerRegistry:
         if wait_s := self._wait_s(request):
             return JoinOffer("", 0, round(wait_s * 1000) + 1).to_json().encode()
         link = self._admit(request, host)
-        return JoinOffer(link.world_name, link.epoch, address=self._settings.advertised(self.port)).to_json().encode()
+        return (
+            JoinOffer(link.world_name, link.generation, address=self._settings.advertised(self.port)).to_json().encode()
+        )
 
     def _wait_s(self, request: JoinRequest) -> float:
         """Seconds until this worker may ask again; 0 if it may join now."""
@@ -148,15 +150,15 @@ class WorkerRegistry:
         slot.link = link = WorkerLink(
             plans=self.plan.stages_for(slot.stage),
             slot=slot.id,
-            epoch=self.placement.next_epoch(slot.id.name),
+            generation=self.placement.next_generation(slot.id.name),
             request=request,
             listener=self,
             batches=self._events,
         )
         self._links[link.id] = link
         logger.info(
-            "world=%s epoch=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining",
-            *(link.world_name, link.epoch, "-" if slot.stage is None else slot.stage, slot.index),
+            "world=%s generation=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining",
+            *(link.world_name, link.generation, "-" if slot.stage is None else slot.stage, slot.index),
             *(link.worker, request.device, host, request.pid),
         )
         task = asyncio.create_task(self._run(link))
@@ -280,8 +282,8 @@ class WorkerRegistry:
             return
         for slot, link in self.placement.promote_spares():
             logger.info(
-                "world=%s epoch=%d stage=%d replica=%d worker=%s spare promoted",
-                *(link.world_name, link.epoch, link.stage, slot.index, link.worker),
+                "world=%s generation=%d stage=%d replica=%d worker=%s spare promoted",
+                *(link.world_name, link.generation, link.stage, slot.index, link.worker),
             )
             self._start_serving(link)
         after_s = self._settings.reassign_after_s
@@ -336,7 +338,7 @@ def _snapshot(slot: Slot, in_flight: Callable[[WorkerLink], int]) -> ReplicaSnap
         slot=slot.index,
         state=link.state,
         world=link.world_name,
-        epoch=link.epoch,
+        generation=link.generation,
         worker=link.worker,
         host=link.request.host,
         pid=link.request.pid,

@@ -97,16 +97,16 @@ class WorkerLink:
         *,
         plans: tuple[StagePlan, ...],
         slot: SlotId,
-        epoch: int,
+        generation: int,
         request: JoinRequest,
         listener: LinkListener,
         batches: BatchListener,
     ) -> None:
         self.plans = plans
         self.slot = slot
-        self.epoch = epoch
+        self.generation = generation
         self.world_name = slot.name
-        self.id = f"{self.world_name}#{epoch}"
+        self.id = f"{self.world_name}#{generation}"
         self.request = request
         self.state: ReplicaState = "joining"
         self.since_s = time.monotonic()
@@ -242,7 +242,14 @@ class WorkerLink:
     async def _form_world(self, manager: WorldManager, host: str, port: int) -> None:
         self._joining = asyncio.create_task(
             manager.initialize_world(
-                self.world_name, 0, 2, WORLD_BACKEND, addr=host, port=port, generation=self.epoch, timeout=_JOIN_WORLD_S
+                self.world_name,
+                0,
+                2,
+                WORLD_BACKEND,
+                addr=host,
+                port=port,
+                generation=self.generation,
+                timeout=_JOIN_WORLD_S,
             )
         )
         self._world = await self._joining
@@ -363,8 +370,8 @@ class WorkerLink:
         log = logger.info if state != "broken" or self.cause == Cause.LEFT else logger.warning
         why = f" cause={self.cause} {self.detail}" if self.cause else ""
         log(
-            "world=%s epoch=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
-            *(self.world_name, self.epoch, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
+            "world=%s generation=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
+            *(self.world_name, self.generation, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
             *(self.worker, was, state, took_s, why),
         )
         self._listener.on_link_state(self)

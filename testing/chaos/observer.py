@@ -31,7 +31,7 @@ class Replica:
     stage: int
     slot: int
     state: str
-    epoch: int
+    generation: int
     worker: str | None
     cause: str | None
     """Cause of its last failure."""
@@ -52,7 +52,7 @@ class Replica:
         """Whether the world of `before` has broken."""
         if self.state not in ("ready", "draining"):
             return True
-        return self.leader == before.leader and self.epoch != before.epoch
+        return self.leader == before.leader and self.generation != before.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 stage=stage["index"],
                 slot=replica["slot"],
                 state=replica["state"],
-                epoch=replica["epoch"],
+                generation=replica["generation"],
                 worker=replica["worker"],
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),

@@ -33,7 +33,7 @@ class Worker:
         self.stage = stage
         self.num_stages = simulator.scenario.config.num_stages
         self.version = 1
-        self.epoch = 0
+        self.generation = 0
         self.link = ""
         self.serving = False
         """The worker has joined and has not failed or left; the leader may not know yet."""
@@ -55,8 +55,8 @@ class Worker:
         """Join over a new link."""
         if self.serving:
             return
-        self.epoch += 1
-        self.link = f"{self.name}#{self.epoch}"
+        self.generation += 1
+        self.link = f"{self.name}#{self.generation}"
         self.serving, self.leaving, self._frozen, self._computing = True, False, False, False
         self._inbound_blocked_until_s = self._outbound_blocked_until_s = 0.0
         self._queue.clear()

@@ -49,15 +49,17 @@ def test_log_and_terminal_show_the_history_of_a_frozen_worker(tmp_path: Path) ->
         lines = service.lines
     assert fault.causes == ("hang",)
     world = {"world": r"s1\.r0"}
-    started = index(lines, -1, **world, epoch="1", stage="1", replica="0")
+    started = index(lines, -1, **world, generation="1", stage="1", replica="0")
     worker = str(lines[started]["worker"])
     assert lines[started]["pid"]
     assert lines[started]["device"] == "cpu"
     ready = index(lines, started, **world, worker=worker, message=".*checking->ready.*")
-    broken = index(lines, ready, **world, epoch="1", worker=worker, cause="hang", level="warning")
+    broken = index(lines, ready, **world, generation="1", worker=worker, cause="hang", level="warning")
     assert float(lines[broken]["after_s"]) > 0
-    back = index(lines, broken, **world, epoch="2", message=".*joining.*")
-    index(lines, back, **world, epoch="[2-9]", message=".*checking->ready.*")  # a busy machine may need two attempts
+    back = index(lines, broken, **world, generation="2", message=".*joining.*")
+    index(
+        lines, back, **world, generation="[2-9]", message=".*checking->ready.*"
+    )  # a busy machine may need two attempts
     for line in lines[broken:]:
         if "rerouted" in line.message and line["stage"] == "1":
             assert line["world"] == "s1.r1"

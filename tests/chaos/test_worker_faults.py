@@ -171,7 +171,7 @@ def test_slot_is_free_again_when_a_worker_asks_and_never_joins(service: LocalSer
         return JoinOffer.from_json(asyncio.run(ask(host, int(port), question, secret=TOKEN.encode())))
 
     first, second = offer(), offer()
-    assert (first.world, second.world, second.epoch) == (EMPTY, EMPTY, first.epoch + 1)
+    assert (first.world, second.world, second.generation) == (EMPTY, EMPTY, first.generation + 1)
     assert ended(service, "ghost", seen, 2) == ["exit", "timeout"]
     assert states(service)[EMPTY] == "broken"
 

@@ -52,7 +52,7 @@ async def test_leader_serves_when_every_observer_fails(
         question = JoinRequest("w", "cpu", "here", 1).to_json()
         offer = JoinOffer.from_json(await ask("127.0.0.1", leader.join_port, question, secret=SECRET.encode()))
         world = await manager.initialize_world(
-            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=leader.join_port, generation=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=leader.join_port, generation=offer.generation
         )
         serving = asyncio.create_task(Session(world, engine).run())
         while not leader.ready:  # noqa: ASYNC110 - nothing tells of it
@@ -61,7 +61,7 @@ async def test_leader_serves_when_every_observer_fails(
             answer = await leader.predict(IMAGE, deadline_s=time.monotonic() + WAIT_S, request_id=str(number))
             assert answer.probabilities.shape == (1000,)
         (replica,) = leader.snapshot().stages[0].replicas
-        assert (replica.state, replica.epoch, replica.batches_done) == ("ready", 1, 3)
+        assert (replica.state, replica.generation, replica.batches_done) == ("ready", 1, 3)
         await leader.drain(WAIT_S)
     await asyncio.gather(serving, return_exceptions=True)
     engine.close()

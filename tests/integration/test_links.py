@@ -86,15 +86,17 @@ class Pair:
 
     def link(self, *plans: StagePlan, slot: SlotId | None = None) -> WorkerLink:
         slot = slot or SlotId(plans[0].spec.index, 0)
-        link = WorkerLink(plans=plans, slot=slot, epoch=1, request=REQUEST, listener=self.heard, batches=self.heard)
+        link = WorkerLink(
+            plans=plans, slot=slot, generation=1, request=REQUEST, listener=self.heard, batches=self.heard
+        )
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
         self.tasks.append(asyncio.create_task(running))
         return link
 
     async def session(self, link: WorkerLink) -> Session:
-        offer = JoinOffer(link.world_name, link.epoch)
+        offer = JoinOffer(link.world_name, link.generation)
         world = await self.worker.initialize_world(
-            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.epoch
+            offer.world, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=self.port, generation=offer.generation
         )
         session = Session(world, self.engine)
         self.tasks.append(asyncio.create_task(session.run()))
@@ -311,7 +313,7 @@ async def take_order(channel: Channel) -> None:
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
     """A worker that sends what the test specifies."""
     world = await pair.worker.initialize_world(
-        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.epoch
+        link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=pair.port, generation=link.generation
     )
     return Channel(world, 0, lambda _: None)
 
@@ -420,7 +422,9 @@ async def test_link_ends_when_the_worker_never_joins(plan: tuple[StagePlan, ...]
     heard = Heard()
     async with WorldManager() as leader:
         port = leader.listen("127.0.0.1", 0)
-        link = WorkerLink(plans=plan[:1], slot=SlotId(0, 0), epoch=1, request=REQUEST, listener=heard, batches=heard)
+        link = WorkerLink(
+            plans=plan[:1], slot=SlotId(0, 0), generation=1, request=REQUEST, listener=heard, batches=heard
+        )
         await link.run(leader, "127.0.0.1", port, join_timeout_s=0.5, max_batch_size=4, window=2)
     assert link.state == "broken"
     assert link.cause == Cause.TIMEOUT

@@ -28,13 +28,13 @@ function duration(seconds) {
   return `${Math.round(seconds)} s`;
 }
 
-// Batches per second since the previous snapshot, for the current epoch only.
+// Batches per second since the previous snapshot, for the current generation only.
 function rate(key, replica) {
   const now = performance.now() / 1000;
   const before = done.get(key);
-  if (before?.epoch === replica.epoch && now - before.at < 0.9) return before.rate;
-  const fresh = before?.epoch === replica.epoch ? (replica.batches_done - before.count) / (now - before.at) : 0;
-  done.set(key, { count: replica.batches_done, epoch: replica.epoch, at: now, rate: fresh });
+  if (before?.generation === replica.generation && now - before.at < 0.9) return before.rate;
+  const fresh = before?.generation === replica.generation ? (replica.batches_done - before.count) / (now - before.at) : 0;
+  done.set(key, { count: replica.batches_done, generation: replica.generation, at: now, rate: fresh });
   return fresh;
 }
 
@@ -47,7 +47,7 @@ function card(stage, replica) {
   const rows = [
     ["worker", replica.worker ?? "–"],
     ["device", replica.device ?? "–"],
-    ["epoch", replica.epoch],
+    ["generation", replica.generation],
     ["in flight", replica.in_flight],
     ["batches per second", rate(`${stage}.${replica.slot}`, replica).toFixed(1)],
     ["last failure", failure ? `${failure.cause}, ${duration(Math.max(0, Date.now() / 1000 - failure.at_unix_s))} ago` : "none"],
@@ -137,7 +137,7 @@ function showEvent(happened) {
     element("time", at.toLocaleTimeString(), { datetime: at.toISOString() }),
     `${where} `,
     element("b", WORDS[happened.what] ?? happened.what),
-    [happened.worker && ` ${happened.worker}`, happened.epoch && ` epoch ${happened.epoch}`, happened.detail && ` – ${happened.detail}`]
+    [happened.worker && ` ${happened.worker}`, happened.generation && ` generation ${happened.generation}`, happened.detail && ` – ${happened.detail}`]
       .filter(Boolean).join(""),
   );
   $("feed").prepend(item);

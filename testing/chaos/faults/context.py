@@ -136,10 +136,10 @@ class FaultContext:
             "served by a new frontend",
         )
 
-    def wait_rejoining(self, key: ReplicaKey, epoch: int) -> Replica:
-        """Wait until a worker has joined this slot with a later epoch, ready or not. Returns the replica."""
+    def wait_rejoining(self, key: ReplicaKey, generation: int) -> Replica:
+        """Wait until a worker has joined this slot with a later generation, ready or not. Returns the replica."""
         now = self.observer.wait(
-            lambda now: now.replicas[key].epoch > epoch and now.replicas[key].worker is not None,
+            lambda now: now.replicas[key].generation > generation and now.replicas[key].worker is not None,
             WAIT_S,
             "rejoined",
         )

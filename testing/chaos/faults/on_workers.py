@@ -109,7 +109,7 @@ def _kill_joining(context: FaultContext) -> None:
     (target,) = context.targets
     context.signal(signal.SIGKILL)
     context.wait_broken()
-    successor = context.wait_rejoining(target.key, target.epoch)
+    successor = context.wait_rejoining(target.key, target.generation)
     if successor.ready:
         context.unexpected.append("the successor was ready before it could be killed while joining")
     context.signal(signal.SIGKILL, [successor])

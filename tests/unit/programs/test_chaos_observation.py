@@ -31,8 +31,8 @@ def says(**probabilities: float) -> dict[str, object]:
     return {"predictions": [{"class_id": int(name[1:]), "probability": p} for name, p in probabilities.items()]}
 
 
-def replica(state: str, slot: int = 0, epoch: int = 1, stage: int = 0) -> Replica:
-    return Replica(stage, slot, state, epoch, f"local-{slot}", None, None)
+def replica(state: str, slot: int = 0, generation: int = 1, stage: int = 0) -> Replica:
+    return Replica(stage, slot, state, generation, f"local-{slot}", None, None)
 
 
 def at(at_s: float, *replicas: Replica) -> Snapshot:
@@ -75,7 +75,7 @@ def test_invalid_image_file_is_refused(tmp_path: Path) -> None:
 
 def test_snapshot_is_parsed_from_the_status() -> None:
     failure = {"cause": "hang", "detail": "", "at_unix_s": 12.5}
-    page = {"slot": 1, "state": "warming", "epoch": 3, "worker": "a", "last_failure": failure}
+    page = {"slot": 1, "state": "warming", "generation": 3, "worker": "a", "last_failure": failure}
     now = parse_status({"uptime_s": 3.0, "stages": [{"index": 2, "replicas": [page]}]}, 13.0)
     assert now.replicas[2, 1] == Replica(2, 1, "warming", 3, "a", "hang", 12.5)
     assert not now.complete
@@ -84,7 +84,7 @@ def test_snapshot_is_parsed_from_the_status() -> None:
 
 
 def test_service_is_complete_only_with_all_leaders() -> None:
-    slot = {"slot": 0, "state": "ready", "epoch": 1, "worker": "a", "last_failure": None}
+    slot = {"slot": 0, "state": "ready", "generation": 1, "worker": "a", "last_failure": None}
     status = {"uptime_s": 3.0, "stages": [{"index": 0, "replicas": [slot]}]}
     first, second, lost = (
         {"address": f"127.0.0.1:{8001 + number}", "state": state, "pid": number, "uptime_s": 3.0}
@@ -109,7 +109,7 @@ def test_moments_differ_when_the_leader_was_restarted() -> None:
         (replica("ready"), False),
         (replica("draining"), False),
         (replica("broken"), True),
-        (replica("ready", epoch=2), True),
+        (replica("ready", generation=2), True),
     ],
 )
 def test_replica_is_broken_when_it_is_in_another_world_or_in_none(later: Replica, broken: bool) -> None:

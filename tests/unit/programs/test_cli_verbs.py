@@ -40,7 +40,7 @@ REPLICA = {
     "slot": 0,
     "state": "ready",
     "world": "s0r0",
-    "epoch": 3,
+    "generation": 3,
     "worker": "local-0",
     "device": "cpu",
     "in_flight": 1,

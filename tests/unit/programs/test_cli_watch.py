@@ -18,7 +18,7 @@ REPLICA = {
     "worker": "local-0",
     "device": "cpu",
     "world": "s0.r0",
-    "epoch": 3,
+    "generation": 3,
     "in_flight": 0,
     "batches_done": 7,
     "last_failure": None,
@@ -39,7 +39,7 @@ STATUS: dict[str, Any] = {
 
 
 def event(event_id: int, **more: Any) -> dict[str, Any]:
-    happened = {"at_unix_s": 0.0, "what": "broken", "stage": 0, "replica": 0, "worker": "local-0", "epoch": 3}
+    happened = {"at_unix_s": 0.0, "what": "broken", "stage": 0, "replica": 0, "worker": "local-0", "generation": 3}
     return {"id": event_id, **happened, "detail": "exit: it ended the connection", **more}
 
 
@@ -72,7 +72,7 @@ def test_display_shows_replicas_throughput_and_events() -> None:
     picture.apply("status", STATUS)
     picture.apply("points", [{"answered": 5.0, "failed": 0, "p50_ms": 12.3, "p99_ms": 40.0}])
     picture.apply("event", event(1))
-    picture.apply("event", event(2, what="rejoined", epoch=4, detail=""))
+    picture.apply("event", event(2, what="rejoined", generation=4, detail=""))
     shown = text(picture)
     assert "up 1 min 2 s" in shown
     assert "s0.r0@3" in shown

@@ -31,7 +31,7 @@ class Line:
     slot: SlotId
     stage: int = 0
     state: str = "ready"
-    epoch: int = 1
+    generation: int = 1
     sent: asyncio.Queue[tuple[int, Tensor]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:

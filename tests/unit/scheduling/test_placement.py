@@ -177,7 +177,11 @@ def test_empty_stage_gets_a_replica_of_the_largest_stage() -> None:
 
 def test_generations_are_counted_per_world_name() -> None:
     slots = Placement(1, 1)
-    assert [slots.next_epoch("s0.r0"), slots.next_epoch("spare0"), slots.next_epoch("s0.r0")] == [1, 1, 2]
+    assert [slots.next_generation("s0.r0"), slots.next_generation("spare0"), slots.next_generation("s0.r0")] == [
+        1,
+        1,
+        2,
+    ]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=40))

@@ -24,8 +24,8 @@ from multiworld_serving.server.predictor import (
 KILLED = FailureSnapshot("exit", "it ended the connection", 1000.0)
 
 
-def replica(state: ReplicaState, epoch: int = 1, **more: Any) -> ReplicaSnapshot:
-    return ReplicaSnapshot(0, state, **{"world": "s0.r0", "epoch": epoch, "worker": "local-0", **more})
+def replica(state: ReplicaState, generation: int = 1, **more: Any) -> ReplicaSnapshot:
+    return ReplicaSnapshot(0, state, **{"world": "s0.r0", "generation": generation, "worker": "local-0", **more})
 
 
 def snapshot(*replicas: ReplicaSnapshot, draining: bool = False) -> PipelineSnapshot:
@@ -46,7 +46,7 @@ def happened(*snapshots: PipelineSnapshot) -> list[tuple[str, int, str]]:
     with feed.subscribe(snapshots[0]) as subscription:
         for each in snapshots:
             feed.observe(each)
-        return [(e["what"], e["epoch"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
+        return [(e["what"], e["generation"], e["detail"]) for kind, e in read(subscription) if kind == "event"]
 
 
 async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
@@ -149,8 +149,8 @@ async def test_ticks_continue_and_log_one_error_when_snapshots_fail(
 
 async def test_subscriber_gets_missed_events_when_it_reconnects() -> None:
     feed = EventFeed(Metrics())
-    for epoch in range(1, 6):
-        feed.observe(snapshot(replica("ready", epoch)))
+    for generation in range(1, 6):
+        feed.observe(snapshot(replica("ready", generation)))
 
     def ids(last_id: int) -> list[int]:
         with feed.subscribe(snapshot(), last_id) as subscription:

@@ -69,7 +69,7 @@ async def test_status_shows_the_snapshot() -> None:
         "slot": 0,
         "state": "broken",
         "world": "stage1-0",
-        "epoch": 1,
+        "generation": 1,
         "worker": None,
         "host": None,
         "pid": None,

@@ -33,7 +33,7 @@ class Worker:
     proceed: asyncio.Event = field(default_factory=asyncio.Event)
     worker: str = "w"
     world_name: str = "s0.r0"
-    epoch: int = 1
+    generation: int = 1
 
     async def load(self, plans: object) -> None:
         self.loading.set()

@@ -160,7 +160,7 @@ def test_join_messages_survive_json(value: JoinRequest | JoinOffer | StageAssign
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"world": "a"}', '{"world": 1, "epoch": 2}', '{"world": "a", "epoch": true}']
+    "text", ["", "[]", "{}", '{"world": "a"}', '{"world": 1, "generation": 2}', '{"world": "a", "generation": true}']
 )
 def test_inexact_join_messages_are_refused(text: str) -> None:
     with pytest.raises(WireError):
@@ -178,7 +178,7 @@ def test_deeply_nested_join_messages_are_refused() -> None:
 )
 def test_offer_with_invalid_values_is_refused(offer: dict[str, object], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
-        JoinOffer.from_json(json.dumps({"world": "", "epoch": 1, "wait_ms": 0, "address": ""} | offer))
+        JoinOffer.from_json(json.dumps({"world": "", "generation": 1, "wait_ms": 0, "address": ""} | offer))
 
 
 def test_long_reason_becomes_one_short_line() -> None:
