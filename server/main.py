@@ -16,7 +16,13 @@ import torch
 import uvloop
 
 from multiworld import AskError
-from multiworld_serving.common.config import SettingsError, UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config import (
+    SettingsError,
+    UserError,
+    kill_on_parent_death,
+    raise_descriptor_limit,
+    release_free_memory,
+)
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
@@ -56,14 +62,16 @@ def run(settings: LeaderSettings) -> int:
             ratio=settings.trace_ratio,
         )
         stack.enter_context(close_on_exit(tracing))
-        model, plan = _prepare(settings)
+        model, loader, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
+        release_free_memory()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, model, plan, tracing))
+            return runner.run(_serve(settings, model, loader, plan, tracing))
 
 
-def _prepare(settings: LeaderSettings) -> tuple[LoadedModel, VersionPlan]:
+def _prepare(settings: LeaderSettings) -> tuple[ServedModel, VersionLoader, VersionPlan]:
+    """Load the model and split it into stages. The model itself is not kept, because the plan has its weights."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
@@ -76,15 +84,16 @@ def _prepare(settings: LeaderSettings) -> tuple[LoadedModel, VersionPlan]:
         specs = found.specs
     plan = VersionPlan.of(make_plan(model, settings.stages, tuning, specs=specs))
     torch.set_num_threads(1)  # from now on only the workers compute
-    return model, plan
+    return _served_model(model), VersionLoader.compatible_with(model, settings), plan
 
 
-async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan, tracing: Tracing | None) -> int:
+async def _serve(
+    settings: LeaderSettings, model: ServedModel, loader: VersionLoader, plan: VersionPlan, tracing: Tracing | None
+) -> int:
     stop = _stop_signal()
     metrics = Metrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
-    loader = VersionLoader.compatible_with(model, settings)
     traces = BatchTraces(tracing) if tracing else None
     leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=listeners.tell)
     leader.set_accepted_secrets(*settings.accepted_secrets)
@@ -98,7 +107,7 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
         stack.push_async_exit(leader)
         frontends = FrontendSessions(
             settings.leader_name,
-            _served_model(model),
+            model,
             leader,
             metrics,
             leader.manager,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -48,6 +49,17 @@ def check_memory(needed_bytes: int) -> None:
     available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
     if available_bytes is not None and needed_bytes > available_bytes:
         raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {available_bytes / 1e6:.0f} MB are available")
+
+
+def release_free_memory() -> None:
+    """Return freed memory to the operating system. Call it after models were loaded or dropped.
+
+    glibc keeps freed memory for later allocations. A worker that had loaded a stage of 45 MB 40 times kept 200 MB. Takes about 1 ms
+    if `gc.freeze` was called after the imports, otherwise up to 0.2 s.
+    """
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+        trim(0)
 
 
 def _on_machine() -> int | None:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from multiworld import Cause
+from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -145,6 +146,7 @@ class VersionRollout:
         finally:
             cancelled.cancel()
             loading.cancel()
+            release_free_memory()
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
