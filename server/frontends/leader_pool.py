@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -38,7 +39,6 @@ from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
-from multiworld_serving.server.replicas.rolling_restart import RestartStep
 
 logger = logging.getLogger(__name__)
 

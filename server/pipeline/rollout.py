@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from multiworld import Cause
+from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -30,10 +31,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CLOSE_S = 5.0
 """Longest wait for a cancelled rollout when the leader stops."""
-
-
-class VersionFailedError(Exception):
-    """The workers cannot serve this version. Nothing has changed."""
 
 
 class VersionSwitch(Protocol):

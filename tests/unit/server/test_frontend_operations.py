@@ -8,12 +8,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ReplicaState
-from multiworld_serving.server.replicas.rolling_restart import RestartStep
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
 
 

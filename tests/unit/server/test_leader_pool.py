@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -25,9 +26,7 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import FrontendSnapshot, ModelVersion, Prediction, ServedModel
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
 from tests.unit.server.fake_leaders import leader_state, pool_of
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
