@@ -3,6 +3,7 @@
 `serve` has the settings of all programs that it starts.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,6 +16,7 @@ from multiworld_serving.common.config.addresses import (
     NAME_PATTERN,
     Address,
     default_name,
+    name_after_host,
     parse_address,
     parse_addresses,
 )
@@ -27,6 +29,11 @@ JOIN_PORT_STEP = 100
 def _admin_port() -> Any:
     text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
     return setting(8002, "Network", text, ge=0, le=65535)
+
+
+def _leader_name(settings: dict[str, Any]) -> str:
+    """A name that other leaders do not have: with the join port, which stays the same after a restart; without one, with the process id."""
+    return name_after_host(settings.get("join_port") or os.getpid())
 
 
 class _ServiceSettings(Settings):
@@ -191,11 +198,12 @@ class LeaderSettings(_ServiceSettings):
     )
 
     leader_name: str = setting(
-        "leader-0",
+        None,
         "Network",
-        "Name of this leader in logs, metrics and the status.",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        allowed="letters, digits, dots, dashes or underscores",
+        "Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port.",
+        default_factory=_leader_name,
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
     )
     metrics_host: str | None = setting(None, "Network", "Address of the metrics port; none uses 127.0.0.1.")
     metrics_port: int | None = setting(

@@ -66,6 +66,7 @@ class LeaderLink:
     Attributes:
         state: as the leader said last; None while there is no link.
         name: of the leader, as known from its last state.
+        ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.
     """
 
@@ -73,6 +74,7 @@ class LeaderLink:
         self.address = address
         self.state: LeaderState | None = None
         self.name: str | None = None
+        self.ambiguous = False
         self.was_ready = False
         self._settings = settings
         self._manager = manager
@@ -92,6 +94,11 @@ class LeaderLink:
         return len(self._pending)
 
     @property
+    def label(self) -> str | None:
+        """Name of the leader that no other leader of this frontend has; None if it was never reached."""
+        return f"{self.name}@{self.address}" if self.ambiguous else self.name
+
+    @property
     def usable(self) -> bool:
         """Whether requests may be sent: the leader is connected and does not reject everything."""
         return self.state is not None and self.state.rejection is None
@@ -100,13 +107,13 @@ class LeaderLink:
         """For the status."""
         state = self.state
         if state is None:
-            return LeaderSnapshot(str(self.address), "unreachable", self.name)
+            return LeaderSnapshot(str(self.address), "unreachable", self.label)
         pipeline = state.snapshot
         condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
         return LeaderSnapshot(
             str(self.address),
             "ready" if state.ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
-            state.leader,
+            self.label,
             state.host,
             state.pid,
             state.version.name,

@@ -48,7 +48,8 @@ async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
         reply = await link.request(FrameKind.SCRAPE, {"others": others}, timeout_s=_TIMEOUT_S)
     except (LeaderLostError, RequestRejected, TimeoutError):
         return []
-    return list(_split(bytes(reply.payload), reply.fields["texts"]))
+    (_, own), *rest = _split(bytes(reply.payload), reply.fields["texts"])
+    return [(link.label or str(link.address), own), *rest]
 
 
 def _split(payload: bytes, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, str]]:

@@ -316,9 +316,10 @@ class FrontendSession:
                             self.link.send(FrameKind.STEP, frame.number, asdict(step))
                 case other:
                     raise ValueError(f"unknown operation {other!r}")
-        except (ModelError, *OPERATION_ERRORS.values()) as error:
-            kinds = {ModelError: "invalid_weights", **{cls: name for name, cls in OPERATION_ERRORS.items()}}
-            kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
+        except ModelError as error:
+            result = {"error": str(error), "kind": "invalid_weights"}
+        except tuple(OPERATION_ERRORS.values()) as error:
+            kind = next(name for name, cls in OPERATION_ERRORS.items() if isinstance(error, cls))
             result = {"error": str(error), "kind": kind}
         except Exception as error:
             logger.exception("an operation of frontend %s failed", self.who.frontend)

@@ -628,6 +628,18 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
         assert 'restarts_total{process="supervisor"} 3' in text
 
 
+async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
+    async with running() as service:
+        pool = await service.frontend("a")
+        other = LeaderLink(Address("127.0.0.2", 1), service.settings(), cast(Any, None), pool)
+        other.name = "leader-0"
+        pool.links.append(other)
+        service.sessions.state_changed()
+        await until(lambda: other.ambiguous)
+        text, _ = await ServiceMetrics("a", Metrics(), pool).exposition()
+        assert f'multiworld_frontends{{process="leader-0@127.0.0.1:{service.port}"}} 1' in text
+
+
 async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
