@@ -626,6 +626,10 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
             'multiworld_frontends{process="leader-0"} 2',
         ]
         assert 'restarts_total{process="supervisor"} 3' in text
+        accept = "application/openmetrics-text; version=1.0.0"
+        text, content_type = await ServiceMetrics("a", Metrics(), pool, file).exposition(accept)
+        assert content_type.startswith(accept)
+        assert "# TYPE restarts counter" in text
 
 
 async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
