@@ -42,5 +42,6 @@ def _openmetrics(lines: list[str]) -> Iterator[str]:
             yield line
             continue
         _, keyword, name, *rest = line.split(" ", 3)
-        text = "".join(rest).replace('"', r"\"") if keyword == "HELP" else {"untyped": "unknown"}.get(rest[0], rest[0])
+        text = "".join(rest)
+        text = text.replace('"', r"\"") if keyword == "HELP" else {"untyped": "unknown"}.get(text, text)
         yield f"# {keyword} {name.removesuffix('_total') if is_counter else name} {text}"
