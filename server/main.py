@@ -92,7 +92,7 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
         await leader.__aenter__()
     except OSError as error:
         raise UserError(
-            f"{error}; choose another --join-port or --join-host, or stop the program that uses it"
+            f"{error.strerror or error}; choose another --join-port or --join-host, or stop the program that uses it"
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
@@ -115,7 +115,7 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready)
+                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready, required=True)
             )
         logger.info("leader %s listens join=%s:%d", settings.leader_name, settings.join_host, leader.join_port)
         await stack.enter_async_context(notify_systemd())

@@ -22,6 +22,7 @@ from multiworld_serving.common.config.addresses import (
 )
 
 _TUNING_S = 2.0
+_MAX_PORT = 65535
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -457,9 +458,19 @@ class ServeSettings(HttpSettings, LeaderSettings):
         """Number of workers of the full pipeline: replicas of all stages, and spares."""
         return self.stages * self.replicas + self.spares
 
+    def join_port_of(self, leader: int) -> int:
+        """Port at which this leader listens; 0 selects a free one."""
+        return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        if self.join_port:
+            ports |= {f"join_port of leader {index}": self.join_port_of(index) for index in range(1, self.leaders)}
+        if (last := max(ports.values())) > _MAX_PORT:
+            raise ValueError(
+                f"the join port of leader {self.leaders - 1} would be {last}; choose a lower join_port, or 0 for free ports"
+            )
         for port, count in Counter(ports.values()).items():
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)

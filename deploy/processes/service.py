@@ -35,7 +35,7 @@ from multiworld_serving.deploy.processes.environment import (
 from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
-from multiworld_serving.server.settings import JOIN_PORT_STEP, FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,7 @@ class _Service:
         self._http = self._socket(settings.host, settings.http_port, "http_port")
         self._admin = self._socket(settings.admin_host, settings.metrics_port, "metrics_port")
         self._joins = [
-            self._socket(
-                settings.join_host, settings.join_port and settings.join_port + JOIN_PORT_STEP * index, "join_port"
-            )
+            self._socket(settings.join_host, settings.join_port_of(index), "join_port")
             for index in range(settings.leaders)
         ]
         self._restarts = _RestartCounts(settings, _memory_file(stack, "metrics", ""))

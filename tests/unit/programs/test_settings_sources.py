@@ -185,6 +185,11 @@ def test_missing_leader_is_named() -> None:
 def test_contradicting_settings_are_refused() -> None:
     assert "heartbeat_timeout_s (0.1) must be longer" in rejection(heartbeat_timeout_s="0.1")
     assert rejection(http_port="8001").startswith("http_port and join_port are both 8001")
+    assert rejection(http_port="8101", leaders="2").startswith("http_port and join_port of leader 1 are both 8101")
+    assert rejection(join_port="65500", leaders="2").startswith(
+        "the join port of leader 1 would be 65600; choose a lower"
+    )
+    assert load(ServeSettings, {"join_port": "0", "leaders": "16"}).join_port_of(15) == 0
     assert "must not be less" in rejection(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
     assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
 
