@@ -16,7 +16,7 @@ import torch
 import uvloop
 
 from multiworld import AskError
-from multiworld_serving.common.config import SettingsError, UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config import SettingsError, UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
@@ -44,9 +44,7 @@ def run(settings: LeaderSettings) -> int:
         UserError, models.ModelError: a port is in use, the weights are missing, there are more stages than blocks, …
     """
     if settings.exit_with_parent:
-        # Even if this process is blocked: otherwise the next service could not use the port.
-        with contextlib.suppress(OSError):
-            kill_on_parent_death()
+        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         tracing = start_tracing(
