@@ -246,8 +246,8 @@ class LeaderPool:
             self._on_change(self.snapshot())
 
     def _find_ambiguous_names(self) -> None:
-        counts = Counter(link.name for link in self.links if link.name is not None)
-        for name in {link.name for link in self.links if counts[link.name] > 1 and not link.ambiguous}:
+        counts = Counter(link.name for link in self.links)
+        for name in {link.name for link in self.links if link.name and counts[link.name] > 1 and not link.ambiguous}:
             addresses = ", ".join(str(link.address) for link in self.links if link.name == name)
             logger.warning(
                 "the leaders at %s have the same name %s: give each its own --leader-name, or, if it is one leader, only one address; "
@@ -255,7 +255,7 @@ class LeaderPool:
                 *(addresses, name),
             )
         for link in self.links:
-            link.ambiguous = counts[link.name] > 1
+            link.ambiguous = link.name is not None and counts[link.name] > 1
 
     def _notify_changed(self) -> None:
         self._changed.set()

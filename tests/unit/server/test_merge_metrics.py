@@ -93,7 +93,7 @@ def test_openmetrics_has_the_same_samples() -> None:
         ("d", '# HELP odd_total Say "no".\n# TYPE odd_total counter\nodd_total 1\n# HELP x X.\n# TYPE x untyped\nx 1\n')
     )
     text = merge_metrics(texts, openmetrics=True)
-    families = list(openmetrics.text_string_to_metric_families(text))
+    families = list(openmetrics.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
     found = {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
     assert found == samples(merge_metrics(texts))
     kinds = {family.name: (family.type, family.documentation) for family in families}
