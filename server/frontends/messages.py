@@ -109,8 +109,10 @@ class LeaderState:
         )
 
 
-def _require_fields(cls: type[Any], what: str, *, found: Mapping[str, Any]) -> None:
-    """Raise ValueError unless these are the fields of `cls`."""
+def _require_fields(cls: type[Any], what: str, *, found: object) -> None:
+    """Raise ValueError unless `found` is an object with the fields of `cls`."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} is not an object")  # noqa: TRY004 - invalid data, not a wrong call
     expected = [field.name for field in dataclasses.fields(cls)]
     if found.keys() != set(expected):
         raise ValueError(f"{what}: {different_fields(found, expected)}; do both sides run the same release?")
