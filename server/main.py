@@ -19,7 +19,7 @@ from multiworld import AskError
 from multiworld_serving.common.config import (
     SettingsError,
     UserError,
-    kill_on_parent_death,
+    exit_with_parent,
     raise_descriptor_limit,
     release_free_memory,
 )
@@ -50,9 +50,7 @@ def run(settings: LeaderSettings) -> int:
         UserError, models.ModelError: a port is in use, the weights are missing, there are more stages than blocks, …
     """
     if settings.exit_with_parent:
-        # Even if this process is blocked: otherwise the next service could not use the port.
-        with contextlib.suppress(OSError):
-            kill_on_parent_death()
+        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         tracing = start_tracing(
@@ -101,7 +99,7 @@ async def _serve(
         await leader.__aenter__()
     except OSError as error:
         raise UserError(
-            f"{error}; choose another --join-port or --join-host, or stop the program that uses it"
+            f"{error.strerror or error}; choose another --join-port or --join-host, or stop the program that uses it"
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
@@ -124,7 +122,7 @@ async def _serve(
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready)
+                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready, required=True)
             )
         logger.info("leader %s listens join=%s:%d", settings.leader_name, settings.join_host, leader.join_port)
         await stack.enter_async_context(notify_systemd())

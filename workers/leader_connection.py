@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.engine import Engine
@@ -142,12 +142,7 @@ class LeaderConnection:
 
     async def _join(self, offer: JoinOffer) -> World:
         """Join the offered world. Raises WorldError, WireError."""
-        address = self._leader
-        if offer.address:
-            try:
-                address = parse_address(offer.address)
-            except ValueError as error:
-                raise WireError(f"JoinOffer: address is {offer.address!r:.60}; expected HOST:PORT") from error
+        address = offer.joins_at(self._leader)
         try:
             return await self._manager.initialize_world(
                 *(offer.world, 1, 2, WORLD_BACKEND),

@@ -13,7 +13,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
@@ -40,6 +40,8 @@ def run(settings: WorkerSettings) -> int:
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
+    if settings.exit_with_parent:
+        exit_with_parent()
     raise_descriptor_limit()
     device = check_device(settings.device)
     _check_bind_host(settings.bind_host)

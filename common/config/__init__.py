@@ -5,7 +5,7 @@ from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import (
     check_memory,
-    kill_on_parent_death,
+    exit_with_parent,
     raise_descriptor_limit,
     release_free_memory,
 )
@@ -29,7 +29,7 @@ __all__ = [
     "configure_logging",
     "describe",
     "effective_settings",
-    "kill_on_parent_death",
+    "exit_with_parent",
     "load",
     "raise_descriptor_limit",
     "release_free_memory",

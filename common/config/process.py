@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -30,15 +31,19 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def kill_on_parent_death() -> None:
-    """Have the kernel kill this process when its parent dies, even if this process is stopped. Raises OSError if unsupported.
+def exit_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even if this process is stopped. Call it at start-up.
 
-    Call it at start-up, and check afterwards that the parent is still alive.
+    Standard input must be a pipe that the parent holds open. Raises SystemExit if the parent has ended already.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        logger.warning("this system cannot end this process with its parent: %s", os.strerror(ctypes.get_errno()))
+    standard_input = select.poll()
+    standard_input.register(0, 0)  # POLLHUP is always reported
+    if any(event & select.POLLHUP for _, event in standard_input.poll(0)):
+        raise SystemExit(0)
 
 
 def check_memory(needed_bytes: int) -> None:

@@ -1,19 +1,26 @@
-"""Protocol between leader and worker: the join request and offer (`join`), and the messages over their world (`message`, `channel`)."""
+"""Protocol between a leader and its workers and frontends: joining (`join`), and the messages over their world (`message`, `channel`)."""
 
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.join import (
+    FRONTEND_PROTOCOL,
+    RELEASE,
+    WORKER_PROTOCOL,
     WORLD_BACKEND,
     FrontendJoinRequest,
     JoinOffer,
     JoinRequest,
     StageAssignment,
+    different_fields,
 )
 from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, WireError
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts, trace_message
 
 __all__ = [
+    "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
     "MAX_TRACE_BYTES",
+    "RELEASE",
+    "WORKER_PROTOCOL",
     "WORLD_BACKEND",
     "Channel",
     "FrontendJoinRequest",
@@ -25,6 +32,7 @@ __all__ = [
     "StageAssignment",
     "TraceContext",
     "WireError",
+    "different_fields",
     "trace_contexts",
     "trace_message",
 ]

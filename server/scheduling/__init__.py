@@ -21,5 +21,5 @@ The words for sending work again. Each sending of a batch to a replica is an att
     isolate   each request of the batch, alone           the first stage                              it may be the cause of the failures
     requeue   the requests of the batch, in new batches  the first stage, of another version          its version lost a stage
 
-Reroutes and retries together are counted by `multiworld_retries_total`. All but hedges add 1 to the attempts of an answer.
+Reroutes, retries and hedges have a metric each. All but hedges add 1 to the attempts of an answer.
 """
