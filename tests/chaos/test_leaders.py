@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,6 +12,7 @@ from multiworld_serving.testing.load.clients import record_reference_answers
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import assert_nothing_lost, run_load
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -35,14 +35,7 @@ def wait_for_leaders(service: LocalService, count: int, without: int = 0) -> Non
             return 0
         return sum(leader["state"] == "ready" for leader in leaders)
 
-    until(lambda: ready() == count)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: ready() == count)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
@@ -78,7 +71,7 @@ def test_version_is_loaded_by_all_leaders_and_by_one_that_starts_later(service: 
     pid = service.child_pids("leader")[0]
     with run_load(service, clients=4) as load:
         os.kill(pid, signal.SIGKILL)
-        until(
+        wait_until(
             lambda: (
                 [leader["version"] for leader in service.status()["leaders"] if leader["pid"] != pid]
                 == ["random:7"] * 2

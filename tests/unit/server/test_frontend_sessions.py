@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
@@ -42,6 +42,7 @@ from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
+from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
 MODEL = ServedModel("m", "v1", ("a", "b", "c"), 18, 16)
@@ -166,12 +167,6 @@ async def running() -> AsyncIterator[Service]:
             yield service
     finally:
         await service.close()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.002)
 
 
 async def predict(pool: LeaderPool, timeout_s: float = 30.0) -> Prediction:
