@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
@@ -348,8 +348,8 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
             with pytest.raises(LeaderLostError, match="same name"):
                 await waiting
             await until(lambda: session not in service.sessions._sessions)
+            await until(lambda: service.leader.cancelled == 1)
             assert len(service.sessions._sessions) == 1
-            assert service.leader.cancelled == 1
             assert not former.ready
             assert not former_task.done()
             former_task.cancel()
