@@ -2,6 +2,7 @@
 
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.join import (
+    MAX_PARTS,
     WORLD_BACKEND,
     FrontendJoinRequest,
     JoinOffer,
@@ -13,6 +14,7 @@ from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext
 
 __all__ = [
     "HEADER_BYTES",
+    "MAX_PARTS",
     "MAX_TRACE_BYTES",
     "WORLD_BACKEND",
     "Channel",
