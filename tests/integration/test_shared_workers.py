@@ -107,10 +107,9 @@ class SharedWorker:
 
     async def leader(self, plan: StagePlan, *, max_batch_size: int = 4) -> LeaderSide:
         """A further leader whose link is loading."""
-        managers = [
-            await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False)) for _ in range(2)
-        ]
-        side = LeaderSide(*managers, self.engine, plan, max_batch_size)
+        manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+        workers_manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+        side = LeaderSide(manager, workers_manager, self.engine, plan, max_batch_size)
         self.sides.append(side)
         await side.join()
         return side
