@@ -23,6 +23,7 @@ from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.gpu import GpuSampler, nvml_reader
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -70,7 +71,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
             if settings.loop_stall_timeout_s:
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
-            connections = list[LeaderConnection]()
+            connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
@@ -83,7 +84,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                         loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
                     )
                 )
-                connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces))
+                connections.append(LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces))
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
         (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))
@@ -138,6 +139,7 @@ async def _start_metrics_port(
 
     def refresh() -> None:
         metrics.busy(engine.busy)
+        metrics.stages(len(engine.stages))
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 

@@ -3,6 +3,7 @@
 from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.join import (
     FRONTEND_PROTOCOL,
+    MAX_PARTS,
     RELEASE,
     WORKER_PROTOCOL,
     WORLD_BACKEND,
@@ -18,6 +19,7 @@ from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext
 __all__ = [
     "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
+    "MAX_PARTS",
     "MAX_TRACE_BYTES",
     "RELEASE",
     "WORKER_PROTOCOL",

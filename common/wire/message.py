@@ -42,6 +42,8 @@ class MessageKind(IntEnum):
     LEAVING = 7  # worker → leader: send no new batches, and close the world after the last answer
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
+    FETCH = 14  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage already
+    BUSY = 15  # worker → leader: batches of this leader wait while the worker computes for other leaders
     FRAMES = 11  # between leader and frontend: one or several frames (see multiworld_serving.server.frontends.frames)
     TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
 

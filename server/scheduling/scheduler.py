@@ -25,7 +25,8 @@ The rules:
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
 - A late batch is hedged: it is sent to a second replica, and the first output wins.
-- A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
+- A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it computes for
+  other leaders does not count, up to `MAX_BUSY` times `hang_timeout_s`. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see
   `admission.py`.
@@ -57,6 +58,7 @@ from multiworld_serving.server.scheduling.events import (
     BatchFailed,
     Drain,
     Event,
+    ReplicaBusy,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -83,6 +85,7 @@ __all__ = [
     "Reject",
     "Rejection",
     "ReleaseReplica",
+    "ReplicaBusy",
     "ReplicaDraining",
     "ReplicaLost",
     "ReplicaReady",
@@ -201,6 +204,9 @@ class Scheduler:
                 self._failed(event)
             case ReplicaReady():
                 self._replica_ready(event)
+            case ReplicaBusy():
+                if (replica := self._state.table.replicas.get(event.replica)) is not None:
+                    self._state.table.postpone_hang(replica, self._state.now_s)
             case ReplicaDraining():
                 self._replica_draining(event)
             case ReplicaLost():

@@ -36,6 +36,9 @@ class WorkerMetrics(ProgramMetrics):
         )
         self._compute = self._histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
         self._busy = self._gauge("worker_busy", "1 while the worker computes, for any leader.").labels()
+        self._loaded = self._gauge(
+            "worker_stages_loaded", "Stages in the memory of this worker, each counted once for all leaders."
+        ).labels()
         self._leaders = self._gauge(
             "worker_leaders_connected", "Leaders that this worker is connected to now."
         ).labels()
@@ -63,6 +66,10 @@ class WorkerMetrics(ProgramMetrics):
     def busy(self, computes: bool) -> None:
         """Set whether the worker computes now."""
         self._busy.set(int(computes))
+
+    def stages(self, loaded: int) -> None:
+        """Set the number of stages in memory."""
+        self._loaded.set(loaded)
 
     def world_joined(self) -> None:
         """Count a world that was joined."""

@@ -30,6 +30,7 @@ NAMES = {
     "multiworld_worker_compute_seconds": ("histogram", {"stage"}),
     "multiworld_worker_busy": ("gauge", set()),
     "multiworld_worker_leaders_connected": ("gauge", set()),
+    "multiworld_worker_stages_loaded": ("gauge", set()),
     "multiworld_worker_worlds_joined_total": ("counter", set()),
     "multiworld_worker_worlds_ended_total": ("counter", {"cause"}),
     "multiworld_gpu_utilization_ratio": ("gauge", {"device"}),
