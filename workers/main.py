@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -49,6 +50,7 @@ def run(settings: WorkerSettings) -> int:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
+    gc.freeze()  # the garbage collector need not scan torch's modules again
     tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
     with close_on_exit(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, device, tracing))

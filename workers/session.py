@@ -11,6 +11,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
+from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.common.wire import (
     MAX_TRACE_BYTES,
     Channel,
@@ -114,6 +115,7 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.queue.close()
+            release_free_memory()
 
     async def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
@@ -178,6 +180,7 @@ class Session:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
                 self.queue.unload(message.version)
                 self._inputs = {key: expected for key, expected in self._inputs.items() if key[0] != message.version}
+                release_free_memory()
             case MessageKind.RESTART:
                 logger.info("world=%s the leader asks for a restart", self._world.name)
                 self._on_restart()
@@ -209,6 +212,7 @@ class Session:
             for _ in range(assignment.window):
                 self._slots.release()
         self._log_loaded(incoming, load_s, stage)
+        release_free_memory()
         ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
