@@ -57,6 +57,7 @@ from multiworld_serving.server.scheduling.events import (
     BatchFailed,
     Drain,
     Event,
+    InputLost,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -79,6 +80,7 @@ __all__ = [
     "Event",
     "FailReplica",
     "FreeBatch",
+    "InputLost",
     "KeepOutput",
     "Reject",
     "Rejection",
@@ -123,6 +125,8 @@ class Scheduler:
         self._expire_deadlines()
         self._fail_hung_replicas()
         self._expire_graces()
+        if self._state.changed_draining:
+            self._failures.release_drained()
         self._dispatcher.dispatch()
         self._dispatcher.hedge()
         return self._state.actions
@@ -193,12 +197,10 @@ class Scheduler:
         match event:
             case RequestArrived():
                 self._arrived(event)
-            case BatchDone():
-                self._done(event)
+            case BatchDone() | BatchFailed() | InputLost():
+                self._returned(event)
             case RequestCancelled():
                 self._cancelled(event)
-            case BatchFailed():
-                self._failed(event)
             case ReplicaReady():
                 self._replica_ready(event)
             case ReplicaDraining():
@@ -240,17 +242,38 @@ class Scheduler:
             replica.draining = True
             self._state.table.stop_accepting(replica, self._state.now_s)
             self._failures.replicas_changed()
-            self._failures.release_if_drained(replica)
+            self._state.changed_draining[replica] = None
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         replica = self._state.table.replicas.get(event.replica)
         if replica is not None:
             self._failures.fail_replica(replica, event.cause)
 
-    def _done(self, event: BatchDone) -> None:
-        attempt = self._take_returned(event)
-        if attempt is None:
+    def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
+        """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
+        replica = self._state.table.replicas.get(event.replica)
+        attempt = replica.in_flight.get(event.batch) if replica else None
+        if replica is None or attempt is None:
             return
+        worked_s = self._state.table.record_returned(attempt, self._state.now_s)
+        self._state.hedging.unwatch(attempt)
+        self._state.changed_pools[replica.pool] = None
+        if replica.draining:
+            self._state.changed_draining[replica] = None
+        if isinstance(event, BatchDone):
+            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
+        if not attempt.detach():
+            return
+        match event:
+            case BatchDone():
+                self._done(attempt, kept=event.kept)
+            case BatchFailed():
+                self._failed(attempt, event)
+            case InputLost():
+                self._failures.attempt_failed(attempt)
+                self._lifecycle.lose_input(attempt.batch)
+
+    def _done(self, attempt: Attempt, *, kept: bool) -> None:
         batch = attempt.batch
         attempt.replica.unmatched_failures = 0
         self._settle_hedge(attempt)
@@ -261,13 +284,11 @@ class Scheduler:
             self._lifecycle.answer(batch, attempt.replica)
         else:
             batch.advance(self._state.now_s)
+            self._lifecycle.move_input(batch, attempt.replica if kept else None)
             self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
             self._lifecycle.enqueue(batch, "first", at_head=False)
 
-    def _failed(self, event: BatchFailed) -> None:
-        attempt = self._take_returned(event)
-        if attempt is None:
-            return
+    def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
         batch = attempt.batch
         self._failures.attempt_failed(attempt)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
@@ -282,20 +303,6 @@ class Scheduler:
             batch.failed_on = attempt.replica
             batch.runnable_since_s = self._state.now_s
             self._lifecycle.enqueue(batch, "retry", at_head=False)
-
-    def _take_returned(self, event: BatchDone | BatchFailed) -> Attempt | None:
-        """Free the attempt's place in the replica's window. Returns the attempt, or None if it was abandoned or is unknown."""
-        replica = self._state.table.replicas.get(event.replica)
-        attempt = replica.in_flight.get(event.batch) if replica else None
-        if replica is None or attempt is None:
-            return None
-        worked_s = self._state.table.record_returned(attempt, self._state.now_s)
-        self._state.hedging.unwatch(attempt)
-        if isinstance(event, BatchDone):
-            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
-        self._state.changed_pools[replica.pool] = None
-        self._failures.release_if_drained(replica)
-        return attempt if attempt.detach() else None
 
     def _count_failure_of(self, replica: Replica) -> None:
         """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""
