@@ -30,6 +30,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+class InputUnreachableError(Exception):
+    """A leader's reply to a frontend: a worker could not fetch the image; send the request again, with the image."""
+
+
 class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
     """A request that ends without an answer. Can be pickled.
 

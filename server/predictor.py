@@ -40,12 +40,23 @@ class ModelVersion(NamedTuple):
     """For example "IMAGENET1K_V2"."""
 
 
+class KeptRow(NamedTuple):
+    """The row of a last stage's output that a worker keeps for a frontend, float32."""
+
+    holder: str
+    """The worker: HOST:PORT/INCARNATION."""
+    tensor: int
+    row: int
+    shape: tuple[int, ...]
+    """Of the row."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The model's output for one image, and how it was computed."""
 
     probabilities: Tensor
-    """float32 [num_classes], on the CPU."""
+    """float32 [num_classes], on the CPU. Empty while `kept` says where they are."""
     model: str
     version: str
     queue_s: float
@@ -62,6 +73,8 @@ class Prediction:
     """Images answered together by the last stage."""
     version_number: int = 1
     """See `ModelVersion.number`."""
+    kept: KeptRow | None = None
+    """Between leader and frontend: where to fetch the probabilities."""
 
 
 @dataclass(frozen=True)

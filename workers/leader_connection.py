@@ -13,6 +13,7 @@ from typing import NoReturn
 from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.engine import Engine
@@ -52,6 +53,7 @@ class LeaderConnection:
     Args:
         manager: used by this connection only, because two leaders may use the same world name.
         stop: set when the process must end. A restart request from a leader sets it too.
+        edges: of this process; None: all tensors go through the leaders.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class LeaderConnection:
         stop: asyncio.Event,
         metrics: WorkerMetrics,
         traces: ComputeTraces | None = None,
+        edges: Edges | None = None,
     ) -> None:
         self._leader = leader
         self._settings = settings
@@ -71,6 +74,7 @@ class LeaderConnection:
         self._stop = stop
         self._metrics = guarded(metrics)
         self._traces = guarded(traces) if traces is not None else None
+        self._edges = edges
         self._session: Session | None = None
         self._wait_s = 0.0
         """Minimum pause before the next join, as the leader's last offer said."""
@@ -113,7 +117,7 @@ class LeaderConnection:
         if not offer.world:
             return False
         world = await self._join(offer)
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces)
+        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces, self._edges)
         self._metrics.world_joined()
         try:
             ending = await session.run()
@@ -158,7 +162,8 @@ class LeaderConnection:
             ) from error
 
     async def _ask(self) -> JoinOffer:
-        request = JoinRequest(self._settings.name, self._settings.device, self._settings.advertise_host, os.getpid())
+        settings, edge = self._settings, "" if self._edges is None else self._edges.holder
+        request = JoinRequest(settings.name, settings.device, settings.advertise_host, os.getpid(), edge)
         try:
             answer = await ask(
                 self._leader.host,

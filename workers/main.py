@@ -14,7 +14,9 @@ import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
@@ -67,6 +69,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
             if settings.loop_stall_timeout_s:
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
+            edges = await _open_edges(stack, settings, metrics)
             connections = list[LeaderConnection]()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
@@ -80,7 +83,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                         loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
                     )
                 )
-                connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces))
+                connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces, edges))
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
         logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
@@ -92,6 +95,16 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         raise refusals[0]
     logger.info("stopped")
     return exit_timer.EXIT_STUCK if stuck else 0
+
+
+async def _open_edges(
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics
+) -> Edges | None:
+    if settings.edges == "relay":
+        return None
+    host = settings.bind_host or local_host(settings.leaders)
+    edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "")
+    return await stack.enter_async_context(edges)
 
 
 def _shared_cores(settings: WorkerSettings) -> SharedCores | None:

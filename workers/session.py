@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,8 +13,12 @@ import torch
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.config import check_memory
+from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import (
+    MAX_INPUTS_HEAD_BYTES,
+    MAX_RELEASED,
     MAX_TRACE_BYTES,
+    BatchInputs,
     Channel,
     Header,
     Message,
@@ -27,6 +32,7 @@ from multiworld_serving.models import ModelError, OptimizedStage, Tuning, stage_
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer, is_out_of_memory
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
+from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 
@@ -47,6 +53,12 @@ class _ExpectedInput(NamedTuple):
     min_batch_size: int
     max_batch_size: int
 
+    @property
+    def max_inputs_bytes(self) -> int:
+        """Most bytes of an INPUTS message for this stage."""
+        row_bytes = math.prod(self.sample_shape) * self.dtype.itemsize
+        return MAX_INPUTS_HEAD_BYTES + self.max_batch_size * row_bytes
+
 
 class Session:
     """Loads and serves the stages that one leader assigns, in one world.
@@ -54,6 +66,7 @@ class Session:
     Args:
         world: ready, of size 2; the leader is rank 0.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
+        edges: of this process; None: all tensors go through the leader.
     """
 
     def __init__(
@@ -63,6 +76,7 @@ class Session:
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
+        edges: Edges | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warmed up."""
@@ -73,6 +87,7 @@ class Session:
         self._on_restart = on_restart
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
+        self._edges = edges
         self._traced: tuple[int, list[TraceContext]] = (0, [])
         """Number of the next batch, and the spans of its traced requests."""
         self._channel = Channel(world, LEADER_RANK, self._check)
@@ -102,6 +117,8 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.queue.close()
+            if self._edges is not None:
+                self._edges.store.drop_owner(self)
 
     async def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
@@ -111,7 +128,7 @@ class Session:
         while True:
             await self._slots.acquire()
             message = await self._channel.receive()
-            if message.kind is MessageKind.BATCH:
+            if message.kind in (MessageKind.BATCH, MessageKind.INPUTS):
                 traced, self._traced = self._traced, (0, [])
                 parents = traced[1] if traced[0] == message.batch else []
                 self._start(self._answer(message, parents)).add_done_callback(lambda _: self._slots.release())
@@ -123,10 +140,11 @@ class Session:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
             case MessageKind.BATCH:
-                expected = self._inputs.get((header.version, header.stage))
-                if expected is None:
-                    raise WireError(f"BATCH of stage {header.stage}, version {header.version}, which is not assigned")
-                header.require_batch(*expected)
+                header.require_batch(*self._expected_input(header))
+            case MessageKind.INPUTS if self._edges is not None:
+                header.require_batch(torch.uint8, (), 1, self._expected_input(header).max_inputs_bytes)
+            case MessageKind.RELEASE if self._edges is not None:
+                header.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN:
                 header.require_text()
             case MessageKind.WEIGHTS if self._incoming is not None:
@@ -137,6 +155,14 @@ class Session:
                 header.require_no_payload()
             case _:
                 raise WireError(f"{header.kind.name} was not expected here")
+
+    def _expected_input(self, message: Header | Message) -> _ExpectedInput:
+        expected = self._inputs.get((message.version, message.stage))
+        if expected is None:
+            raise WireError(
+                f"{message.kind.name} of stage {message.stage}, version {message.version}, which is not assigned"
+            )
+        return expected
 
     def _handle(self, message: Message) -> None:
         match message.kind:
@@ -150,6 +176,8 @@ class Session:
                 if self._incoming.add(message):
                     complete, self._incoming = self._incoming, None
                     self._start(self._serve_assignment(complete))
+            case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
+                self._edges.store.release(message.payload.tolist(), self)
             case MessageKind.TRACE:
                 self._traced = (message.batch, trace_contexts(message.payload))
             case MessageKind.UNLOAD:
@@ -246,20 +274,25 @@ class Session:
             self._metrics.batch_ended(message.stage, outcome)
 
     async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
-        """Compute a batch and send RESULT, or FAILED when the stage raises. Returns the outcome."""
+        """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Returns the outcome."""
         outcome: Outcome = "answered"
         try:
-            assert message.payload is not None, "`_check` requires a payload"
-            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, message.payload)
+            keep, payload = await self._input_of(message)
+            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, payload)
             self._metrics.computed(message.stage, compute_ns / 1e9)
             if self._traces is not None and parents:
-                images = len(message.payload)
+                images = len(payload)
                 self._traces.computed(
                     parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
                 )
-            answer = Message(
-                MessageKind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version
-            )
+            kind = MessageKind.RESULT
+            if keep is not None and (kept := self._keep(output, keep)) is not None:
+                kind, output = MessageKind.KEPT, kept
+            answer = Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+        except InputLostError as error:
+            logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
+            answer = error.lost.message(message.batch, message.stage, message.version)
+            outcome = "input_lost"
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
@@ -275,6 +308,25 @@ class Session:
             logger.debug("world=%s batch=%d discarded: the world ended", self._world.name, message.batch)
             return "discarded"
         return outcome
+
+    async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
+        """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""
+        assert message.payload is not None, "`_check` requires a payload"
+        if message.kind is MessageKind.BATCH:
+            return None, message.payload
+        assert self._edges is not None, "`_check` requires edges"
+        expected = self._expected_input(message)
+        dtype, sample_shape = expected.dtype, expected.sample_shape
+        inputs = BatchInputs.parse(message.payload, dtype, sample_shape, expected.max_batch_size)
+        self._edges.store.release(inputs.release, self)
+        return inputs, await fetch_inputs(self._edges, inputs, dtype, sample_shape)
+
+    def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
+        """Keep an output for others to fetch. Returns its id as int64 [1]; None if it must be sent to the leader."""
+        if not inputs.keep or self._edges is None:
+            return None
+        number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
+        return None if number is None else torch.tensor([number])
 
 
 def _tuning(assignment: StageAssignment) -> Tuning:

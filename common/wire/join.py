@@ -21,7 +21,14 @@ _ASSIGNMENT_BOUNDS = {
     "tuning_ms": (0, 3_600_000),
 }
 """Smallest and largest values of a StageAssignment; at least as wide as the leader's settings."""
+MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
+
+
+def _check_edge(edge: str) -> None:
+    """Raise WireError unless this is empty or HOST:PORT/INCARNATION."""
+    if edge and not (is_name(edge, MAX_HOLDER_CHARS) and "/" in edge):
+        raise WireError(f"edge is {edge!r:.60}; expected HOST:PORT/INCARNATION")
 
 
 class _Json:
@@ -54,6 +61,7 @@ class JoinRequest(_Json):
 
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
+        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
     Raises:
         WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
@@ -62,6 +70,7 @@ class JoinRequest(_Json):
     device: str
     host: str
     pid: int
+    edge: str = ""
 
     def __post_init__(self) -> None:
         for field, limit in (("worker", MAX_NAME_CHARS), ("device", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS)):
@@ -72,6 +81,7 @@ class JoinRequest(_Json):
                 )
         if not 0 < self.pid < 1 << 32:
             raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
+        _check_edge(self.edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ class FrontendJoinRequest(_Json):
 
     Attributes:
         release: must be the leader's, because the frames between them have no versions.
+        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
     Raises:
         WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
@@ -88,11 +99,33 @@ class FrontendJoinRequest(_Json):
     host: str
     pid: int
     release: str
+    edge: str = ""
 
     def __post_init__(self) -> None:
         for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
             if not is_name(getattr(self, field), limit):
                 raise WireError(f"FrontendJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
+        _check_edge(self.edge)
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeJoinRequest(_Json):
+    """A consumer asks a producer for an edge.
+
+    Attributes:
+        consumer: its name, for the producer's log.
+        incarnation: of the producer that has the tensors.
+    Raises:
+        WireError: a field is invalid.
+    """
+
+    consumer: str
+    incarnation: str
+
+    def __post_init__(self) -> None:
+        for field in ("consumer", "incarnation"):
+            if not is_name(getattr(self, field)):
+                raise WireError(f"EdgeJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
 
 
 @dataclass(frozen=True, slots=True)

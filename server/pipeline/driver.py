@@ -7,18 +7,34 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire import Message
-from multiworld_serving.server.errors import DeadlineError, DrainingError, RequestRejected, StageError
+from multiworld_serving.common.wire import LostInput, Message, MessageKind, TraceContext
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    DrainingError,
+    InputUnreachableError,
+    RequestRejected,
+    StageError,
+)
 from multiworld_serving.server.observability.metrics import HEDGE_OUTCOMES, Metrics
-from multiworld_serving.server.pipeline.batch_tensors import BatchTensors
+from multiworld_serving.server.pipeline.batch_tensors import (
+    BatchTensors,
+    Image,
+    ImageRows,
+    KeptOutput,
+    StoredInput,
+    relayed_inputs,
+)
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.pipeline.scheduler_config import scheduler_config
+from multiworld_serving.server.pipeline.unreachable import UnreachablePairs
+from multiworld_serving.server.predictor import KeptRow, Prediction
 from multiworld_serving.server.replicas.replica_ids import link_id
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import (
@@ -31,11 +47,11 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,
+    InputLost,
     ReplicaId,
     RequestArrived,
     RequestCancelled,
@@ -48,6 +64,9 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+_UNCLAIMED_S = 10.0
+"""How long a worker keeps the output of the last stage for frontends that do not fetch it."""
+_NO_PROBABILITIES = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -62,6 +81,8 @@ class _PendingRequest:
     future: asyncio.Future[Prediction]
     request_id: str
     arrived_s: float
+    fetcher: str | None
+    """The frontend that fetches the output itself; None: the leader needs it."""
 
 
 @dataclass(slots=True)
@@ -71,6 +92,7 @@ class _SentBatch:
     sent_s: float
     stage: int
     replica: ReplicaId
+    requests: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -101,17 +123,21 @@ class SchedulerDriver:
         self._metrics = metrics
         self._context = context
         self._traces = context.traces
-        self.scheduler = Scheduler(_config(settings, num_stages))
+        self.scheduler = Scheduler(scheduler_config(settings, num_stages))
         self._tensors = BatchTensors()
         self._pending: dict[int, _PendingRequest] = {}
         self._in_flight: dict[tuple[int, str], _SentBatch] = {}
         """By batch and link."""
-        self._events: deque[tuple[Event, Tensor | None]] = deque()
+        self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
         self._handling = False
         self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
         """Hedges by outcome that were reported to the metrics."""
-        self._arrived: Tensor | None = None
+        self._arrived: Tensor | KeptOutput | None = None
         """The output of the batch whose event is being handled."""
+        self._wanted = False
+        """Whether an action for the event has used the output."""
+        self._unreachable_by_workers = UnreachablePairs()
+        self._unreachable_by_frontends = UnreachablePairs()
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -123,12 +149,21 @@ class SchedulerDriver:
             if not pending.future.done():
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        """See `multiworld_serving.server.predictor.Predictor.predict`."""
+    async def predict(
+        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
+    ) -> Prediction:
+        """See `multiworld_serving.server.predictor.Predictor.predict`.
+
+        Args:
+            fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
+                prediction has the output.
+        Raises:
+            InputUnreachableError: the image is at a frontend that the worker cannot reach. Send it again with the image.
+        """
         request = self._next_request
         self._next_request += 1
         future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._pending[request] = _PendingRequest(future, request_id, time.monotonic())
+        self._pending[request] = _PendingRequest(future, request_id, time.monotonic(), fetcher)
         self._tensors.images[request] = image
         if self._traces is not None:
             self._traces.request_started(request)
@@ -161,7 +196,7 @@ class SchedulerDriver:
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is None:  # the link has just ended
             return
-        assert message.payload is not None, "the link has checked it"
+        output = self._output_of(link, message, sent)
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
@@ -172,7 +207,7 @@ class SchedulerDriver:
             link.slot.index,
             compute_s=compute_s,
             transfer_s=transfer_s,
-            payload_bytes=message.payload.nbytes,
+            payload_bytes=_relayed_bytes(output),
         )
         if self._traces is not None:
             self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
@@ -180,7 +215,44 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s), message.payload)
+        kept = isinstance(output, KeptOutput)
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
+
+    def _output_of(self, link: WorkerLink, message: Message, sent: _SentBatch) -> Tensor | KeptOutput:
+        assert message.payload is not None, "the link has checked it"
+        if message.kind is not MessageKind.KEPT:
+            return message.payload
+        row_shape = link.output_shape(message.version, message.stage)
+        return KeptOutput(link, int(message.payload.item()), len(sent.requests), row_shape)
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
+        lost = LostInput.parse(message)
+        sent = self._in_flight.pop((message.batch, link.id), None)
+        if sent is None:  # the link has just ended
+            return
+        logger.warning("world=%s batch=%d the input is lost: %s", link.world_name, message.batch, lost.detail)
+        self._metrics.batch_failed(link.stage, link.slot.index)
+        if self._traces is not None:
+            self._traces.failed(message.batch, link, "the input is lost")
+        for holder in lost.unreachable:
+            self._unreachable_by_workers.add(holder, link.worker)
+        self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
+
+    def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
+        """Hand the requests whose images are at `holders` back to their frontends. The others of the batch start again."""
+        for request in self._tensors.requests_at(requests, holders):
+            pending = self._pending.get(request)
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the image from its frontend"))
+                self._close(request)
+                self.submit_event(RequestCancelled(request))
+        self._metrics.input_lost()
+        self.submit_event(InputLost(batch, replica))
+
+    def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
+        """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
+        self._unreachable_by_frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
@@ -197,14 +269,14 @@ class SchedulerDriver:
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
 
-    def submit_event(self, event: Event, output: Tensor | None = None) -> None:
+    def submit_event(self, event: Event, output: Tensor | KeptOutput | None = None) -> None:
         """Submit an event to the scheduler, perform its actions, and set the timer.
 
         Actions may submit further events; these are handled after all actions of the current event. An event or action that raises
         does not stop the others, and the timer is set in any case.
 
         Args:
-            output: the output tensor, for `BatchDone`.
+            output: for `BatchDone`: the output tensor, or where it is kept.
         """
         self._events.append((event, output))
         if self._handling:
@@ -213,8 +285,11 @@ class SchedulerDriver:
         try:
             while self._events:
                 following, self._arrived = self._events.popleft()
+                self._wanted = False
                 for action in self._decide(following):
                     self._try_perform(action)
+                if isinstance(self._arrived, KeptOutput) and not self._wanted:
+                    self._arrived.release()
         finally:
             self._handling = False
             self._arrived = None
@@ -282,6 +357,7 @@ class SchedulerDriver:
                 self._send(action)
             case KeepOutput():
                 self._tensors.replace(action.batch, self._arrived_output())
+                self._wanted = True
                 self._stage_ended(action.batch)
             case Answer():
                 self._answer(action)
@@ -301,15 +377,53 @@ class SchedulerDriver:
             self._traces.stage_ended(batch)
 
     def _send(self, action: SendBatch) -> None:
-        payload = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
+        stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
-        self._in_flight[action.batch, id_of_link] = _SentBatch(time.monotonic(), action.stage, action.replica)
+        link = self._context.find_link(id_of_link)
+        if link is not None and (holders := self._unreachable_holders(stored, link)):
+            self._lose_input(action.batch, action.replica, action.requests, holders)
+            return
+        self._in_flight[action.batch, id_of_link] = _SentBatch(
+            time.monotonic(), action.stage, action.replica, action.requests
+        )
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
-        if (link := self._context.find_link(id_of_link)) and link.state != "broken":
+        if link is not None and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
-            link.send(action.batch, payload, self._context.number_of(action.version), traced or ())
-            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
+            self._send_input(action, link, stored, traced or ())
+            self._metrics.batch_sent(action.stage, link.slot.index, _relayed_bytes(stored))
         self._count_send(action)
+
+    def _send_input(
+        self, action: SendBatch, link: WorkerLink, stored: StoredInput, traced: Sequence[TraceContext]
+    ) -> None:
+        version, keep = self._context.number_of(action.version), self._is_kept(action, link)
+        if isinstance(stored, Tensor) and not (keep and action.stage == 0):
+            link.send(action.batch, stored, version, traced)
+            return
+        inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored.inputs()
+        expires_s = _UNCLAIMED_S if action.stage + 1 == self.scheduler.config.num_stages else 0.0
+        link.send_inputs(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
+
+    def _unreachable_holders(self, stored: StoredInput, link: WorkerLink) -> frozenset[str]:
+        """The producers of this input from which the worker cannot fetch."""
+        if isinstance(stored, Tensor):
+            return frozenset()
+        if not link.request.edge:
+            return stored.holders
+        return frozenset(each for each in stored.holders if (each, link.worker) in self._unreachable_by_workers)
+
+    def _is_kept(self, action: SendBatch, link: WorkerLink) -> bool:
+        """Whether the worker should keep the output, because everyone who needs it can fetch it."""
+        holder = link.request.edge
+        if action.relay or not holder:
+            return False
+        if action.stage + 1 < self.scheduler.config.num_stages:
+            return not self._unreachable_by_workers.any(holder)
+        found = (self._pending.get(request) for request in action.requests)
+        fetchers = [pending.fetcher for pending in found if pending is not None]
+        return all(
+            fetcher is not None and (holder, fetcher) not in self._unreachable_by_frontends for fetcher in fetchers
+        )
 
     def _count_send(self, action: SendBatch) -> None:
         if action.kind == "first" and action.stage == 0:
@@ -326,7 +440,7 @@ class SchedulerDriver:
             self._metrics.retried(action.stage)
 
     def _answer(self, action: Answer) -> None:
-        probabilities = self._arrived_output()
+        output = self._arrived_output()
         times = self._tensors.times[action.batch]
         number = self._context.number_of(action.version)
         now_s = time.monotonic()
@@ -338,7 +452,7 @@ class SchedulerDriver:
                 continue
             pending.future.set_result(
                 Prediction(
-                    probabilities=probabilities[row],
+                    probabilities=_NO_PROBABILITIES if isinstance(output, KeptOutput) else output[row],
                     model=self._context.model,
                     version=action.version,
                     version_number=number,
@@ -348,8 +462,10 @@ class SchedulerDriver:
                     attempts=action.attempts,
                     path=tuple(replica.partition("#")[0] for replica in action.path),
                     batch_size=len(action.rows),
+                    kept=_kept_row(output, row),
                 )
             )
+            self._wanted = True
             self._close(request)
 
     def _reject(self, action: Reject) -> None:
@@ -373,23 +489,19 @@ class SchedulerDriver:
         self._tensors.images.pop(request, None)
         self._pending.pop(request, None)
 
-    def _arrived_output(self) -> Tensor:
+    def _arrived_output(self) -> Tensor | KeptOutput:
         assert self._arrived is not None, "only BatchDone has an output"
         return self._arrived
 
 
-def _config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_stages=num_stages,
-        max_batch_size=settings.max_batch_size,
-        batch_timeout_s=settings.batch_timeout_s,
-        adaptive_batching=settings.batching == "adaptive",
-        window=settings.window,
-        queue_limit=settings.queue_limit,
-        recovery_grace_s=settings.recovery_grace_s,
-        max_attempts=settings.max_attempts,
-        hang_timeout_s=settings.hang_timeout_s,
-        hedge_factor=settings.hedge_factor or None,
-        hedge_floor_s=settings.hedge_floor_s,
-        hedge_budget=settings.hedge_budget,
-    )
+def _relayed_bytes(tensor: StoredInput) -> int:
+    """Bytes of this input or output that pass the leader."""
+    if isinstance(tensor, Tensor):
+        return tensor.nbytes
+    if isinstance(tensor, ImageRows):
+        return sum(image.nbytes for image in tensor.images if isinstance(image, Tensor))
+    return 0
+
+
+def _kept_row(output: Tensor | KeptOutput, row: int) -> KeptRow | None:
+    return KeptRow(output.holder, output.tensor, row, output.row_shape) if isinstance(output, KeptOutput) else None

@@ -4,14 +4,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld_serving.common.wire import (
+    MAX_RELEASED,
     WORLD_BACKEND,
+    BatchInputs,
     Channel,
     JoinRequest,
     Message,
@@ -30,6 +33,9 @@ LEADER_RANK = 0
 _WORKER_RANK = 1
 _MAX_REPLIES = 3
 """Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
+_RELEASE_COUNT = 64
+_RELEASE_S = 0.1
+"""Outputs are released when there are this many, or after this time if no batch is sent before."""
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
 
@@ -54,9 +60,12 @@ class BatchListener(Protocol):
     """Receives the results of batches. Called on the event loop."""
 
     def on_result(self, link: "WorkerLink", message: Message) -> None:
-        """A batch in flight on this link returned. Rows, dtype and shape of its output are checked."""
+        """A batch in flight on this link returned: RESULT, whose rows, dtype and shape are checked, or KEPT, with the id of the output."""
 
     def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
+
+    def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
+        """The worker could not fetch the input of a batch in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,9 @@ class WorkerLink:
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
         self._validator = ReplyValidator()
+        self._released: list[int] = []
+        """Kept outputs that are not needed any more, and of which the worker is not told yet."""
+        self._releasing: asyncio.TimerHandle | None = None
 
     @property
     def worker(self) -> str:
@@ -185,6 +197,36 @@ class WorkerLink:
         if traced:
             self._post(trace_message(batch, traced))
         self._post(Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version))
+
+    def send_inputs(self, batch: int, inputs: BatchInputs, version: int, traced: Sequence[TraceContext] = ()) -> None:
+        """Like `send`, for a batch whose input the worker fetches. Also releases outputs."""
+        self._validator.batch_sent(batch, inputs.rows, version, self.stage, fetched=True, keeps=inputs.keep)
+        if traced:
+            self._post(trace_message(batch, traced))
+        released, self._released = self._released[:MAX_RELEASED], self._released[MAX_RELEASED:]
+        self._post(replace(inputs, release=tuple(released)).message(batch, self.stage, version))
+
+    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
+        """Shape of one row of the output of a loaded stage. Raises KeyError."""
+        return self._validator.output_shape(version, stage)
+
+    def release(self, output: int) -> None:
+        """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
+        if self.state not in ("ready", "draining"):
+            return
+        self._released.append(output)
+        if len(self._released) >= _RELEASE_COUNT:
+            self._post_released()
+        elif self._releasing is None:
+            self._releasing = asyncio.get_running_loop().call_later(_RELEASE_S, self._post_released)
+
+    def _post_released(self) -> None:
+        if self._releasing is not None:
+            self._releasing.cancel()
+            self._releasing = None
+        released, self._released = self._released, []
+        if released and self.state in ("ready", "draining"):
+            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(released)))
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -320,11 +362,13 @@ class WorkerLink:
                     not message.batch and self._replies is not None
                 ):
                     self._take_reply(message)
-                case MessageKind.RESULT if message.batch:
+                case MessageKind.RESULT | MessageKind.KEPT if message.batch:
                     self.batches_done += 1
                     self._batches.on_result(self, message)
                 case MessageKind.FAILED if message.batch:
                     self._batches.on_failed(self, message)
+                case MessageKind.INPUT_LOST if message.batch:
+                    self._batches.on_input_lost(self, message)
                 case MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
                     not message.batch and self.state == "draining"
                 ):
@@ -381,6 +425,8 @@ class WorkerLink:
             return
         self.cause, self.detail = str(cause), detail
         self._end_replies()
+        if self._releasing is not None:
+            self._releasing.cancel()
         if self._world is not None:
             self.silent_s = self._world.silent_s
         self._enter("broken")

@@ -19,6 +19,7 @@ from multiworld_serving.common.wire import (
     Channel,
     JoinOffer,
     JoinRequest,
+    LostInput,
     Message,
     MessageKind,
     StageAssignment,
@@ -53,6 +54,7 @@ class Heard:
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_link_state(self, link: WorkerLink) -> None:
@@ -63,6 +65,9 @@ class Heard:
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         self.failures.put_nowait((message.batch, message.text()))
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        self.lost.put_nowait((message.batch, LostInput.parse(message)))
 
     def on_leaving(self, link: WorkerLink) -> None:
         self.leaving.set()
