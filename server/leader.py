@@ -20,7 +20,8 @@ from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import Image
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error

@@ -54,6 +54,10 @@ class HolderUnreachableError(EdgeError):
     """No edge to the producer could be opened, or it broke."""
 
 
+class _EdgeBrokenError(HolderUnreachableError):
+    """An open edge broke. A new one may work."""
+
+
 class TensorGoneError(EdgeError):
     """The producer does not have the tensor any more."""
 
@@ -111,22 +115,17 @@ class EdgePool:
             refs: at most 1024.
             shape: of the result: [rows, *sample shape].
             take: these rows are needed by nobody else; the producer may free them.
+        If the edge breaks, the fetch is repeated once over a new one.
         Raises:
             HolderUnreachableError, TensorGoneError: other producers are not affected.
         Cancelling does not end the edge.
         """
         began_s = time.monotonic()
-        failed = self._failed.get(holder)
-        if failed is not None and began_s < failed[0]:
-            self._metrics.failed("unreachable")
-            raise HolderUnreachableError(failed[1])
-        edge = self._edges.get(holder)
-        if edge is None:
-            edge = self._edges[holder] = _Edge(self, holder)
-        fetch = _Fetch(refs, dtype, shape, take, asyncio.get_running_loop().create_future())
         try:
-            edge.add(fetch)
-            tensor = await fetch.future
+            try:
+                tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+            except _EdgeBrokenError:
+                tensor = await self._fetch(holder, refs, dtype, shape, take=take)
         except TensorGoneError:
             self._metrics.failed("gone")
             raise
@@ -135,6 +134,20 @@ class EdgePool:
             raise
         self._metrics.fetched(tensor.nbytes, time.monotonic() - began_s)
         return tensor
+
+    async def _fetch(
+        self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
+    ) -> Tensor:
+        """Fetch over the edge to the producer; opens it if there is none. Raises HolderUnreachableError, TensorGoneError."""
+        failed = self._failed.get(holder)
+        if failed is not None and time.monotonic() < failed[0]:
+            raise HolderUnreachableError(failed[1])
+        edge = self._edges.get(holder)
+        if edge is None:
+            edge = self._edges[holder] = _Edge(self, holder)
+        fetch = _Fetch(refs, dtype, shape, take, asyncio.get_running_loop().create_future())
+        edge.add(fetch)
+        return await fetch.future
 
     async def open(self, holder: str) -> World:
         """Join a new world with the producer. Raises HolderUnreachableError."""
@@ -202,7 +215,7 @@ class _Edge:
         self._added.set()
 
     async def _run(self) -> None:
-        reason = EdgeError("this process stops")
+        reason: EdgeError = HolderUnreachableError("this process stops")
         world: World | None = None
         try:
             world = await self._pool.open(self.holder)
@@ -210,15 +223,15 @@ class _Edge:
         except EdgeError as error:
             reason = error
         except (WorldError, TimeoutError) as error:
-            reason = HolderUnreachableError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
+            reason = _EdgeBrokenError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
         except Exception as error:
             logger.exception("the edge to %s failed", self.holder)
-            reason = EdgeError(f"the edge to {self.holder} failed: {type(error).__name__}")
+            reason = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
         finally:
             self._pool.forget(self)
             for fetch in (*self._current, *self._queue):
                 if not fetch.future.done():
-                    fetch.future.set_exception(HolderUnreachableError(str(reason)))
+                    fetch.future.set_exception(type(reason)(str(reason)))
             if world is not None:
                 await self._pool.close_world(world)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, RowRef, Source
+from multiworld_serving.server.predictor import KeptRow
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
 
@@ -88,6 +89,10 @@ class KeptOutput:
         source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
         return BatchInputs(self.rows, (source,))
 
+    def row(self, row: int) -> KeptRow:
+        """One row, for the frontend that fetches it."""
+        return KeptRow(self.holder, self.tensor, row, self.row_shape)
+
     def release(self) -> None:
         """Tell the worker that it is not needed any more."""
         self.link.release(self.tensor)
@@ -99,6 +104,15 @@ StoredInput: TypeAlias = Tensor | ImageRows | KeptOutput
 def relayed_inputs(tensor: Tensor) -> BatchInputs:
     """The message for an input that the leader has."""
     return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))))
+
+
+def relayed_bytes(tensor: StoredInput) -> int:
+    """Bytes of this input or output that pass the leader."""
+    if isinstance(tensor, Tensor):
+        return tensor.nbytes
+    if isinstance(tensor, ImageRows):
+        return sum(image.nbytes for image in tensor.images if isinstance(image, Tensor))
+    return 0
 
 
 class BatchTensors:

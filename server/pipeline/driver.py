@@ -7,14 +7,13 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire import LostInput, Message, MessageKind, TraceContext
+from multiworld_serving.common.wire import LostInput, Message, MessageKind
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -22,19 +21,18 @@ from multiworld_serving.server.errors import (
     RequestRejected,
     StageError,
 )
-from multiworld_serving.server.observability.metrics import HEDGE_OUTCOMES, Metrics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.batch_counts import BatchCounts
 from multiworld_serving.server.pipeline.batch_tensors import (
     BatchTensors,
     Image,
-    ImageRows,
     KeptOutput,
-    StoredInput,
-    relayed_inputs,
+    relayed_bytes,
 )
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.pipeline.driver_context import DriverContext, PendingRequest, SentBatch
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
 from multiworld_serving.server.pipeline.scheduler_config import scheduler_config
-from multiworld_serving.server.pipeline.unreachable import UnreachablePairs
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.replica_ids import link_id
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import (
@@ -64,56 +62,12 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
-_UNCLAIMED_S = 10.0
-"""How long a worker keeps the output of the last stage for frontends that do not fetch it."""
 _NO_PROBABILITIES = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
 }
 """Explanation of the cause of a `FailReplica`."""
-
-
-@dataclass(slots=True)
-class _PendingRequest:
-    """A request whose caller waits for the outcome."""
-
-    future: asyncio.Future[Prediction]
-    request_id: str
-    arrived_s: float
-    fetcher: str | None
-    """The frontend that fetches the output itself; None: the leader needs it."""
-
-
-@dataclass(slots=True)
-class _SentBatch:
-    """A batch in flight on one link."""
-
-    sent_s: float
-    stage: int
-    replica: ReplicaId
-    requests: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DriverContext:
-    """What the driver needs from the leader. `after_event`, `traces` and the metrics must not raise: see `metrics.guarded`.
-
-    Attributes:
-        model: the name of the model.
-        number_of: returns the number of a version by its name.
-        find_link: returns the live link with this id.
-        on_released: called with the id of a draining replica that has no batches in flight any more.
-        after_event: called after every event.
-        traces: records the spans of traced requests; None if tracing is off.
-    """
-
-    model: str
-    number_of: Callable[[str], int]
-    find_link: Callable[[str], WorkerLink | None]
-    on_released: Callable[[str], None]
-    after_event: Callable[[], None]
-    traces: BatchTraces | None = None
 
 
 class SchedulerDriver:
@@ -125,19 +79,17 @@ class SchedulerDriver:
         self._traces = context.traces
         self.scheduler = Scheduler(scheduler_config(settings, num_stages))
         self._tensors = BatchTensors()
-        self._pending: dict[int, _PendingRequest] = {}
-        self._in_flight: dict[tuple[int, str], _SentBatch] = {}
+        self._pending: dict[int, PendingRequest] = {}
+        self._in_flight: dict[tuple[int, str], SentBatch] = {}
         """By batch and link."""
         self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
         self._handling = False
-        self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
-        """Hedges by outcome that were reported to the metrics."""
+        self._counts = BatchCounts(metrics)
         self._arrived: Tensor | KeptOutput | None = None
         """The output of the batch whose event is being handled."""
         self._wanted = False
         """Whether an action for the event has used the output."""
-        self._unreachable_by_workers = UnreachablePairs()
-        self._unreachable_by_frontends = UnreachablePairs()
+        self._edges = EdgeRouting(num_stages)
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -163,7 +115,7 @@ class SchedulerDriver:
         request = self._next_request
         self._next_request += 1
         future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._pending[request] = _PendingRequest(future, request_id, time.monotonic(), fetcher)
+        self._pending[request] = PendingRequest(future, request_id, time.monotonic(), fetcher)
         self._tensors.images[request] = image
         if self._traces is not None:
             self._traces.request_started(request)
@@ -207,7 +159,7 @@ class SchedulerDriver:
             link.slot.index,
             compute_s=compute_s,
             transfer_s=transfer_s,
-            payload_bytes=_relayed_bytes(output),
+            payload_bytes=relayed_bytes(output),
         )
         if self._traces is not None:
             self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
@@ -218,7 +170,7 @@ class SchedulerDriver:
         kept = isinstance(output, KeptOutput)
         self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
 
-    def _output_of(self, link: WorkerLink, message: Message, sent: _SentBatch) -> Tensor | KeptOutput:
+    def _output_of(self, link: WorkerLink, message: Message, sent: SentBatch) -> Tensor | KeptOutput:
         assert message.payload is not None, "the link has checked it"
         if message.kind is not MessageKind.KEPT:
             return message.payload
@@ -236,7 +188,7 @@ class SchedulerDriver:
         if self._traces is not None:
             self._traces.failed(message.batch, link, "the input is lost")
         for holder in lost.unreachable:
-            self._unreachable_by_workers.add(holder, link.worker)
+            self._edges.workers.add(holder, link.worker)
         self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
@@ -252,7 +204,7 @@ class SchedulerDriver:
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
-        self._unreachable_by_frontends.add(holder, frontend)
+        self._edges.frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
@@ -295,7 +247,7 @@ class SchedulerDriver:
             self._arrived = None
             self._wake_at(self.scheduler.next_wakeup_s())
         self._metrics.queue_depth(self.scheduler.queue_depth)
-        self._count_hedges()
+        self._counts.hedges(self.scheduler.counters.hedges)
         self._context.after_event()
 
     def _decide(self, event: Event) -> list[Action]:
@@ -330,14 +282,6 @@ class SchedulerDriver:
         if self._traces is not None and (link := self._context.find_link(id_of_link)):
             self._traces.failed(action.batch, link, "the batch was not sent")
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
-
-    def _count_hedges(self) -> None:
-        hedges = self.scheduler.counters.hedges
-        if hedges.total() > sum(self._hedges.values()):
-            for outcome in HEDGE_OUTCOMES:
-                for _ in range(hedges[outcome] - self._hedges[outcome]):
-                    self._metrics.hedged(outcome)
-                self._hedges[outcome] = hedges[outcome]
 
     def _wake_at(self, wakeup_s: float | None) -> None:
         if self._timer is not None:
@@ -380,64 +324,22 @@ class SchedulerDriver:
         stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
         link = self._context.find_link(id_of_link)
-        if link is not None and (holders := self._unreachable_holders(stored, link)):
+        if link is not None and (holders := self._edges.unreachable_holders(stored, link)):
             self._lose_input(action.batch, action.replica, action.requests, holders)
             return
-        self._in_flight[action.batch, id_of_link] = _SentBatch(
+        self._in_flight[action.batch, id_of_link] = SentBatch(
             time.monotonic(), action.stage, action.replica, action.requests
         )
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
         if link is not None and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
-            self._send_input(action, link, stored, traced or ())
-            self._metrics.batch_sent(action.stage, link.slot.index, _relayed_bytes(stored))
-        self._count_send(action)
+            version, fetchers = self._context.number_of(action.version), self._fetchers(action.requests)
+            self._edges.send(action, link, stored, version, fetchers, traced or ())
+            self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
+        self._counts.sent(action)
 
-    def _send_input(
-        self, action: SendBatch, link: WorkerLink, stored: StoredInput, traced: Sequence[TraceContext]
-    ) -> None:
-        version, keep = self._context.number_of(action.version), self._is_kept(action, link)
-        if isinstance(stored, Tensor) and not (keep and action.stage == 0):
-            link.send(action.batch, stored, version, traced)
-            return
-        inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored.inputs()
-        expires_s = _UNCLAIMED_S if action.stage + 1 == self.scheduler.config.num_stages else 0.0
-        link.send_inputs(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
-
-    def _unreachable_holders(self, stored: StoredInput, link: WorkerLink) -> frozenset[str]:
-        """The producers of this input from which the worker cannot fetch."""
-        if isinstance(stored, Tensor):
-            return frozenset()
-        if not link.request.edge:
-            return stored.holders
-        return frozenset(each for each in stored.holders if (each, link.worker) in self._unreachable_by_workers)
-
-    def _is_kept(self, action: SendBatch, link: WorkerLink) -> bool:
-        """Whether the worker should keep the output, because everyone who needs it can fetch it."""
-        holder = link.request.edge
-        if action.relay or not holder:
-            return False
-        if action.stage + 1 < self.scheduler.config.num_stages:
-            return not self._unreachable_by_workers.any(holder)
-        found = (self._pending.get(request) for request in action.requests)
-        fetchers = [pending.fetcher for pending in found if pending is not None]
-        return all(
-            fetcher is not None and (holder, fetcher) not in self._unreachable_by_frontends for fetcher in fetchers
-        )
-
-    def _count_send(self, action: SendBatch) -> None:
-        if action.kind == "first" and action.stage == 0:
-            self._metrics.batch_formed(len(action.requests))
-            self._metrics.queued(action.waited_s)
-        if action.kind == "reroute":
-            self._metrics.rerouted(action.stage, action.waited_s)
-            world, _, generation = link_id(action.replica).partition("#")
-            logger.info(
-                "batch=%d stage=%d rerouted to world=%s generation=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, world, generation, action.attempt, action.waited_s),
-            )
-        if action.kind in ("reroute", "retry"):
-            self._metrics.retried(action.stage)
+    def _fetchers(self, requests: tuple[int, ...]) -> list[str | None]:
+        return [pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None]
 
     def _answer(self, action: Answer) -> None:
         output = self._arrived_output()
@@ -462,7 +364,7 @@ class SchedulerDriver:
                     attempts=action.attempts,
                     path=tuple(replica.partition("#")[0] for replica in action.path),
                     batch_size=len(action.rows),
-                    kept=_kept_row(output, row),
+                    kept=output.row(row) if isinstance(output, KeptOutput) else None,
                 )
             )
             self._wanted = True
@@ -492,16 +394,3 @@ class SchedulerDriver:
     def _arrived_output(self) -> Tensor | KeptOutput:
         assert self._arrived is not None, "only BatchDone has an output"
         return self._arrived
-
-
-def _relayed_bytes(tensor: StoredInput) -> int:
-    """Bytes of this input or output that pass the leader."""
-    if isinstance(tensor, Tensor):
-        return tensor.nbytes
-    if isinstance(tensor, ImageRows):
-        return sum(image.nbytes for image in tensor.images if isinstance(image, Tensor))
-    return 0
-
-
-def _kept_row(output: Tensor | KeptOutput, row: int) -> KeptRow | None:
-    return KeptRow(output.holder, output.tensor, row, output.row_shape) if isinstance(output, KeptOutput) else None

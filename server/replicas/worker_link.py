@@ -4,15 +4,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld_serving.common.wire import (
-    MAX_RELEASED,
     WORLD_BACKEND,
     BatchInputs,
     Channel,
@@ -24,6 +22,8 @@ from multiworld_serving.common.wire import (
     trace_message,
 )
 from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
@@ -33,19 +33,8 @@ LEADER_RANK = 0
 _WORKER_RANK = 1
 _MAX_REPLIES = 3
 """Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
-_RELEASE_COUNT = 64
-_RELEASE_S = 0.1
-"""Outputs are released when there are this many, or after this time if no batch is sent before."""
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
-
-
-class SelfTestError(Exception):
-    """The worker's output differs from the reference, or the worker cannot load the stage."""
-
-
-class LinkEndedError(Exception):
-    """The link ended, or its worker is draining, before the operation was done."""
 
 
 class LinkListener(Protocol):
@@ -66,19 +55,6 @@ class BatchListener(Protocol):
 
     def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
         """The worker could not fetch the input of a batch in flight."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotId:
-    """A slot: the named place of a worker, for a replica of a stage or for a spare (stage None)."""
-
-    stage: int | None
-    index: int
-
-    @property
-    def name(self) -> str:
-        """The name of the world: "s0.r1" or "spare0"."""
-        return f"spare{self.index}" if self.stage is None else f"s{self.stage}.r{self.index}"
 
 
 class WorkerLink:
@@ -137,9 +113,7 @@ class WorkerLink:
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
         self._validator = ReplyValidator()
-        self._released: list[int] = []
-        """Kept outputs that are not needed any more, and of which the worker is not told yet."""
-        self._releasing: asyncio.TimerHandle | None = None
+        self._released = ReleasedOutputs(self._post)
 
     @property
     def worker(self) -> str:
@@ -203,8 +177,7 @@ class WorkerLink:
         self._validator.batch_sent(batch, inputs.rows, version, self.stage, fetched=True, keeps=inputs.keep)
         if traced:
             self._post(trace_message(batch, traced))
-        released, self._released = self._released[:MAX_RELEASED], self._released[MAX_RELEASED:]
-        self._post(replace(inputs, release=tuple(released)).message(batch, self.stage, version))
+        self._post(replace(inputs, release=self._released.take()).message(batch, self.stage, version))
 
     def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
         """Shape of one row of the output of a loaded stage. Raises KeyError."""
@@ -212,21 +185,8 @@ class WorkerLink:
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
-        if self.state not in ("ready", "draining"):
-            return
-        self._released.append(output)
-        if len(self._released) >= _RELEASE_COUNT:
-            self._post_released()
-        elif self._releasing is None:
-            self._releasing = asyncio.get_running_loop().call_later(_RELEASE_S, self._post_released)
-
-    def _post_released(self) -> None:
-        if self._releasing is not None:
-            self._releasing.cancel()
-            self._releasing = None
-        released, self._released = self._released, []
-        if released and self.state in ("ready", "draining"):
-            self._post(Message(MessageKind.RELEASE, payload=torch.tensor(released)))
+        if self.state in ("ready", "draining"):
+            self._released.add(output)
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -425,8 +385,7 @@ class WorkerLink:
             return
         self.cause, self.detail = str(cause), detail
         self._end_replies()
-        if self._releasing is not None:
-            self._releasing.cancel()
+        self._released.take()
         if self._world is not None:
             self.silent_s = self._world.silent_s
         self._enter("broken")

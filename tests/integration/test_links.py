@@ -25,7 +25,8 @@ from multiworld_serving.common.wire import (
     StageAssignment,
 )
 from multiworld_serving.models import Tuning, load_model, reference_stage
-from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, SlotId, WorkerLink
+from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
