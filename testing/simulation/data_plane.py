@@ -33,12 +33,13 @@ class DataPlane:
         self._holders: dict[int, str] = {}
         """The link that keeps the input of a batch."""
         self._cut_until_s: dict[frozenset[str], float] = {}
-        self._resubmissions = 0
+        self._deliveries = 0
+        """Answers and requests on their way from or to a frontend."""
 
     @property
     def idle(self) -> bool:
-        """No output is retained, and no request is about to be sent again."""
-        return not self._resubmissions and not any(worker.retained for worker in self._simulator.workers.values())
+        """No output is retained, no answer is being fetched, and no request is about to be sent again."""
+        return not self._deliveries and not any(worker.retained for worker in self._simulator.workers.values())
 
     # The driver.
 
@@ -65,6 +66,7 @@ class DataPlane:
     def answer(self, action: Answer, event: Event) -> None:
         """Answer the requests. If the output stays at the worker, their frontends fetch it there."""
         if _is_kept(event):
+            self._deliveries += 1
             self._event_queue.after(2 * self._delay_s(), partial(self._fetch_answer, action))
         else:
             for request, _ in action.rows:
@@ -99,6 +101,7 @@ class DataPlane:
         self._event_queue.after(delay_s, partial(then, found))
 
     def _fetch_answer(self, action: Answer) -> None:
+        self._deliveries -= 1
         worker = self._simulator.workers_by_link[action.replica]
         kept = worker.keeps(action.replica, action.batch)
         for request in [request for request, _ in action.rows if request in self._simulator.open]:
@@ -111,11 +114,11 @@ class DataPlane:
     def _resubmit(self, request: int) -> None:
         """Its frontend sends the request again, with its input and a new id."""
         self._simulator.hand_back(request)
-        self._resubmissions += 1
+        self._deliveries += 1
         self._event_queue.after(self._delay_s(), partial(self._arrive_again, request))
 
     def _arrive_again(self, request: int) -> None:
-        self._resubmissions -= 1
+        self._deliveries -= 1
         self._simulator.arrive_again(request, request + _AGAIN)
 
     def _unreachable(self, requests: tuple[int, ...], worker: Worker) -> list[int]:

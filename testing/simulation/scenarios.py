@@ -290,7 +290,7 @@ SCENARIOS = (
         **_PATIENT,
         recovery_s=0.3,
         faults={"kill_after_reply": 3.0, "leave": 0.5},
-        allowed_refusals=frozenset({"overloaded"}),
+        allowed_refusals=frozenset({"overloaded", "poison"}),
     ),
     Scenario(
         name="everything-and-edges",
