@@ -58,6 +58,7 @@ class BatchLifecycle:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
         for _, request in batch.open_requests():
             request.attempt = batch.attempt + 1
+            request.inputs_lost += batch.input_lost
             request.runnable_since_s = self._state.now_s
             self._state.backlog.isolate(request)
             self._state.counters.isolated += 1
