@@ -3,7 +3,7 @@
     RequestRejected                  reason, detail, retry_after_s
     ├── OverloadedError             overloaded       retry after `retry_after_s`
     ├── DeadlineError               deadline         retry with a longer deadline
-    ├── NoReplicaError              no_replica       retry: a stage had no replica for longer than `recovery_grace_s`
+    ├── NoReplicaError              no_replica       retry: a stage had no replica for long, or the input was lost too often
     ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
@@ -76,7 +76,7 @@ class DeadlineError(RequestRejected):
 
 
 class NoReplicaError(RequestRejected):
-    """A stage had no replica for longer than `recovery_grace_s`."""
+    """A stage had no replica for longer than `recovery_grace_s`, or the request's input was lost `max_attempts` times."""
 
     reason = "no_replica"
 

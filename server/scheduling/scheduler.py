@@ -25,6 +25,10 @@ The rules:
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
 - A late batch is hedged: it is sent to a second replica, and the first output wins.
+- An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
+  which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. They share no
+  batch with others from then on, and their outputs come with the results. A request that loses `max_attempts` inputs is rejected as
+  no_replica. A draining replica is released when it keeps no input.
 - A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see

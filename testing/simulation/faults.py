@@ -51,10 +51,7 @@ def _inject(simulator: Simulator, worker: Worker, fault: Fault, random: Random) 
         case "garbage":
             simulator.deliver(_garbage(simulator, random))
         case "cut_edge" | "cut_edges":
-            others = [*FRONTENDS, *(each.name for each in simulator.workers.values() if each is not worker)]
-            lasts_s = random.uniform(0.0, _MAX_EDGE_CUT_S)
-            for other in others if fault == "cut_edges" else [random.choice(others)]:
-                simulator.data_plane.cut(worker.name, other, lasts_s)
+            _cut_edges(simulator, worker, random, all_edges=fault == "cut_edges")
         case "mass_cancel":
             for request in list(simulator.open)[::2]:
                 simulator.cancel(request)
@@ -92,6 +89,13 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
             worker.leave()
             worker.stage = random.randrange(worker.num_stages)
     return True
+
+
+def _cut_edges(simulator: Simulator, worker: Worker, random: Random, *, all_edges: bool) -> None:
+    ends = [*FRONTENDS, *(each.name for each in simulator.workers.values() if each is not worker)]
+    lasts_s = random.uniform(0.0, _MAX_EDGE_CUT_S)
+    for end in ends if all_edges else [random.choice(ends)]:
+        simulator.data_plane.cut(worker.name, end, lasts_s)
 
 
 def _inject_pair(simulator: Simulator, worker: Worker) -> bool:
