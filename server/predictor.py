@@ -15,6 +15,10 @@ ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "r
 """joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
 
 
+Transport = Literal["relay", "tcp"]
+"""relay: through a leader; tcp: over edges, and through a leader where an edge cannot be opened."""
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """The model's name, classes and preprocessing."""
@@ -109,6 +113,8 @@ class ReplicaSnapshot:
     batches_done: int = 0
     """Batches returned in this generation."""
     last_failure: FailureSnapshot | None = None
+    transport: Transport = "relay"
+    """How others get its outputs."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,8 @@ class FrontendSnapshot:
     connections: int = 0
     """Open HTTP connections."""
     requests_in_flight: int = 0
+    transport: Transport = "relay"
+    """How workers get its images."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
 from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
 from multiworld_serving.server.pipeline.rollout import VersionFailedError
-from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel
+from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel, Transport
 from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
 from multiworld_serving.server.replicas.rolling_restart import RestartFailedError
 
@@ -238,7 +238,9 @@ class FrontendSession:
 
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""
-        return FrontendSnapshot(self.who.frontend, self.who.host, self.who.pid, self._connections, self._requests)
+        who = self.who
+        transport: Transport = "tcp" if who.edge else "relay"
+        return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
     async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:
         """Send a request and wait for its reply; None if the link ends before."""
