@@ -33,6 +33,9 @@ from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+_LAST_FETCHES_S = 1.0
+"""How long a worker that stops waits for frontends to fetch the last answers."""
+
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
@@ -104,7 +107,9 @@ async def _open_edges(
         return None
     host = settings.bind_host or local_host(settings.leaders)
     edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "")
-    return await stack.enter_async_context(edges)
+    await stack.enter_async_context(edges)
+    stack.push_async_callback(edges.wait_fetched, _LAST_FETCHES_S)
+    return edges
 
 
 def _shared_cores(settings: WorkerSettings) -> SharedCores | None:

@@ -104,9 +104,11 @@ class Session:
         Raises:
             WorldClosedError: this process closed the world.
         """
+        left = False
         try:
             await self._serve()
         except BrokenWorldException as ending:
+            left = ending.cause is Cause.LEFT
             return ending
         except (WireError, ModelError) as error:
             logger.error("world=%s the leader sent an invalid message: %s", self._world.name, error)  # noqa: TRY400
@@ -118,7 +120,8 @@ class Session:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.queue.close()
             if self._edges is not None:
-                self._edges.store.drop_owner(self)
+                # Frontends may still fetch the last answers if the leader closed the world on purpose.
+                self._edges.store.drop_owner(self, expiring=not left)
 
     async def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import logging
 import secrets
@@ -21,6 +23,8 @@ from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import RowRef
+
+_POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,13 @@ class Edges:
         await self._pool.close()
         await self._server.close()
         await self._manager.aclose()
+
+    async def wait_fetched(self, timeout_s: float) -> None:
+        """Wait until no tensor is kept any more, at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self.store):  # noqa: ASYNC110 - once, when the process ends
+                    await asyncio.sleep(_POLL_S)
 
     async def fetch(
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool = False

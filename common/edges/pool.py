@@ -36,8 +36,10 @@ logger = logging.getLogger(__name__)
 _PRODUCER_RANK = 0
 _OPEN_S = 2.0
 """Longest time for opening an edge."""
-_FETCH_S = 10.0
+_FETCH_S = 4.0
 """Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
+_TOTAL_S = 6.0
+"""Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
 _PAUSE_S = 1.0
 """After an edge could not be opened, fetches fail at once for this long, so that not every batch waits for the same producer."""
 _IDLE_S = 60.0
@@ -122,10 +124,14 @@ class EdgePool:
         """
         began_s = time.monotonic()
         try:
-            try:
-                tensor = await self._fetch(holder, refs, dtype, shape, take=take)
-            except _EdgeBrokenError:
-                tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+            async with asyncio.timeout(_TOTAL_S):
+                try:
+                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+                except _EdgeBrokenError:
+                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+        except TimeoutError:
+            self._metrics.failed("unreachable")
+            raise HolderUnreachableError(f"{holder} did not send it within {_TOTAL_S:g} s") from None
         except TensorGoneError:
             self._metrics.failed("gone")
             raise

@@ -117,9 +117,10 @@ class TensorStore:
             entry.timer.cancel()
         entry.timer = asyncio.get_running_loop().call_later(after_s, self.release, (number,))
 
-    def drop_owner(self, owner: object) -> None:
-        """Free all tensors of an owner."""
-        self.release(tuple(self._owned.get(owner, ())))
+    def drop_owner(self, owner: object, *, expiring: bool = True) -> None:
+        """Free the tensors of an owner; without `expiring` only those that do not expire by themselves."""
+        owned = tuple(self._owned.get(owner, ()))
+        self.release(number for number in owned if expiring or self._entries[number].timer is None)
 
     def _count(self, nbytes: int) -> None:
         self.used_bytes += nbytes

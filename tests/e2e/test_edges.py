@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
 
-SETTINGS = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 2, "replicas": 1}
+SETTINGS: dict[str, Any] = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 2, "replicas": 1}
 
 
 def classes(service: LocalService) -> list[list[int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from multiworld import WorldManager
+from multiworld import Cause, WorldManager
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import (
     ALL_ROWS,
@@ -163,13 +163,19 @@ async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: li
     assert result.kind is MessageKind.RESULT
 
 
-async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage]) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage], lost: bool) -> None:
     first, _ = stages
     first.link.send_inputs(1, BatchInputs(1, (), images(1), (0,)), 1)
+    first.link.send_inputs(2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
     await first.result()
-    assert len(first.edges.store) == 1
-    first.link.close()
-    await until(lambda: len(first.edges.store) == 0)
+    await first.result()
+    assert len(first.edges.store) == 2
+    if lost:
+        first.link.fail(Cause.HANG, "of this test")
+    else:
+        first.link.close()
+    await until(lambda: len(first.edges.store) == (0 if lost else 1))
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,14 @@ async def test_tensor_is_freed_when_its_time_is_over() -> None:
     staying = put(kept, ROWS)
     await until(lambda: len(kept) == 1)
     assert kept.rows([RowRef(staying, ALL_ROWS)]) is not None
+
+
+async def test_owner_that_left_keeps_what_expires_by_itself() -> None:
+    kept = store()
+    put(kept, ROWS)
+    answer = kept.put("a", ROWS, expires_s=60)
+    assert answer is not None
+    kept.drop_owner("a", expiring=False)
+    assert len(kept) == 1
+    kept.take([RowRef(answer, ALL_ROWS)])
+    assert len(kept) == 0
