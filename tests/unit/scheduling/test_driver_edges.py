@@ -183,11 +183,11 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
     bench.lost(first, batch, FRONTEND)
     with pytest.raises(InputUnreachableError):
         await far
+    again = await bench.ask(ImageRef(FRONTEND, 5))
+    other = await bench.ask(IMAGE)
     _, inputs = bench.taken(first)
     assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
     assert not inputs.keep, "a request loses one kept output at most"
-    again = await bench.ask(ImageRef(FRONTEND, 5))
-    other = await bench.ask(IMAGE)
     with pytest.raises(InputUnreachableError):  # known now: the worker is not asked again
         await again
     bench.driver.close()
