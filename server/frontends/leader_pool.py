@@ -36,6 +36,7 @@ from multiworld_serving.server.errors import (
 )
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
+from multiworld_serving.server.frontends.merge_snapshots import merged_snapshot, snapshot_without_leaders
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
     image_payload,
@@ -191,40 +192,12 @@ class LeaderPool:
 
     def snapshot(self) -> PipelineSnapshot:
         """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is connected."""
-        states = [link.state for link in self.links if link.state is not None]
         best = self._source_state()
         leaders = tuple(link.snapshot() for link in self.links)
         if best is None:
-            empty = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
-            last = self._last or empty
-            stages = tuple(
-                replace(stage, replicas=tuple(replace(each, state="absent", worker=None) for each in stage.replicas))
-                for stage in last.stages
-            )
-            return replace(
-                last,
-                ready=False,
-                stages=stages,
-                spares=(),
-                frontends=(),
-                leaders=leaders,
-                requests_in_flight=self.inflight.count,
-            )
-        frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
-        rerouted: dict[int, int] = {}
-        for state in states:
-            for stage in state.snapshot.stages:
-                rerouted[stage.index] = rerouted.get(stage.index, 0) + stage.rerouted
-        self._last = replace(
-            best.snapshot,
-            stages=tuple(replace(stage, rerouted=rerouted[stage.index]) for stage in best.snapshot.stages),
-            ready=self.ready,
-            draining=self.stopping or best.snapshot.draining,
-            queue_depth=sum(state.snapshot.queue_depth for state in states),
-            requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
-            leaders=leaders,
-            frontends=tuple(frontends[name] for name in sorted(frontends)),
-        )
+            return snapshot_without_leaders(self._last, leaders, self.inflight.count)
+        states = [link.state for link in self.links if link.state is not None]
+        self._last = merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping)
         return self._last
 
     def _source_state(self) -> LeaderState | None:
