@@ -150,7 +150,10 @@ def main() -> int:
         settled = _resident_mib(service.pid)
         rows = run(service, idle=options.idle, slow=options.slow)
         after = _resident_mib(service.pid)
-    growth = f"The leader's resident memory: {before:.0f} MiB at first, {settled:.0f} after all of it, {after:.0f} after all of it again."
+    growth = (
+        f"Resident memory of frontend and leader: {before:.0f} MiB at first, {settled:.0f} after all of it, {after:.0f} after "
+        "all of it again."
+    )
     columns = ["input", "answer", "ms", "neighbours asked", "failed", "slowest ms", "as it should be"]
     table("Hostile inputs", columns, [_cells(row) for row in rows])
     print(growth)
@@ -166,9 +169,15 @@ def _cells(row: Row) -> list[str]:
     return [row.name, row.got, took, str(row.neighbours), str(row.failed), slowest, verdict]
 
 
-def _resident_mib(pid: int) -> float:
-    text = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:")) / 1024
+def _resident_mib(supervisor: int) -> float:
+    """Of the frontend and the leader together, which are children of the supervisor."""
+    found_kib = 0
+    for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"worker" not in command and b"fork_server" not in command:
+            text = Path(f"/proc/{pid}/status").read_text()
+            found_kib += next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:"))
+    return found_kib / 1024
 
 
 def _options() -> argparse.Namespace:

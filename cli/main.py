@@ -9,10 +9,12 @@
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version as installed
+from typing import Annotated
 
 import typer
 
-from multiworld_serving.cli.options import expand_groups
+from multiworld_serving.cli.options import expand_groups, flag
 from multiworld_serving.cli.service import ServiceError
 from multiworld_serving.cli.verbs import (
     admin,
@@ -75,7 +77,13 @@ _add(config.version)
 
 
 @app.callback(invoke_without_command=True)
-def _without_verb(context: typer.Context) -> None:
+def _without_verb(
+    context: typer.Context,
+    show_version: Annotated[bool, flag("--version", "Print the version and exit.")] = False,
+) -> None:
+    if show_version:
+        print("multiworld", installed("multiworld-serving"))
+        raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ from multiworld.texts import shown
 from multiworld.world import World
 
 logger = logging.getLogger(__name__)
+
+_MAX_REFUSALS = 100
+"""Refusals that are counted, by client and reason."""
 
 Answerer = Callable[[str, str], Awaitable[bytes]]
 """(question, address of the client) → answer. To refuse the question it raises AskError; its text is sent to the client."""
@@ -33,6 +37,15 @@ class Listener:
         """Answer queries on this port with `answerer`, on the running event loop. Replaces an earlier `answerer`."""
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
+        refusals: Counter[tuple[str, str]] = Counter()
+
+        def log_refusal(host: str, reason: str) -> None:
+            """Log a refusal. A client that asks again and again is logged at its first, 10th, 100th … refusal."""
+            if len(refusals) >= _MAX_REFUSALS:
+                refusals.clear()
+            refusals[host, reason] += 1
+            if (times := str(refusals[host, reason])).strip("0") == "1":
+                logger.warning("refused a question from %s times=%s: %s", host, times, reason)
 
         async def answer(question: str, host: str, reply: Callable[[bytes | str], None]) -> None:
             result: bytes | str = NO_ANSWER
@@ -40,7 +53,7 @@ class Listener:
                 result = await answerer(question, host)
             except AskError as rejection:
                 result = shown(str(rejection))
-                logger.warning("refused a question from %s: %s", host, result)
+                log_refusal(host, result)
             except Exception:
                 logger.exception("answering a question from %s failed", host)
             reply(result)

@@ -15,6 +15,7 @@ from types import TracebackType
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
@@ -36,7 +37,7 @@ from multiworld_serving.server.replicas.replica_ids import (
     replica_ids,
     version_number,
 )
-from multiworld_serving.server.replicas.rolling_restart import RestartStep, RollingRestart
+from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
 from multiworld_serving.server.settings import LeaderSettings

@@ -16,7 +16,13 @@ import torch
 import uvloop
 
 from multiworld import AskError
-from multiworld_serving.common.config import SettingsError, UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config import (
+    SettingsError,
+    UserError,
+    exit_with_parent,
+    raise_descriptor_limit,
+    release_free_memory,
+)
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
@@ -44,9 +50,7 @@ def run(settings: LeaderSettings) -> int:
         UserError, models.ModelError: a port is in use, the weights are missing, there are more stages than blocks, …
     """
     if settings.exit_with_parent:
-        # Even if this process is blocked: otherwise the next service could not use the port.
-        with contextlib.suppress(OSError):
-            kill_on_parent_death()
+        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
         tracing = start_tracing(
@@ -56,14 +60,16 @@ def run(settings: LeaderSettings) -> int:
             ratio=settings.trace_ratio,
         )
         stack.enter_context(close_on_exit(tracing))
-        model, plan = _prepare(settings)
+        model, loader, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
+        release_free_memory()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, model, plan, tracing))
+            return runner.run(_serve(settings, model, loader, plan, tracing))
 
 
-def _prepare(settings: LeaderSettings) -> tuple[LoadedModel, VersionPlan]:
+def _prepare(settings: LeaderSettings) -> tuple[ServedModel, VersionLoader, VersionPlan]:
+    """Load the model and split it into stages. The model itself is not kept, because the plan has its weights."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
@@ -76,15 +82,16 @@ def _prepare(settings: LeaderSettings) -> tuple[LoadedModel, VersionPlan]:
         specs = found.specs
     plan = VersionPlan.of(make_plan(model, settings.stages, tuning, specs=specs))
     torch.set_num_threads(1)  # from now on only the workers compute
-    return model, plan
+    return _served_model(model), VersionLoader.compatible_with(model, settings), plan
 
 
-async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan, tracing: Tracing | None) -> int:
+async def _serve(
+    settings: LeaderSettings, model: ServedModel, loader: VersionLoader, plan: VersionPlan, tracing: Tracing | None
+) -> int:
     stop = _stop_signal()
     metrics = Metrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
-    loader = VersionLoader.compatible_with(model, settings)
     traces = BatchTraces(tracing) if tracing else None
     leader = Leader(model.name, plan, settings, metrics, loader=loader, traces=traces, on_change=listeners.tell)
     leader.set_accepted_secrets(*settings.accepted_secrets)
@@ -92,13 +99,13 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
         await leader.__aenter__()
     except OSError as error:
         raise UserError(
-            f"{error}; choose another --join-port or --join-host, or stop the program that uses it"
+            f"{error.strerror or error}; choose another --join-port or --join-host, or stop the program that uses it"
         ) from error
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_exit(leader)
         frontends = FrontendSessions(
             settings.leader_name,
-            _served_model(model),
+            model,
             leader,
             metrics,
             leader.manager,
@@ -115,7 +122,7 @@ async def _serve(settings: LeaderSettings, model: LoadedModel, plan: VersionPlan
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready)
+                metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready, required=True)
             )
         logger.info("leader %s listens join=%s:%d", settings.leader_name, settings.join_host, leader.join_port)
         await stack.enter_async_context(notify_systemd())

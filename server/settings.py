@@ -3,6 +3,7 @@
 `serve` has the settings of all programs that it starts.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,12 +16,14 @@ from multiworld_serving.common.config.addresses import (
     NAME_PATTERN,
     Address,
     default_name,
+    name_after_host,
     parse_address,
     parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 
 _TUNING_S = 2.0
+_MAX_PORT = 65535
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -28,6 +31,11 @@ JOIN_PORT_STEP = 100
 def _admin_port() -> Any:
     text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
     return setting(8002, "Network", text, ge=0, le=65535)
+
+
+def _leader_name(settings: dict[str, Any]) -> str:
+    """A name that other leaders do not have: with the join port, which stays the same after a restart; without one, with the process id."""
+    return name_after_host(settings.get("join_port") or os.getpid())
 
 
 class _ServiceSettings(Settings):
@@ -192,11 +200,12 @@ class LeaderSettings(_ServiceSettings):
     )
 
     leader_name: str = setting(
-        "leader-0",
+        None,
         "Network",
-        "Name of this leader in logs, metrics and the status.",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        allowed="letters, digits, dots, dashes or underscores",
+        "Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port.",
+        default_factory=_leader_name,
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
     )
     metrics_host: str | None = setting(None, "Network", "Address of the metrics port; none uses 127.0.0.1.")
     metrics_port: int | None = setting(
@@ -450,9 +459,19 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         """Number of workers of the full pipeline: replicas of all stages, and spares."""
         return self.stages * self.replicas + self.spares
 
+    def join_port_of(self, leader: int) -> int:
+        """Port at which this leader listens; 0 selects a free one."""
+        return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        if self.join_port:
+            ports |= {f"join_port of leader {index}": self.join_port_of(index) for index in range(1, self.leaders)}
+        if (last := max(ports.values())) > _MAX_PORT:
+            raise ValueError(
+                f"the join port of leader {self.leaders - 1} would be {last}; choose a lower join_port, or 0 for free ports"
+            )
         for port, count in Counter(ports.values()).items():
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)

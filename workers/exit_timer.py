@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_STUCK = 70
 """Exit status of a process that cannot continue."""
+EXIT_DEVICE_FAILED = 71
+"""Exit status of a process whose GPU has failed: only a new process can use the GPU again, if any can."""
 GRACEFUL_EXIT_S = 10.0
 """Deadline for an orderly exit while something in the process hangs."""
 OUT_OF_MEMORY_EXIT_S = 1.0
@@ -22,6 +24,21 @@ OUT_OF_MEMORY_EXIT_S = 1.0
 LOOP_BLOCKED_MARGIN_S = 5.0
 """Added to `loop_stall_timeout_s`, so that the leaders report the cause `stalled` before the process exits."""
 _LOOP_CHECK_S = 0.5
+_STICKY_CUDA_ERRORS = (
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "device-side assert triggered",
+    "hardware stack error",
+    "invalid program counter",
+    "misaligned address",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error",
+    "unspecified launch failure",
+    "operation not supported on global/shared address space",
+)
+"""Texts of the CUDA errors after which every further call of the process fails ("CUDA Runtime API", error types: "To continue using
+CUDA, the process must be terminated and relaunched")."""
 
 
 def arm_exit_timer(seconds: float) -> None:
@@ -39,6 +56,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and ("DefaultCPUAllocator: can't allocate memory" in message or "bad_alloc" in message)
+    )
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether the error means that this process can never use its GPU again. Out of memory on a GPU does not count.
+
+    Checked against the texts of CUDA's errors; never seen on a GPU.
+    """
+    message = str(error)
+    return (
+        isinstance(error, RuntimeError)
+        and "CUDA error" in message
+        and any(map(message.__contains__, _STICKY_CUDA_ERRORS))
     )
 
 

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.exit_timer import GRACEFUL_EXIT_S, arm_exit_timer
+from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.session import Session
@@ -38,13 +38,21 @@ _PROBE_BYTES = 64 << 20
 
 
 class StuckError(Exception):
-    """The stage hangs, or this process is out of memory. The process exits, because only a new one can recover."""
+    """The stage hangs, this process is out of memory, or its GPU has failed. The process exits, because only a new one can recover.
+
+    Attributes:
+        status: the exit status.
+    """
+
+    def __init__(self, reason: str, status: int = EXIT_STUCK) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
-def _end_stuck(reason: str) -> NoReturn:
+def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
     """Arm the exit timer, in case the orderly exit hangs as well, and raise StuckError."""
     arm_exit_timer(GRACEFUL_EXIT_S)
-    raise StuckError(reason)
+    raise StuckError(reason, status)
 
 
 class LeaderConnection:
@@ -89,7 +97,7 @@ class LeaderConnection:
 
         Raises:
             UserError: the leader rejects the token, and it is the only leader.
-            StuckError: the stage hangs, or the process is out of memory.
+            StuckError: the stage hangs, the process is out of memory, or the GPU has failed.
         """
         failures = 0
         while not self._stop.is_set():
@@ -138,12 +146,7 @@ class LeaderConnection:
 
     async def _join(self, offer: JoinOffer) -> World:
         """Join the offered world. Raises WorldError, WireError."""
-        address = self._leader
-        if offer.address:
-            try:
-                address = parse_address(offer.address)
-            except ValueError as error:
-                raise WireError(f"JoinOffer: address is {offer.address!r:.60}; expected HOST:PORT") from error
+        address = offer.joins_at(self._leader)
         try:
             return await self._manager.initialize_world(
                 *(offer.world, 1, 2, WORLD_BACKEND),
@@ -198,12 +201,14 @@ class LeaderConnection:
         await asyncio.wait({stay})
 
     async def _raise_if_stuck(self, session: Session) -> None:
-        """Raise StuckError if the process is out of memory, or if the engine is still busy with a job of the ended world.
+        """Raise StuckError if the process is out of memory, its GPU has failed, or the engine is still busy with a job of the ended world.
 
         A hung batch may be the reason that the world ended. Loading a stage may take up to `join_timeout_s`.
         """
         if session.out_of_memory:
             _end_stuck("this process has no memory left")
+        if session.device_failed:
+            _end_stuck(f"{self._settings.device} has failed for this process", EXIT_DEVICE_FAILED)
         queue, began_s = session.queue, time.monotonic()
         while queue.busy_s:
             longest_s = self._settings.join_timeout_s if queue.is_loading else _BATCH_STUCK_S

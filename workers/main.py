@@ -13,7 +13,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.edges import EdgeMetrics, Edges
@@ -39,11 +39,14 @@ _LAST_FETCHES_S = 1.0
 
 def run(settings: WorkerSettings) -> int:
     """Serve until stopped. Returns the exit status: 0 after SIGTERM, SIGINT, a leader's restart request or the parent's exit;
-    70 (EXIT_STUCK) when the model hangs or the host is out of memory. A process whose event loop is blocked ends with 70, too.
+    70 (EXIT_STUCK) when the model hangs or the host is out of memory; 71 (EXIT_DEVICE_FAILED) when the GPU has failed. A process whose
+    event loop is blocked ends with 70, too.
 
     Raises:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
+    if settings.exit_with_parent:
+        exit_with_parent()
     raise_descriptor_limit()
     device = check_device(settings.device)
     _check_bind_host(settings.bind_host)
@@ -66,7 +69,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         loop.add_signal_handler(signum, stop.set)
     if settings.exit_with_parent:
         _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
-    stuck, refusals = False, list[UserError]()
+    status, refusals = 0, list[UserError]()
     try:
         async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
             if settings.loop_stall_timeout_s:
@@ -89,15 +92,16 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                 connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces, edges))
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
-        logger.error("%s: exiting", errors.exceptions[0])  # noqa: TRY400
-        stuck = True
+        (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))
+        logger.error("%s: exiting", ending)  # noqa: TRY400
+        status = ending.status
     except* UserError as errors:
         refusals += [error for error in errors.exceptions if isinstance(error, UserError)]
     engine.close()
     if refusals:  # raised here, because `except*` would wrap it into a group again
         raise refusals[0]
     logger.info("stopped")
-    return exit_timer.EXIT_STUCK if stuck else 0
+    return status
 
 
 async def _open_edges(

@@ -30,7 +30,12 @@ from multiworld_serving.common.wire import (
 )
 from multiworld_serving.models import ModelError, OptimizedStage, Tuning, stage_input_dtype
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer, is_out_of_memory
+from multiworld_serving.workers.exit_timer import (
+    OUT_OF_MEMORY_EXIT_S,
+    arm_exit_timer,
+    is_device_failure,
+    is_out_of_memory,
+)
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
@@ -82,6 +87,8 @@ class Session:
         """True once a stage is loaded and warmed up."""
         self.out_of_memory = False
         """True once a batch failed because the host is out of memory."""
+        self.device_failed = False
+        """True once a batch failed because the GPU cannot be used by this process any more. The world ends then."""
         self.queue = engine.new_queue()
         self._world = world
         self._on_restart = on_restart
@@ -300,6 +307,7 @@ class Session:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
+            self.device_failed |= is_device_failure(error)
             logger.exception("world=%s batch=%d stage=%d raised", self._world.name, message.batch, message.stage)
             answer = Message.from_text(
                 MessageKind.FAILED, _describe(error), batch=message.batch, stage=message.stage, version=message.version
@@ -310,6 +318,8 @@ class Session:
         except (BrokenWorldException, WorldClosedError):
             logger.debug("world=%s batch=%d discarded: the world ended", self._world.name, message.batch)
             return "discarded"
+        if self.device_failed:
+            self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
         return outcome
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:

@@ -3,7 +3,12 @@
 from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.logs import configure_logging
-from multiworld_serving.common.config.process import check_memory, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config.process import (
+    check_memory,
+    exit_with_parent,
+    raise_descriptor_limit,
+    release_free_memory,
+)
 from multiworld_serving.common.config.settings import (
     DEVICE_PATTERN,
     Settings,
@@ -24,8 +29,9 @@ __all__ = [
     "configure_logging",
     "describe",
     "effective_settings",
-    "kill_on_parent_death",
+    "exit_with_parent",
     "load",
     "raise_descriptor_limit",
+    "release_free_memory",
     "setting",
 ]

@@ -58,6 +58,10 @@ def local_host(peers: Iterable[Address]) -> str:
 
 
 def default_name() -> str:
-    """HOSTNAME-PID, the host name truncated to fit the limit."""
-    process = f"-{os.getpid()}"
-    return socket.gethostname()[: MAX_NAME_CHARS - len(process)] + process
+    """HOSTNAME-PID; see `name_after_host`."""
+    return name_after_host(os.getpid())
+
+
+def name_after_host(number: int) -> str:
+    """HOSTNAME-NUMBER, the host name truncated to fit the limit."""
+    return socket.gethostname()[: MAX_NAME_CHARS - len(f"-{number}")] + f"-{number}"

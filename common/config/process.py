@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -29,15 +31,19 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def kill_on_parent_death() -> None:
-    """Have the kernel kill this process when its parent dies, even if this process is stopped. Raises OSError if unsupported.
+def exit_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even if this process is stopped. Call it at start-up.
 
-    Call it at start-up, and check afterwards that the parent is still alive.
+    Standard input must be a pipe that the parent holds open. Raises SystemExit if the parent has ended already.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
     if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        logger.warning("this system cannot end this process with its parent: %s", os.strerror(ctypes.get_errno()))
+    standard_input = select.poll()
+    standard_input.register(0, 0)  # POLLHUP is always reported
+    if any(event & select.POLLHUP for _, event in standard_input.poll(0)):
+        raise SystemExit(0)
 
 
 def check_memory(needed_bytes: int) -> None:
@@ -48,6 +54,17 @@ def check_memory(needed_bytes: int) -> None:
     available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
     if available_bytes is not None and needed_bytes > available_bytes:
         raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {available_bytes / 1e6:.0f} MB are available")
+
+
+def release_free_memory() -> None:
+    """Return freed memory to the operating system. Call it after models were loaded or dropped.
+
+    glibc keeps freed memory for later allocations. A worker that had loaded a stage of 45 MB 40 times kept 200 MB. Takes about 1 ms
+    if `gc.freeze` was called after the imports, otherwise up to 0.2 s.
+    """
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+        trim(0)
 
 
 def _on_machine() -> int | None:

@@ -28,7 +28,7 @@ def setting(
     lt: float | None = None,
     pattern: str | None = None,
     allowed: str | None = None,
-    default_factory: Callable[[], Any] | None = None,
+    default_factory: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
     in_argv: bool = True,
     hidden: bool = False,
     repeatable: bool = False,
@@ -38,6 +38,7 @@ def setting(
     Args:
         default: `...` if the setting is required; ignored if there is a `default_factory`.
         panel: heading under which `--help` lists it.
+        default_factory: returns the default; its argument, if it has one, is the settings that are declared before this one.
         description: one sentence for `--help` and the documentation.
         allowed: description of allowed values; derived from the type and the bounds by default.
         in_argv: False for a secret, which must not appear in a process list: there is no command line option.

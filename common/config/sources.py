@@ -68,7 +68,9 @@ def load(
     try:
         settings = cls(**values)
     except ValidationError as error:
-        raise SettingsError("; ".join(_explain(cls, detail, origins) for detail in error.errors())) from None
+        # A default that depends on other settings is not computed if any of them is invalid, which is its own error.
+        details = (detail for detail in error.errors() if detail["type"] != "default_factory_not_called")
+        raise SettingsError("; ".join(_explain(cls, detail, origins) for detail in details)) from None
     settings._origins.update(origins)
     return settings
 

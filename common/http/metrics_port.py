@@ -1,4 +1,4 @@
-"""Serves `GET /metrics`, `/healthz` and `/readyz` of a worker. Serving does not depend on it: the worker also runs if the port is taken."""
+"""Serves `GET /metrics`, `/healthz` and `/readyz` of a worker or leader. A worker also runs if the port is taken."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ async def metrics_port(
     metrics: ProgramMetrics,
     refresh: Callable[[], None],
     ready: Callable[[], bool] = lambda: False,
+    *,
+    required: bool = False,
 ) -> AsyncIterator[int | None]:
     """Serve the metrics while the block runs. Yields the port; None if `port` is None or cannot be bound.
 
     Args:
         port: 0 takes any free one; None serves nothing.
         refresh: called before each scrape to update gauges. Must not block.
-        ready: returns whether the worker serves a leader now; called for each `GET /readyz`.
+        ready: returns whether the process serves now; called for each `GET /readyz`.
+        required: whether to raise if the port cannot be bound.
+    Raises:
+        UserError: the port cannot be bound, and it is required.
     """
     if port is None:
         yield None
@@ -43,6 +48,8 @@ async def metrics_port(
     try:
         sock = bind(host, port, "--metrics-port", "--metrics-host")
     except UserError as error:
+        if required:
+            raise
         logger.error("no metrics: %s. The worker serves without metrics", error)  # noqa: TRY400 - the traceback adds nothing
         yield None
         return
@@ -68,7 +75,9 @@ def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[
             case "/readyz" if ready():
                 return b"serves\n", _TEXT
             case "/readyz":
-                return ErrorResponse(503, "not_ready", "this worker serves no leader now; wait until it has joined one")
+                return ErrorResponse(
+                    503, "not_ready", "this process does not serve now; wait until workers have joined leaders"
+                )
         return ErrorResponse(
             404, "not_found", "there is nothing at this path; there are /metrics, /healthz and /readyz"
         )
@@ -79,7 +88,7 @@ def _app(metrics: ProgramMetrics, refresh: Callable[[], None], ready: Callable[[
             found = page(scope)
         except Exception:
             logger.exception("request failed path=%s", scope["path"][:256])
-            found = ErrorResponse(500, "internal", "the worker failed on this request; its log has the traceback")
+            found = ErrorResponse(500, "internal", "the process failed on this request; its log has the traceback")
         if isinstance(found, ErrorResponse):
             status, headers, text = found.status, *found.headers_and_body()
         else:

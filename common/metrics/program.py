@@ -20,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from multiworld_serving.common.metrics.families import Counter, Families, Gauge, Histogram, Info
 
 _VERSION = re.compile(r";\s*version\s*=([^;]*)", re.IGNORECASE)
+_OPENMETRICS = "application/openmetrics-text"
 _KNOWN_VERSIONS = {"0.0.1", "0.0.4", "1.0.0"}
 """Versions of OpenMetrics and of the text format."""
 
@@ -52,7 +53,7 @@ class ProgramMetrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of a scrape, negotiated from the `Accept` header."""
         encode, content_type = choose_encoder(_known_formats(accept))
-        ours = self._families.text(openmetrics=content_type.startswith("application/openmetrics-text"))
+        ours = self._families.text(openmetrics=content_type.startswith(_OPENMETRICS))
         return ours.encode() + encode(self._process), content_type
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
@@ -72,6 +73,11 @@ class ProgramMetrics:
     def _add(self, family: FamilyT) -> FamilyT:
         self._families.all.append(family)
         return family
+
+
+def accepts_openmetrics(accept: str) -> bool:
+    """Whether an `Accept` header prefers OpenMetrics to Prometheus' text format."""
+    return choose_encoder(_known_formats(accept))[1].startswith(_OPENMETRICS)
 
 
 def _known_formats(accept: str) -> str:

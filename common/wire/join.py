@@ -2,14 +2,24 @@
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from typing import Any, Self
 
-from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name
+from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name, shown
+from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import MAX_DIMS, WireError
 
 WORLD_BACKEND = "tcp"
 """Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
+
+RELEASE = version("multiworld-serving")
+"""Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
+WORKER_PROTOCOL = 2
+"""Version of all messages between leaders and workers: increase it with every change of them."""
+FRONTEND_PROTOCOL = 2
+"""Version of all frames between leaders and frontends: increase it with every change of them."""
 
 _MAX_WAIT_MS = 100_000_000
 """Longest quarantine of a failing worker, a little more than a day."""
@@ -23,6 +33,7 @@ _ASSIGNMENT_BOUNDS = {
 """Smallest and largest values of a StageAssignment; at least as wide as the leader's settings."""
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
+_MAX_FIELDS_CHARS = 200
 
 
 def _check_edge(edge: str) -> None:
@@ -33,6 +44,10 @@ def _check_edge(edge: str) -> None:
 
 class _Json:
     """Mixin: a flat dataclass, encoded as a JSON object with exactly its fields."""
+
+    @classmethod
+    def _check_protocol(cls, data: Mapping[str, object]) -> None:
+        """Raise WireError if the sender has another protocol. Called first, because other fields may differ then."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))  # type: ignore[call-overload]  # the mixin's users are dataclasses
@@ -45,14 +60,37 @@ class _Json:
         except (ValueError, RecursionError) as error:
             raise WireError(f"{cls.__name__} is not JSON: {error}") from error
         expected = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]  # likewise
-        if not isinstance(data, dict) or data.keys() != expected.keys():
-            raise WireError(f"{cls.__name__}: expected {sorted(expected)}; do leader and worker run the same release?")
+        if not isinstance(data, dict):
+            raise WireError(f"{cls.__name__} is not a JSON object")
+        cls._check_protocol(data)
+        if data.keys() != expected.keys():
+            raise WireError(f"{cls.__name__}: {different_fields(data, expected)}; do both sides run the same release?")
         for name, kind in expected.items():
             if type(data[name]) is not kind:
                 raise WireError(
                     f"{cls.__name__}: {name} is {data[name]!r:.60}; expected {getattr(kind, '__name__', kind)}"
                 )
         return cls(**data)
+
+
+def different_fields(found: Mapping[str, object], expected: Iterable[str]) -> str:
+    """How the names of received fields differ from those of this release."""
+    missing, unknown = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+    parts = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+    return f"fields {shown('; '.join(parts), _MAX_FIELDS_CHARS)}"
+
+
+def _require_protocol(data: Mapping[str, object], kind: str, own: int, advice: str) -> None:
+    """Raise WireError unless the join request `data` of a `kind` of process has the protocol `own`."""
+    found = data.get("protocol")
+    if type(found) is int and found == own:
+        return
+    older = "leader" if type(found) is int and found > own else kind
+    theirs = f"release {data.get('release', 'unknown')!s:.20} with protocol {found!r:.20}"
+    raise WireError(
+        f"{kind} {data.get(kind)!r:.70} has {theirs}, and this leader release {RELEASE} with protocol {own}: upgrade this {older} "
+        f"({advice})"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +100,8 @@ class JoinRequest(_Json):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
+        protocol: must be the leader's.
+        release: of the worker, for messages.
     Raises:
         WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
@@ -71,6 +111,12 @@ class JoinRequest(_Json):
     host: str
     pid: int
     edge: str = ""
+    protocol: int = WORKER_PROTOCOL
+    release: str = RELEASE
+
+    @classmethod
+    def _check_protocol(cls, data: Mapping[str, object]) -> None:
+        _require_protocol(data, "worker", WORKER_PROTOCOL, "leaders and workers change together")
 
     def __post_init__(self) -> None:
         for field, limit in (("worker", MAX_NAME_CHARS), ("device", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS)):
@@ -89,8 +135,9 @@ class FrontendJoinRequest(_Json):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
 
     Attributes:
-        release: must be the leader's, because the frames between them have no versions.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
+        protocol: must be the leader's.
+        release: of the frontend, for messages.
     Raises:
         WireError: a field is invalid. The fields appear in logs, metrics and the status.
     """
@@ -98,8 +145,14 @@ class FrontendJoinRequest(_Json):
     frontend: str
     host: str
     pid: int
-    release: str
     edge: str = ""
+    protocol: int = FRONTEND_PROTOCOL
+    release: str = RELEASE
+
+    @classmethod
+    def _check_protocol(cls, data: Mapping[str, object]) -> None:
+        order = "upgrade one leader first, then the frontends, then the other leaders"
+        _require_protocol(data, "frontend", FRONTEND_PROTOCOL, order)
 
     def __post_init__(self) -> None:
         for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
@@ -151,6 +204,15 @@ class JoinOffer(_Json):
             )
         if not 0 <= self.wait_ms <= _MAX_WAIT_MS:
             raise WireError(f"JoinOffer: wait_ms is {self.wait_ms!r:.60}; expected 0 to {_MAX_WAIT_MS}")
+
+    def joins_at(self, asked: Address) -> Address:
+        """Address to join at, if the request was sent to `asked`. Raises WireError."""
+        if not self.address:
+            return asked
+        try:
+            return parse_address(self.address)
+        except ValueError as error:
+            raise WireError(f"JoinOffer: address is {self.address!r:.60}; expected HOST:PORT") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from multiworld_serving.deploy.processes.environment import (
 from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
-from multiworld_serving.server.settings import JOIN_PORT_STEP, FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +77,7 @@ class _Service:
         self._http = self._socket(settings.host, settings.http_port, "http_port")
         self._admin = self._socket(settings.admin_host, settings.metrics_port, "metrics_port")
         self._joins = [
-            self._socket(
-                settings.join_host, settings.join_port and settings.join_port + JOIN_PORT_STEP * index, "join_port"
-            )
+            self._socket(settings.join_host, settings.join_port_of(index), "join_port")
             for index in range(settings.leaders)
         ]
         self._restarts = _RestartCounts(settings, _memory_file(stack, "metrics", ""))
@@ -91,7 +88,6 @@ class _Service:
         settings, loop = self._settings, asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal, signum)
-        began_s = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._notify.receiving())
             fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
@@ -103,11 +99,12 @@ class _Service:
                     signal.SIGHUP, self._reload, groups[-2:] if settings.token_file else groups[-1:]
                 )
             self._log_addresses()
+            workers = 0 if settings.external_workers else settings.num_workers
+            logger.info("starting leaders=%d frontends=%d workers=%d", settings.leaders, settings.frontends, workers)
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:
                     await running.enter_async_context(group)
                 await running.enter_async_context(notify_systemd())
-                logger.info("all processes are started after %.2f s", time.monotonic() - began_s)
                 ends = [self._stop, *(group.invalid_input for group in groups)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

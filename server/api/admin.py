@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from multiworld_serving.server.administration import OperationInProgressError, RestartFailedError, RestartStep
 from multiworld_serving.server.errors import MediaTypeError
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
-from multiworld_serving.server.replicas.rolling_restart import RestartFailedError, RestartStep
 
 logger = logging.getLogger(__name__)
 

@@ -166,7 +166,7 @@ def create_admin_app(
     """
 
     async def scrape(request: Request) -> Response:
-        return await metrics_response(own if own is not None and "own" in request.query_params else metrics)
+        return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
     app = Starlette(routes=[Route("/metrics", scrape), *verbs])

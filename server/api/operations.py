@@ -25,8 +25,8 @@ from multiworld_serving.server.readiness import readiness_error
 class Scrape(Protocol):
     """Source of the metrics to serve."""
 
-    async def exposition(self) -> tuple[str, str]:
-        """Body and content type."""
+    async def exposition(self, accept: str = "") -> tuple[str, str]:
+        """Body and content type, negotiated from an `Accept` header."""
         ...
 
 
@@ -36,9 +36,9 @@ class OwnMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    async def exposition(self) -> tuple[str, str]:
+    async def exposition(self, accept: str = "") -> tuple[str, str]:
         """See `Scrape`. Runs on a thread: many series take milliseconds."""
-        text, content_type = await asyncio.to_thread(self._metrics.exposition)
+        text, content_type = await asyncio.to_thread(self._metrics.exposition, accept)
         return text.decode(), content_type
 
 
@@ -132,18 +132,18 @@ class OperationsRoutes:
         """The current state of the pipeline: stages and replicas."""
         return self.predictor.snapshot()
 
-    async def scrape(self) -> Response:
-        """The metrics of all processes in the Prometheus text format."""
-        return await metrics_response(self.metrics)
+    async def scrape(self, request: Request) -> Response:
+        """The metrics of all processes in the Prometheus text format, or in OpenMetrics if the Accept header prefers it."""
+        return await metrics_response(self.metrics, request)
 
 
 async def _file(name: str) -> Response:
     return file_response(name)
 
 
-async def metrics_response(metrics: Scrape) -> Response:
+async def metrics_response(metrics: Scrape, request: Request) -> Response:
     """The response to a scrape."""
-    text, content_type = await metrics.exposition()
+    text, content_type = await metrics.exposition(request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 

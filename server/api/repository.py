@@ -17,21 +17,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from multiworld_serving.models import ModelError
+from multiworld_serving.server.administration import InvalidWeightsError, OperationInProgressError, VersionFailedError
 from multiworld_serving.server.api.oip.metadata import repository_index
 from multiworld_serving.server.errors import BodyTooLargeError, InferenceRequestError, UnknownModelError
 from multiworld_serving.server.http.disconnect import while_connected
 from multiworld_serving.server.http.errors import error_response
 from multiworld_serving.server.observability.request_record import RequestRecord
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
 
 _MAX_BODY_BYTES = 64 * 1024
 
 
 _REASONS: dict[type[Exception], tuple[int, str]] = {
-    ModelError: (400, "invalid_weights"),
+    InvalidWeightsError: (400, "invalid_weights"),
     OperationInProgressError: (409, "busy"),
     VersionFailedError: (500, "version_failed"),
 }

@@ -8,5 +8,6 @@ frontend: main.py                 HTTP server and admin port; start reading here
 leader:   sessions.py             admits frontends and handles their frames
 both:     frames.py, messages.py  frames on the world of a frontend and a leader, and their content
 
-May import server.api, server.auth, server.http, server.observability and server.leader.
+May import server.api, server.auth, server.http and server.observability. Only sessions.py may also import server.leader and models, which
+the program of a frontend does not load.
 """

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from multiworld import AskError, BrokenWorldException, Cause, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
-from multiworld_serving.common.config.addresses import Address, parse_address
+from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
+from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import LeaderState, parse_model, parse_rejection
-from multiworld_serving.server.frontends.sessions import OPERATION_ERRORS, RELEASE
 from multiworld_serving.server.predictor import LeaderSnapshot, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 
@@ -68,6 +68,7 @@ class LeaderLink:
     Attributes:
         state: as the leader said last; None while there is no link.
         name: of the leader, as known from its last state.
+        ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.
         relay_until_s: until then, as `time.monotonic()`, images are sent to the leader, because a worker could not fetch one.
     """
@@ -83,6 +84,7 @@ class LeaderLink:
         self.address = address
         self.state: LeaderState | None = None
         self.name: str | None = None
+        self.ambiguous = False
         self.was_ready = False
         self.relay_until_s = 0.0
         self._edges = edges
@@ -91,6 +93,8 @@ class LeaderLink:
         self._events = events
         self._link: FrameLink | None = None
         self._welcome = False
+        self._unusable = ""
+        """Why this leader cannot be used, as found when the link was formed."""
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self._steps: dict[int, asyncio.Queue[Frame]] = {}
@@ -102,6 +106,11 @@ class LeaderLink:
         return len(self._pending)
 
     @property
+    def label(self) -> str | None:
+        """Name of the leader that no other leader of this frontend has; None if it was never reached."""
+        return f"{self.name}@{self.address}" if self.ambiguous else self.name
+
+    @property
     def usable(self) -> bool:
         """Whether requests may be sent: the leader is connected and does not reject everything."""
         return self.state is not None and self.state.rejection is None
@@ -110,13 +119,13 @@ class LeaderLink:
         """For the status."""
         state = self.state
         if state is None:
-            return LeaderSnapshot(str(self.address), "unreachable", self.name)
+            return LeaderSnapshot(str(self.address), "unreachable", self.label)
         pipeline = state.snapshot
         condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
         return LeaderSnapshot(
             str(self.address),
             "ready" if state.ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
-            state.leader,
+            self.label,
             state.host,
             state.pid,
             state.version.name,
@@ -158,7 +167,7 @@ class LeaderLink:
 
         Raises:
             LeaderLostError: the link ended before the result.
-            ModelError, OperationInProgressError, VersionFailedError, RestartFailedError: the operation failed.
+            InvalidWeightsError, OperationInProgressError, VersionFailedError, RestartFailedError: the operation failed.
         """
         link = self._link
         if link is None:
@@ -197,27 +206,28 @@ class LeaderLink:
         failures = 0
         while True:
             try:
-                served = await self._serve_once()
+                await self._serve_once()
+                failures = 0
             except PermissionError as error:
                 message = f"the leader at {self.address} rejects this frontend's token: {error}"
                 if len(self._settings.leaders) == 1 and self.name is None:
                     raise UserError(message) from error
-                served = self._log_failure(failures, message)
+                failures = self._log_failure(failures, message)
             except (AskError, WorldError, WireError, OSError) as error:
-                served = self._log_failure(failures, str(error))
-            failures = 0 if served else failures + 1
+                failures = self._log_failure(failures, str(error))
             longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
             await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
 
-    def _log_failure(self, failures: int, message: str) -> bool:
+    def _log_failure(self, failures: int, message: str) -> int:
+        """Log a failure to join, unless it repeats. Returns the number of failures in a row."""
         if failures in (0, 10, 100) or failures % 1000 == 0:
             logger.warning("leader=%s cannot be joined: %s", self.address, message)
-        return False
+        return failures + 1
 
-    async def _serve_once(self) -> bool:
-        """Join and stay until the link ends. Returns whether the leader could be used."""
+    async def _serve_once(self) -> None:
+        """Join and stay until the link ends. Raises an error if the leader could not be used."""
         offer = await self._ask()
-        address = parse_address(offer.address) if offer.address else self.address
+        address = offer.joins_at(self.address)
         world = await self._manager.initialize_world(
             *(offer.world, 1, 2, WORLD_BACKEND),
             addr=address.host,
@@ -225,20 +235,21 @@ class LeaderLink:
             generation=offer.generation,
             timeout=min(15.0, self._settings.join_timeout_s),
         )
-        self._welcome = False
+        self._welcome, self._unusable = False, ""
         self._link = link = FrameLink(world, _LEADER_RANK, self._on_frame)
         failed, detail = False, "this frontend stops"
         try:
             ending = await link.run()
+            detail = str(ending)
+            if self.state is None:
+                raise WireError(self._unusable or f"the link ended before the leader sent its state: {detail}")
             failed = (
                 isinstance(ending, BrokenWorldException)
                 and ending.rank == _LEADER_RANK
                 and ending.cause not in _HEALTHY
             )
-            detail = str(ending)
             log = logger.warning if failed else logger.info
             log("leader=%s name=%s the link ended: %s", self.address, self.name, detail)
-            return self.state is not None
         finally:
             self._on_lost(detail, failed=failed)
             with contextlib.suppress(WorldError):
@@ -248,7 +259,7 @@ class LeaderLink:
     async def _ask(self) -> JoinOffer:
         settings = self._settings
         edge = "" if self._edges is None else self._edges.holder
-        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), RELEASE, edge)
+        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), edge)
         answer = await ask(
             self.address.host,
             self.address.port,
@@ -259,6 +270,16 @@ class LeaderLink:
         return JoinOffer.from_json(answer)
 
     def _on_frame(self, frame: Frame) -> None:
+        try:
+            self._handle(frame)
+        except (ValueError, KeyError, TypeError) as error:
+            if self.state is not None or self._link is None:
+                raise
+            # The leader has another release or another model. It is no failure of the world, which would be logged at each attempt.
+            self._unusable = self._unusable or f"{type(error).__name__}: {error!s:.300}"
+            self._link.world.close()
+
+    def _handle(self, frame: Frame) -> None:
         match frame.kind:
             case FrameKind.PREDICTION | FrameKind.ADMITTED | FrameKind.METRICS | FrameKind.REJECTED:
                 self._on_reply(frame)

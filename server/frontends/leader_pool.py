@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -51,7 +53,6 @@ from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
-from multiworld_serving.server.replicas.rolling_restart import RestartStep
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,10 @@ class LeaderPool:
         if best is None:
             return snapshot_without_leaders(self._last, leaders, self.inflight.count)
         states = [link.state for link in self.links if link.state is not None]
-        self._last = merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping)
+        self._last = replace(
+            merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping),
+            leader=None if self._source is None else self._source.label,
+        )
         return self._last
 
     def _source_state(self) -> LeaderState | None:
@@ -248,11 +252,24 @@ class LeaderPool:
     def on_state(self, leader: LeaderLink) -> None:
         """See `LinkEvents`."""
         self._was_ready |= leader.was_ready
+        self._find_ambiguous_names()
         self._agreement.observe()
         self._notify_changed()
         self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
         if any(link.state is not None for link in self.links):
             self._on_change(self.snapshot())
+
+    def _find_ambiguous_names(self) -> None:
+        counts = Counter(link.name for link in self.links)
+        for name in {link.name for link in self.links if link.name and counts[link.name] > 1 and not link.ambiguous}:
+            addresses = ", ".join(str(link.address) for link in self.links if link.name == name)
+            logger.warning(
+                "the leaders at %s have the same name %s: give each its own --leader-name, or, if it is one leader, only one address; "
+                "until then metrics and status call them NAME@ADDRESS",
+                *(addresses, name),
+            )
+        for link in self.links:
+            link.ambiguous = link.name is not None and counts[link.name] > 1
 
     def _notify_changed(self) -> None:
         self._changed.set()

@@ -15,7 +15,7 @@ import torch
 import uvloop
 
 from multiworld import WorldManager
-from multiworld_serving.common.config import UserError, kill_on_parent_death, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address, local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
@@ -59,9 +59,7 @@ def run(settings: FrontendSettings) -> int:
         UserError: a port is in use, a credential file is invalid, or the only leader rejects the token.
     """
     if settings.exit_with_parent:
-        # Even if this process is blocked: otherwise the next service could not use the port.
-        with contextlib.suppress(OSError):
-            kill_on_parent_death()
+        exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
     raise_descriptor_limit()
     torch.set_num_threads(1)  # a frontend decodes images and computes nothing
     with contextlib.ExitStack() as stack:

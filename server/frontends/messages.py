@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multiworld_serving.common.wire import different_fields
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import (
     FailureSnapshot,
@@ -114,6 +116,8 @@ class LeaderState:
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> LeaderState:
         """The inverse of `fields`. Raises KeyError, TypeError or ValueError if they are invalid."""
+        _require_fields(cls, "STATE", found=fields)
+        _require_fields(PipelineSnapshot, "the snapshot in STATE", found=fields["snapshot"])
         return cls(
             **{
                 **fields,
@@ -121,6 +125,15 @@ class LeaderState:
                 "snapshot": _parse_snapshot(fields["snapshot"]),
             }
         )
+
+
+def _require_fields(cls: type[Any], what: str, *, found: object) -> None:
+    """Raise ValueError unless `found` is an object with the fields of `cls`."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{what} is not an object")  # noqa: TRY004 - invalid data, not a wrong call
+    expected = [field.name for field in dataclasses.fields(cls)]
+    if found.keys() != set(expected):
+        raise ValueError(f"{what}: {different_fields(found, expected)}; do both sides run the same release?")
 
 
 def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
@@ -154,5 +167,6 @@ def model_fields(model: ServedModel) -> dict[str, Any]:
 
 
 def parse_model(fields: Mapping[str, Any]) -> ServedModel:
-    """The inverse of `model_fields`."""
+    """The inverse of `model_fields`. Raises KeyError, TypeError or ValueError if they are invalid."""
+    _require_fields(ServedModel, "WELCOME", found=fields)
     return ServedModel(**{**fields, "labels": tuple(fields["labels"])})

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from multiworld_serving.common.metrics import accepts_openmetrics
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
@@ -15,7 +16,8 @@ from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.observability.metrics import Metrics
 
 _TIMEOUT_S = 3.0
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class ServiceMetrics:
@@ -32,15 +34,17 @@ class ServiceMetrics:
         self._pool = pool
         self._supervisor_file = supervisor_file
 
-    async def exposition(self) -> tuple[str, str]:
-        """Body and content type of a scrape. A process that does not reply in time is left out."""
+    async def exposition(self, accept: str = "") -> tuple[str, str]:
+        """Body and content type of a scrape, negotiated from the `Accept` header. A process that does not reply in time is left out."""
         links = [link for link in self._pool.links if link.state is not None]
         found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
         own = [(self._name, self._metrics.exposition()[0].decode())]
         if self._supervisor_file is not None:
             with contextlib.suppress(OSError):
                 own.append(("supervisor", self._supervisor_file.read_text()))
-        return merge_metrics([*own, *(each for texts in found for each in texts)]), CONTENT_TYPE
+        openmetrics = accepts_openmetrics(accept)
+        merged = merge_metrics([*own, *(each for texts in found for each in texts)], openmetrics=openmetrics)
+        return merged, _OPENMETRICS if openmetrics else _TEXT
 
 
 async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
@@ -48,7 +52,8 @@ async def _scrape(link: LeaderLink, *, others: bool) -> list[tuple[str, str]]:
         reply = await link.request(FrameKind.SCRAPE, {"others": others}, timeout_s=_TIMEOUT_S)
     except (LeaderLostError, RequestRejected, TimeoutError):
         return []
-    return list(_split(bytes(reply.payload), reply.fields["texts"]))
+    (_, own), *rest = _split(bytes(reply.payload), reply.fields["texts"])
+    return [(link.label or str(link.address), own), *rest]
 
 
 def _split(payload: bytes, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, str]]:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from importlib.metadata import version as release_of
 from typing import Any
 
-from multiworld import AskError, JoinError, World, WorldError, WorldManager
+from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.models import ModelError
+from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import (
@@ -32,14 +32,10 @@ from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
 from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel, Transport
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
-from multiworld_serving.server.replicas.rolling_restart import RestartFailedError
 
 logger = logging.getLogger(__name__)
 
-RELEASE = release_of("multiworld-serving")
 _FRONTEND_RANK = 1
 _JOIN_WORLD_S = 10.0
 _STATE_INTERVAL_S = 1.0
@@ -47,14 +43,6 @@ _SCRAPE_S = 2.0
 """Longest wait for the metrics of another frontend."""
 _RECENT_S = 1.0
 """How long a frontend's report of its number of requests in preparation is used."""
-
-OPERATION_ERRORS: dict[str, type[Exception]] = {
-    "invalid_weights": ModelError,
-    "busy": OperationInProgressError,
-    "version_failed": VersionFailedError,
-    "restart_failed": RestartFailedError,
-}
-"""Errors of administrative operations, by their name in a DONE frame."""
 
 
 class FrontendSessions:
@@ -102,15 +90,7 @@ class FrontendSessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def offer(self, request: FrontendJoinRequest) -> JoinOffer:
-        """Offer a world to a frontend, and wait for it there.
-
-        Raises:
-            AskError: the frontend cannot be served.
-        """
-        if request.release != RELEASE:
-            raise AskError(
-                f"this leader has release {RELEASE} and the frontend {request.release}: install the same on both; upgrade leaders first"
-            )
+        """Offer a world to a frontend, and wait for it there."""
         generation = next(self._generations)
         world = f"frontend:{request.frontend}:{generation}"
         task = asyncio.create_task(self._serve(request, world, generation))
@@ -186,7 +166,10 @@ class FrontendSessions:
         session = FrontendSession(self, request, world)
         self._sessions.add(session)
         self.metrics.frontends(len(self._sessions))
-        logger.info("frontend %s joined host=%s pid=%d", request.frontend, request.host, request.pid)
+        logger.info(
+            "frontend %s joined host=%s pid=%d release=%s",
+            *(request.frontend, request.host, request.pid, request.release),
+        )
         try:
             ending = await session.run()
             logger.info("frontend %s left: %s", request.frontend, ending)
@@ -350,6 +333,8 @@ class FrontendSession:
                             self.link.send(FrameKind.STEP, frame.number, asdict(step))
                 case other:
                     raise ValueError(f"unknown operation {other!r}")
+        except ModelError as error:
+            result = {"error": str(error), "kind": "invalid_weights"}
         except tuple(OPERATION_ERRORS.values()) as error:
             kind = next(name for name, cls in OPERATION_ERRORS.items() if isinstance(error, cls))
             result = {"error": str(error), "kind": kind}

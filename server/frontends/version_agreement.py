@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.errors import NotReadyError, RequestRejected
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.messages import LeaderState
 from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class VersionAgreement:
         """Load a version on every leader, one after another. If one fails, the others go back to the version before.
 
         Raises:
-            ModelError, OperationInProgressError, VersionFailedError: all leaders serve the version before, as far as they live.
+            InvalidWeightsError, OperationInProgressError, VersionFailedError: all leaders serve the version before, as far as they live.
             NotReadyError: no leader is connected, or one was lost meanwhile.
         """
         done: list[tuple[LeaderLink, str | None]] = []

@@ -164,8 +164,12 @@ class Metrics(ProgramMetrics):
         self._recovery = self.histogram(
             "recovery_seconds", "Time from a failure until the slot served again.", _RECOVERY_S, ("cause",)
         )
-        self._reroutes = self.counter("reroutes", "Batches moved to another replica after a failure.", ("stage",))
-        self._retries = self.counter("retries", "Batches sent again, for any reason.", ("stage",))
+        self._reroutes = self.counter(
+            "reroutes", "Batches sent to another replica because their replica was lost.", ("stage",)
+        )
+        self._retries = self.counter(
+            "retries", "Batches sent to another replica because the stage raised an error.", ("stage",)
+        )
         self._hedges = self.counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
         # Prometheus sees no increase if a series first appears with value 1: create these with 0.
         for outcome in HEDGE_OUTCOMES:
@@ -349,7 +353,7 @@ class Metrics(ProgramMetrics):
         self._reroute_duration.observe(seconds)
 
     def retried(self, stage: int) -> None:
-        """A batch was sent again."""
+        """A batch was sent to another replica because the stage raised an error."""
         self._retries.labels(stage).inc()
 
     def hedged(self, outcome: HedgeOutcome) -> None:

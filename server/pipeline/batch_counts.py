@@ -32,7 +32,7 @@ class BatchCounts:
                 "batch=%d stage=%d rerouted to world=%s generation=%s attempt=%d after_s=%.3f",
                 *(action.batch, action.stage, world, generation, action.attempt, action.waited_s),
             )
-        if action.kind in ("reroute", "retry"):
+        if action.kind == "retry":
             self._metrics.retried(action.stage)
 
     def hedges(self, hedges: Counter[str]) -> None:

@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from multiworld import Cause
+from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
@@ -31,10 +33,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CLOSE_S = 5.0
 """Longest wait for a cancelled rollout when the leader stops."""
-
-
-class VersionFailedError(Exception):
-    """The workers cannot serve this version. Nothing has changed."""
 
 
 class VersionSwitch(Protocol):
@@ -146,6 +144,7 @@ class VersionRollout:
         finally:
             cancelled.cancel()
             loading.cancel()
+            release_free_memory()
 
     def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class OperationInProgressError(Exception):
-    """Another operation is in progress. Nothing has changed; try again when it has ended."""
+from multiworld_serving.server.administration import OperationInProgressError
 
 
 class ExclusiveOperation:

@@ -3,10 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
+from multiworld_serving.server.administration import RestartFailedError, RestartStep
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -14,23 +13,6 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 _POLL_S = 0.02
 _LEAVE_S = 60.0
 """A worker waits at most 30 s for its batches before it exits. After this time it counts as not responding."""
-
-
-class RestartFailedError(Exception):
-    """A worker did not leave, or did not join again. The remaining workers were not restarted."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartStep:
-    """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
-
-    worker: str
-    slot: str
-    state: Literal["restarting", "restarted"]
-    number: int
-    total: int
-    left_s: float | None = None
-    back_s: float | None = None
 
 
 class RollingRestart:

@@ -22,5 +22,5 @@ The words for sending work again. Each sending of a batch to a replica is an att
     requeue   the requests of the batch, in new batches  the first stage, of the current version      its version lost a stage, or its
                                                                                                       input was lost
 
-Reroutes and retries together are counted by `multiworld_retries_total`. All but hedges add 1 to the attempts of an answer.
+Reroutes, retries and hedges have a metric each. All but hedges add 1 to the attempts of an answer.
 """

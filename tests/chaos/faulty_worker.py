@@ -44,6 +44,10 @@ def _run_out_of_memory() -> None:
     _ = bytearray(1 << 30)
 
 
+def _fail_device() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
 def _slow() -> None:
     time.sleep(0.5)
 
@@ -53,6 +57,7 @@ BEFORE_COMPUTING = {
     "hangs": _hang,
     "raises": _raise,
     "no-memory": _run_out_of_memory,
+    "device-fails": _fail_device,
     "slow": _slow,
 }
 

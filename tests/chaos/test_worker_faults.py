@@ -133,6 +133,14 @@ def test_worker_out_of_memory_is_broken_and_ends(service: LocalService) -> None:
     assert_nothing_lost(service, load)
 
 
+def test_worker_whose_gpu_has_failed_ends_with_its_own_status(service: LocalService) -> None:
+    seen = len(service.lines)
+    with run_load(service) as load, faulty(service, "device-fails") as worker:
+        assert worker.wait(WAIT_S) == 71
+        assert ended(service, "worker-that-device-fails", seen) == ["error"]
+    assert_nothing_lost(service, load)
+
+
 def test_worker_that_computes_wrong_results_never_serves(service: LocalService) -> None:
     name, seen = "worker-that-lies", len(service.lines)
     with run_load(service) as load, faulty(service, "lies"):

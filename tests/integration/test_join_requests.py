@@ -8,6 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from multiworld import AskError, ask
+from multiworld_serving.common.wire import RELEASE, WORKER_PROTOCOL
 from multiworld_serving.models import load_model
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
@@ -16,7 +17,7 @@ from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 SECRET = "a-secret-of-this-test"
-GOOD = {"worker": "w", "device": "cpu", "host": "node-1", "pid": 12}
+GOOD = {"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "protocol": WORKER_PROTOCOL, "release": RELEASE}
 BAD = {
     "a surrogate in the name": ({**GOOD, "worker": "\ud800"}, "worker is '\\\\ud800'; expected 1 to 64 printable"),
     "an escape sequence in the name": ({**GOOD, "worker": "w\x1b[2J"}, "worker is 'w\\\\x1b"),
@@ -28,8 +29,21 @@ BAD = {
     "a host that is no name": ({**GOOD, "host": "h" * 254}, "expected 1 to 253"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid is -1"),
     "a number for a name": ({**GOOD, "worker": 1}, "worker is 1; expected str"),
-    "a field too many": ({**GOOD, "more": 1}, "same release"),
-    "something else": ([], "same release"),
+    "a field too many": ({**GOOD, "more": 1}, "fields unknown more; do both sides run the same release"),
+    "a field too few": (
+        {"worker": "w", "protocol": WORKER_PROTOCOL},
+        "fields missing device, host, pid, release; do both",
+    ),
+    "an earlier protocol": (
+        {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},
+        "worker 'w' has release 0.0.1 with protocol 0, .* upgrade this worker",
+    ),
+    "a later protocol": ({**GOOD, "protocol": WORKER_PROTOCOL + 1}, "upgrade this leader"),
+    "no protocol": (
+        {name: GOOD[name] for name in ("worker", "device", "host", "pid")},
+        "protocol None.* upgrade this worker",
+    ),
+    "something else": ([], "is not a JSON object"),
 }
 
 

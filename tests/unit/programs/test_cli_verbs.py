@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -455,6 +456,11 @@ def test_status_reports_that_another_server_answers(
 def test_version_prints_versions_of_multiworld_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version", "--json"]) == 0
     assert {"multiworld", "torch"} <= json.loads(capsys.readouterr().out).keys()
+
+
+def test_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"multiworld \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

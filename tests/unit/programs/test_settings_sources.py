@@ -1,6 +1,7 @@
 """Settings from the command line, the environment, a TOML file and the defaults."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import SecretStr, ValidationError
 
 from multiworld_serving.common.config import Settings, SettingsError, describe, effective_settings, load
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 PROGRAMS = (ServeSettings, WorkerSettings)
@@ -184,6 +185,11 @@ def test_missing_leader_is_named() -> None:
 def test_contradicting_settings_are_refused() -> None:
     assert "heartbeat_timeout_s (0.1) must be longer" in rejection(heartbeat_timeout_s="0.1")
     assert rejection(http_port="8001").startswith("http_port and join_port are both 8001")
+    assert rejection(http_port="8101", leaders="2").startswith("http_port and join_port of leader 1 are both 8101")
+    assert rejection(join_port="65500", leaders="2").startswith(
+        "the join port of leader 1 would be 65600; choose a lower"
+    )
+    assert load(ServeSettings, {"join_port": "0", "leaders": "16"}).join_port_of(15) == 0
     assert "must not be less" in rejection(WorkerSettings, leader="a:1", rejoin_backoff_max_s="0.01")
     assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
 
@@ -309,3 +315,18 @@ def test_invalid_advertised_address_is_refused(given: str) -> None:
 
 def test_invalid_bind_host_is_refused() -> None:
     assert "an address of this machine" in rejection(WorkerSettings, leader="127.0.0.1:8001", bind_host="eth0")
+
+
+def test_leaders_have_different_names_without_being_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-a")
+    assert LeaderSettings().leader_name == "machine-a-8001"
+    assert LeaderSettings(join_port=9001).leader_name == "machine-a-9001"
+    assert LeaderSettings(join_port=0).leader_name == f"machine-a-{os.getpid()}"
+    monkeypatch.setattr(socket, "gethostname", lambda: "m" * 100)
+    assert LeaderSettings().leader_name == "m" * 59 + "-8001"
+
+
+def test_only_the_invalid_setting_is_named_when_a_default_depends_on_others() -> None:
+    with pytest.raises(SettingsError) as error:
+        load(LeaderSettings, {"join_port": "99999"})
+    assert str(error.value) == "--join-port 99999: must be a whole number from 0 to 65,535"

@@ -18,7 +18,7 @@ from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
-from multiworld_serving.server.scheduling.events import BatchDone, ReplicaReady, RequestArrived
+from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
 from multiworld_serving.server.settings import ServeSettings
 
 WAIT_S = 30.0
@@ -237,4 +237,27 @@ async def test_requests_are_answered_when_every_observer_fails(caplog: pytest.Lo
     told = [record.getMessage().partition(" failed;")[0] for record in caplog.records if record.exc_info]
     assert sorted(told) == sorted(set(told)), "each is logged once"
     assert {"broken", "BrokenMetrics.batch_answered", "BrokenMetrics.queue_depth"} <= set(told)
+    bench.driver.close()
+
+
+async def test_retries_and_reroutes_are_counted_apart() -> None:
+    bench = Bench()
+    value = bench.metrics.registry.get_sample_value
+    first, second = bench.lines.values()
+    asked = bench.ask(1)
+    async with asyncio.timeout(WAIT_S):
+        waits = {asyncio.create_task(line.sent.get()): line for line in (first, second)}
+        [done], [waiting] = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        batch, _ = done.result()
+        error = Message.from_text(MessageKind.FAILED, "of this test", batch=batch)
+        bench.driver.on_failed(waits[done], error)  # type: ignore[arg-type]
+        await waiting
+        assert value("multiworld_retries_total", {"stage": "0"}) == 1
+        bench.driver.submit_event(ReplicaLost(f"{waits[waiting].id}@v", "exit"))
+        assert (await waits[done].sent.get())[0] == batch
+    assert value("multiworld_retries_total", {"stage": "0"}) == 1
+    assert value("multiworld_reroutes_total", {"stage": "0"}) == 1
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
     bench.driver.close()

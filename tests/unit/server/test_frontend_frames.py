@@ -1,9 +1,11 @@
 """Frames between frontends and leaders: round trips, invalid frames, and links whose other end is slow, silent or gone."""
 
 import asyncio
+import hashlib
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multiworld import BrokenWorldException, Cause, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, Channel, Message, MessageKind
+from multiworld_serving.common.wire import FRONTEND_PROTOCOL, WORLD_BACKEND, Channel, Message, MessageKind
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import OverloadedError, RequestRejected
 from multiworld_serving.server.frontends import frames
 from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameKind, FrameLink, decode, encode
@@ -375,3 +378,22 @@ def test_state_of_a_leader_round_trips() -> None:
 def test_state_of_another_shape_is_an_error_that_ends_the_link(change: dict[str, Any]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         LeaderState.parse({**STATE.fields(), **change})
+
+
+def test_frames_are_those_of_the_protocol() -> None:
+    """If this fails, frames have changed: a frontend of the last release does not understand them."""
+    parts = (
+        LeaderState,
+        PipelineSnapshot,
+        StageSnapshot,
+        ReplicaSnapshot,
+        FailureSnapshot,
+        LeaderSnapshot,
+        FrontendSnapshot,
+    )
+    described = [[each.name for each in fields(cls)] for cls in (*parts, ServedModel, Prediction, RestartStep)]
+    text = repr((described, [(kind.name, kind.value) for kind in FrameKind]))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert (FRONTEND_PROTOCOL, digest) == (1, "28430401a632"), (
+        "increase FRONTEND_PROTOCOL once for the next release, and write the new digest here"
+    )

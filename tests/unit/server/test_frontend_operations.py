@@ -8,12 +8,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ReplicaState
-from multiworld_serving.server.replicas.rolling_restart import RestartStep
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
 
 
@@ -129,12 +129,15 @@ async def test_metrics_of_one_process_are_served_on_request() -> None:
     assert ["multiworld_leaders_configured 2" in text.splitlines() for text in texts] == [False, True]
 
 
-async def test_metrics_are_text_whatever_format_is_requested() -> None:
+async def test_metrics_have_the_format_that_is_requested() -> None:
     transport = httpx.ASGITransport(create_admin_app(OwnMetrics(Metrics()), ADMIN))
     async with httpx.AsyncClient(transport=transport, base_url="http://metrics") as client:
-        response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
-    assert response.headers["Content-Type"].startswith("text/plain; version=")
-    assert list(text_string_to_metric_families(response.text))
+        text = await client.get("/metrics")
+        openmetrics = await client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert text.headers["Content-Type"].startswith("text/plain; version=")
+    assert list(text_string_to_metric_families(text.text))
+    assert openmetrics.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert openmetrics.text.endswith("# EOF\n")
 
 
 async def test_openapi_describes_bodies_answers_and_errors() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,23 +19,28 @@ from torch import Tensor
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire import FrontendJoinRequest
-from multiworld_serving.models import ModelError
+from multiworld_serving.common.wire import RELEASE, FrontendJoinRequest, JoinOffer, join
+from multiworld_serving.models import WeightsError
+from multiworld_serving.server.administration import (
+    InvalidWeightsError,
+    OperationInProgressError,
+    RestartFailedError,
+    RestartStep,
+    VersionFailedError,
+)
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected, StageError
-from multiworld_serving.server.frontends import leader_link
+from multiworld_serving.server.frontends import sessions
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.messages import LeaderState
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
-from multiworld_serving.server.frontends.sessions import RELEASE, FrontendSessions
+from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
-from multiworld_serving.server.replicas.rolling_restart import RestartFailedError, RestartStep
 from multiworld_serving.server.settings import FrontendSettings
 
 SECRET = "a-secret-of-this-test"
@@ -204,26 +211,101 @@ async def test_leader_knows_the_load_of_its_frontends() -> None:
         await until(lambda: [each.name for each in service.sessions.state().snapshot.frontends] == ["a"])
 
 
-async def test_frontend_of_another_release_is_told_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "older"), [(0, "frontend"), (99, "leader"), (None, "frontend"), ("1", "frontend")]
+)
+async def test_join_request_of_another_protocol_is_refused_with_what_to_upgrade(
+    protocol: object, older: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    question = {"frontend": "frontend-0", "protocol": protocol, "release": "0.0.1", "of another protocol": []}
     async with running() as service:
-        question = FrontendJoinRequest("frontend-0", "here", 1, "0.0.1").to_json()
-        with pytest.raises(AskError, match=rf"leader has release {RELEASE} and the frontend 0\.0\.1: .*upgrade"):
-            await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
+        for _ in range(3):
+            with pytest.raises(AskError) as refusal:
+                await ask("127.0.0.1", service.port, json.dumps(question), secret=SECRET.encode())
+    text = str(refusal.value)
+    assert (
+        f"frontend 'frontend-0' has release 0.0.1 with protocol {protocol!r}, and this leader release {RELEASE}" in text
+    )
+    assert f"upgrade this {older} (upgrade one leader first, then the frontends, then the other leaders)" in text
+    lines = [record.getMessage() for record in caplog.records if "with protocol" in record.getMessage()]
+    assert len(lines) == 1, "a process that asks again and again fills no log"
+    assert "upgrade this" in lines[0]
+
+
+async def test_frontend_of_another_protocol_says_what_to_upgrade_and_joins_afterwards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as service:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(leader_link, "RELEASE", "0.0.1")
+            patched.setattr(join, "FRONTEND_PROTOCOL", 99)  # of the leader
             joining = asyncio.create_task(service.frontend())
-            await until(lambda: "and the frontend 0.0.1" in caplog.text)
-        await joining  # after its upgrade
+            await until(lambda: "cannot be joined" in caplog.text)
+        await joining  # after the upgrade
+    (line,) = (text for each in caplog.records if "cannot be joined" in (text := each.getMessage()))
+    assert "upgrade this frontend" in line
+
+
+async def test_frontend_of_another_release_joins_when_the_protocols_are_equal() -> None:
+    async with running() as service:
+        question = FrontendJoinRequest("frontend-0", "here", 1, release="0.0.1").to_json()
+        answer = await ask("127.0.0.1", service.port, question, secret=SECRET.encode())
+    assert JoinOffer.from_json(answer).world
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("model_fields", lambda fields: {**fields, "colour": 1}, "WELCOME: fields unknown colour"),
+        (
+            "model_fields",
+            lambda fields: {"name": "m"},
+            "WELCOME: fields missing crop_size, labels, resize_size, version",
+        ),
+        ("state_fields", lambda fields: {**fields, "more": 1, "also": 2}, "STATE: fields unknown also, more"),
+        (
+            "state_fields",
+            lambda fields: {**fields, "snapshot": {**fields["snapshot"], "depth": 1}},
+            "the snapshot in STATE: fields unknown depth",
+        ),
+    ],
+)
+async def test_leader_that_sends_other_fields_is_reported_once_when_the_frontend_joins_again_and_again(
+    kind: str, change: Callable[[dict[str, Any]], dict[str, Any]], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, name = (sessions, "model_fields") if kind == "model_fields" else (LeaderState, "fields")
+    original = getattr(target, name)
+    async with running() as service:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(target, name, lambda value: change(original(value)))
+            joining = asyncio.create_task(service.frontend())
+            await until(lambda: next(copy(service.sessions._generations)) > 3)
+        await joining
+    lines = [record.getMessage() for record in caplog.records]
+    assert not [line for line in lines if "cause=error" in line], "the world of the link does not fail"
+    (line,) = (line for line in lines if "cannot be joined" in line)
+    assert f"{text}; do both sides run the same release?" in line
+
+
+@pytest.mark.parametrize("address", ["a host", ":", "a:b"])
+async def test_frontend_joins_later_when_a_leader_offers_an_invalid_address(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as service:
+        service.sessions._advertised = address
+        joining = asyncio.create_task(service.frontend())
+        await until(lambda: "JoinOffer: address is" in caplog.text)
+        service.sessions._advertised = ""
+        await joining
 
 
 @pytest.mark.parametrize(
     "question",
     [
         '{"frontend": 1}',
-        '{"frontend": "two words", "host": "h", "pid": 1, "release": "1"}',
+        '{"frontend": "two words", "host": "h", "pid": 1, "protocol": 1, "release": "1"}',
         '"frontend"',
         "[" * 10_000 + '"frontend"',
-        '{"frontend": "a", "host": "h", "pid": 1, "release": "1", "more": 1}',
+        '{"frontend": "a", "host": "h", "pid": 1, "protocol": 1, "release": "1", "more": 1}',
     ],
 )
 async def test_invalid_join_request_is_answered_with_an_error(question: str) -> None:
@@ -483,15 +565,21 @@ async def test_operations_are_performed_by_the_leader() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ModelError("bad"), OperationInProgressError("bad"), VersionFailedError("bad"), RestartFailedError("bad")]
+    ("error", "expected"),
+    [
+        (WeightsError("bad"), InvalidWeightsError),
+        (OperationInProgressError("bad"), OperationInProgressError),
+        (VersionFailedError("bad"), VersionFailedError),
+        (RestartFailedError("bad"), RestartFailedError),
+    ],
 )
-async def test_errors_of_operations_are_those_of_the_leader(error: Exception) -> None:
+async def test_errors_of_operations_are_those_of_the_leader(error: Exception, expected: type[Exception]) -> None:
     async with running() as service:
         pool = await service.frontend()
         service.leader.failure = error
-        with pytest.raises(type(error), match="bad"):
+        with pytest.raises(expected, match="bad"):
             await pool.load_version("v2")
-        with pytest.raises(type(error), match="bad"):
+        with pytest.raises(expected, match="bad"):
             [step async for step in pool.restart_workers()]
 
 
@@ -547,6 +635,22 @@ async def test_any_frontend_has_the_metrics_of_all_processes(tmp_path: Any) -> N
             'multiworld_frontends{process="leader-0"} 2',
         ]
         assert 'restarts_total{process="supervisor"} 3' in text
+        accept = "application/openmetrics-text; version=1.0.0"
+        text, content_type = await ServiceMetrics("a", Metrics(), pool, file).exposition(accept)
+        assert content_type.startswith(accept)
+        assert "# TYPE restarts counter" in text
+
+
+async def test_metrics_of_leaders_with_one_name_are_different_series() -> None:
+    async with running() as service:
+        pool = await service.frontend("a")
+        other = LeaderLink(Address("127.0.0.2", 1), service.settings(), cast(Any, None), pool)
+        other.name = "leader-0"
+        pool.links.append(other)
+        service.sessions.state_changed()
+        await until(lambda: other.ambiguous)
+        text, _ = await ServiceMetrics("a", Metrics(), pool).exposition()
+        assert f'multiworld_frontends{{process="leader-0@127.0.0.1:{service.port}"}} 1' in text
 
 
 async def test_metrics_are_served_without_those_of_a_process_that_does_not_reply(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from multiworld_serving.server.administration import OperationInProgressError, VersionFailedError
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -25,9 +26,7 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import FrontendSnapshot, ModelVersion, Prediction, ServedModel
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
 from tests.unit.server.fake_leaders import leader_state, pool_of
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
@@ -579,3 +578,30 @@ async def test_leaders_agree_when_both_sides_of_a_cut_network_have_loaded_a_vers
         assert first.loaded == []
         await until(lambda: not made.pool._agreement._updates)
         assert made.pool.version.name == "v3"
+
+
+# -- two leaders with one name -------------------------------------------------------------------------------------------------
+
+
+async def test_leaders_with_one_name_are_told_apart_by_address_and_both_used(caplog: pytest.LogCaptureFixture) -> None:
+    with pool_of(2) as made:
+        for leader in made.leaders:
+            leader.name = "twin"
+            leader.tells(leader="twin")
+        made.leaders[0].tells()
+        found = made.pool.snapshot()
+        names = ["twin@10.0.0.1:8000", "twin@10.0.0.1:8001"]
+        assert [each.name for each in found.leaders] == names
+        assert found.leader == names[0]
+        await predict(made.pool)
+        made.leaders[0].load = 1
+        await predict(made.pool)
+        assert [leader.sent() for leader in made.leaders] == [1, 1]
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert "at 10.0.0.1:8000, 10.0.0.1:8001 have the same name twin" in line
+        assert "--leader-name" in line
+        made.leaders[1].is_lost()
+        assert [each.name for each in made.pool.snapshot().leaders] == names, "the name does not change with its link"
+        made.leaders[1].name = "other"
+        made.leaders[1].tells(leader="other")
+        assert [each.name for each in made.pool.snapshot().leaders] == ["twin", "other"]

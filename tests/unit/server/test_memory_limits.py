@@ -1,8 +1,10 @@
 """Available memory, as reported by the machine and by the container."""
 
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from multiworld_serving.common.config import check_memory, process
 
@@ -14,6 +16,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(process, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(process, "_CGROUP", tmp_path)
     return tmp_path
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def contain(machine: Path, limit: str, used: int, cached: int) -> None:
@@ -43,3 +49,15 @@ def test_machine_memory_is_the_limit_when_the_container_has_none(machine: Path) 
 def test_memory_check_passes_when_nothing_is_known(machine: Path) -> None:
     (machine / "meminfo").write_text("nonsense")
     check_memory(1 << 60)
+
+
+def test_freed_memory_returns_to_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks below the threshold of mmap, every second one of which is freed, and a reference cycle: the C library keeps both.
+    blocks = [torch.zeros(1 << 14) for _ in range(2000)]
+    cycle: list[object] = [torch.zeros(1 << 14) for _ in range(500)]
+    cycle.append(cycle)
+    del blocks[::2], cycle
+    before = resident_bytes()
+    process.release_free_memory()
+    assert resident_bytes() < before - 50e6
+    assert len(blocks) == 1000

@@ -1,5 +1,6 @@
 """Metrics of several processes in one exposition: a label says which process a sample is from."""
 
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
@@ -84,3 +85,20 @@ def test_metrics_of_real_processes_stay_complete() -> None:
             found = merged[sample, labels | {("process", name)}]
             assert found == value or (found != found and value != value), sample
     assert len(merged) == sum(len(samples(text)) for _, text in texts)
+
+
+def test_openmetrics_has_the_same_samples() -> None:
+    texts = [("a", LEADER), ("b", FRONTEND), ("c", Metrics().exposition()[0].decode())]
+    texts.append(
+        ("d", '# HELP odd_total Say "no".\n# TYPE odd_total counter\nodd_total 1\n# HELP x X.\n# TYPE x untyped\nx 1\n')
+    )
+    text = merge_metrics(texts, openmetrics=True)
+    families = list(openmetrics.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
+    found = {(each.name, frozenset(each.labels.items())): each.value for family in families for each in family.samples}
+    assert found == samples(merge_metrics(texts))
+    kinds = {family.name: (family.type, family.documentation) for family in families}
+    assert kinds["requests"] == ("counter", "Requests.")
+    assert kinds["odd"] == ("counter", 'Say "no".')
+    assert kinds["x"] == ("unknown", "X.")
+    assert text.endswith("\n# EOF\n")
+    assert merge_metrics([], openmetrics=True) == "# EOF\n"

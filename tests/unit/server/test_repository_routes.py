@@ -11,17 +11,19 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.keys import KeySet
-from multiworld_serving.models import WeightsError
+from multiworld_serving.server.administration import (
+    InvalidWeightsError,
+    OperationInProgressError,
+    RestartStep,
+    VersionFailedError,
+)
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.rollout import VersionFailedError
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
-from multiworld_serving.server.replicas.rolling_restart import RestartStep
 
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
@@ -86,7 +88,7 @@ async def test_weights_are_accepted_in_every_place_of_a_load_request(body: bytes
 @pytest.mark.parametrize(
     ("failure", "status", "reason"),
     [
-        (WeightsError("no such weights"), 400, "invalid_weights"),
+        (InvalidWeightsError("no such weights"), 400, "invalid_weights"),
         (OperationInProgressError("a restart is under way"), 409, "busy"),
         (VersionFailedError("w cannot serve stage 0"), 500, "version_failed"),
     ],

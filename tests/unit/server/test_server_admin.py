@@ -7,13 +7,12 @@ import httpx
 import pytest
 
 from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.server.administration import OperationInProgressError, RestartFailedError, RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app
 from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.replicas.exclusive_operation import OperationInProgressError
-from multiworld_serving.server.replicas.rolling_restart import RestartFailedError, RestartStep
 
 PATH = "/admin/rolling-restart"
 

@@ -9,9 +9,10 @@ from typing import cast
 
 import pytest
 
+from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion
-from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation, OperationInProgressError
+from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multiworld_serving.workers.exit_timer import is_out_of_memory
+from multiworld_serving.workers.exit_timer import is_device_failure, is_out_of_memory
 
 TREE = Path(__file__).parents[3]
 
@@ -138,3 +138,19 @@ def too_large_for_torch() -> BaseException:
 )
 def test_out_of_memory_errors_are_recognized(error: BaseException, lacks: bool) -> None:
     assert is_out_of_memory(error) is lacks
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), False),
+        (RuntimeError("an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: misaligned address"), False),
+    ],
+)
+def test_errors_after_which_the_gpu_is_lost_to_the_process_are_recognized(error: BaseException, failed: bool) -> None:
+    assert is_device_failure(error) is failed

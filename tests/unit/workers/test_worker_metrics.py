@@ -17,6 +17,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from multiworld import Cause
+from multiworld_serving.common.config import UserError
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
 from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
@@ -122,6 +123,15 @@ async def test_busy_port_only_logs_an_error(metrics: WorkerMetrics, caplog: pyte
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "no metrics: cannot listen on 127.0.0.1:" in record.getMessage()
     assert "another --metrics-port (0 selects a free port) or --metrics-host" in record.getMessage()
+
+
+async def test_busy_port_is_an_error_if_it_is_required(metrics: WorkerMetrics) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1:"),
+    ):
+        async with metrics_port("127.0.0.1", other.getsockname()[1], metrics, lambda: None, required=True):
+            pass
 
 
 class NVMLError(Exception):

@@ -1,0 +1,47 @@
+"""Administrative operations, as frontends and leaders both see them: their steps and their errors.
+
+Frontends do not import what performs the operations (`leader.py`): it loads the model's code, which takes time and memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class OperationInProgressError(Exception):
+    """Another operation is in progress. Nothing has changed; try again when it has ended."""
+
+
+class InvalidWeightsError(Exception):
+    """The leader cannot load these weights: it raised a `models.ModelError` with the same message. Nothing has changed."""
+
+
+class VersionFailedError(Exception):
+    """The workers cannot serve this version. Nothing has changed."""
+
+
+class RestartFailedError(Exception):
+    """A worker did not leave, or did not join again. The remaining workers were not restarted."""
+
+
+OPERATION_ERRORS: dict[str, type[Exception]] = {
+    "invalid_weights": InvalidWeightsError,
+    "busy": OperationInProgressError,
+    "version_failed": VersionFailedError,
+    "restart_failed": RestartFailedError,
+}
+"""Errors of administrative operations, by their name in a DONE frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartStep:
+    """Progress of one worker: `left_s` is the time until it left, `back_s` the time until its slot was ready again."""
+
+    worker: str
+    slot: str
+    state: Literal["restarting", "restarted"]
+    number: int
+    total: int
+    left_s: float | None = None
+    back_s: float | None = None
