@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import SecretStr, field_validator
 
 from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.config.settings import Settings, setting
@@ -50,3 +50,21 @@ class EdgePortSettings(EdgeSettings):
         ge=0,
         le=65535,
     )
+    edge_token: SecretStr | None = setting(
+        None,
+        "Access",
+        "Secret of edges, if it is not the one with which this process joins.",
+        in_argv=False,
+        hidden=True,
+    )
+
+    @property
+    def edge_secrets(self) -> tuple[bytes, ...]:
+        """The secret with which this process opens edges, then all that it accepts. Raises SettingsError.
+
+        It is the configured token if there is one, also for processes of `multiworld serve` that join with a secret of their own, because
+        workers on other machines know only that token.
+        """
+        own = (self.secret,) if self.edge_token is None else (self.edge_token.get_secret_value().encode(),)
+        shared = own if self.edge_token is not None else self.secrets or own
+        return tuple(dict.fromkeys((*shared, *self.secrets, *own)))

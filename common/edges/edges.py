@@ -51,8 +51,9 @@ class Edges:
         loopback = ipaddress.ip_address(host).is_loopback
         self._host = "0.0.0.0" if loopback and settings.advertise_edge is not None else host  # noqa: S104 - asked for
         self._incarnation = secrets.token_hex(8)
+        secret, *_ = self._secrets = settings.edge_secrets
         self._manager = WorldManager(
-            secret=settings.secret,
+            secret=secret,
             verify_collectives=False,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -60,7 +61,7 @@ class Edges:
             bind_host=bind_host,
         )
         self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
-        self._pool = EdgePool(name, self._manager, settings.secret, metrics, bind_host)
+        self._pool = EdgePool(name, self._manager, secret, metrics, bind_host)
 
     async def __aenter__(self) -> Edges:
         """Listen. Raises UserError if the port is not available."""
@@ -72,6 +73,7 @@ class Edges:
             raise UserError(
                 f"--edge-port {settings.edge_port} on {self._host} cannot be used: {error}; choose another one, or --edges relay"
             ) from error
+        self._manager.set_accepted_secrets(*self._secrets)
         address = Address(self._host, self._server.port)
         if settings.advertise_edge is not None:
             address = parse_address(settings.advertise_edge, default_port=self._server.port)

@@ -74,6 +74,8 @@ class EdgeRouting:
         if isinstance(stored, Tensor):
             return frozenset()
         if not link.request.edge:
+            for holder in stored.holders:
+                self.workers.add(holder, link.worker)
             return stored.holders
         return frozenset(each for each in stored.holders if (each, link.worker) in self.workers)
 

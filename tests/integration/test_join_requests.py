@@ -17,7 +17,15 @@ from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan
 
 SECRET = "a-secret-of-this-test"
-GOOD = {"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "protocol": WORKER_PROTOCOL, "release": RELEASE}
+GOOD = {
+    "worker": "w",
+    "device": "cpu",
+    "host": "node-1",
+    "pid": 12,
+    "edge": "10.0.0.5:4000/0123abcd",
+    "protocol": WORKER_PROTOCOL,
+    "release": RELEASE,
+}
 BAD = {
     "a surrogate in the name": ({**GOOD, "worker": "\ud800"}, "worker is '\\\\ud800'; expected 1 to 64 printable"),
     "an escape sequence in the name": ({**GOOD, "worker": "w\x1b[2J"}, "worker is 'w\\\\x1b"),
@@ -28,15 +36,20 @@ BAD = {
     "a device that is no name": ({**GOOD, "device": "cpu\n"}, "device is"),
     "a host that is no name": ({**GOOD, "host": "h" * 254}, "expected 1 to 253"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid is -1"),
+    "an edge without an incarnation": (
+        {**GOOD, "edge": "10.0.0.5:4000"},
+        "edge is '10.0.0.5:4000'; expected HOST:PORT/INC",
+    ),
+    "a long edge": ({**GOOD, "edge": "h" * 400 + ":1/a"}, "expected HOST:PORT/INCARNATION"),
     "a number for a name": ({**GOOD, "worker": 1}, "worker is 1; expected str"),
     "a field too many": ({**GOOD, "more": 1}, "fields unknown more; do both sides run the same release"),
     "a field too few": (
         {"worker": "w", "protocol": WORKER_PROTOCOL},
-        "fields missing device, host, pid, release; do both",
+        "fields missing device, edge, host, pid, release; do both",
     ),
     "an earlier protocol": (
         {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},
-        "worker 'w' has release 0.0.1 with protocol 0, .* upgrade this worker",
+        "worker 'w' has release 0.0.1 with protocol 1, .* upgrade this worker",
     ),
     "a later protocol": ({**GOOD, "protocol": WORKER_PROTOCOL + 1}, "upgrade this leader"),
     "no protocol": (

@@ -18,7 +18,7 @@ SECRET = "a-secret-of-this-test"
 
 @asynccontextmanager
 async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
-    chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret), **settings)
+    chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **settings)
     async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
         yield made
 

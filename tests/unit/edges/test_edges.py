@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
+from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld import WorldManager
@@ -77,6 +79,19 @@ async def test_another_incarnation_or_token_is_refused(monkeypatch: pytest.Monke
         with pytest.raises(HolderUnreachableError):
             await fetch(consumer, "nonsense", number)
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS), "other producers are not affected"
+
+
+async def test_local_processes_and_those_with_the_configured_token_reach_each_other(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("shared-token-of-this-test\nolder-token-of-this-test\n")
+    shared = SecretStr("shared-token-of-this-test")
+    async with (
+        edges("local", secret="of the supervisor", edge_token=shared) as local,
+        edges("external", secret="shared-token-of-this-test") as external,
+        edges("rotated", secret="", token_file=tmp_path / "token") as rotated,
+        edges("late", secret="older-token-of-this-test") as late,
+    ):
+        for producer, consumer in ((local, external), (external, local), (rotated, local), (rotated, late)):
+            assert torch.equal(await fetch(consumer, producer.holder, kept(producer)), ROWS)
 
 
 async def test_fetches_fail_at_once_after_an_edge_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:

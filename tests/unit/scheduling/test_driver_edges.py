@@ -224,6 +224,20 @@ async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_
     await asyncio.gather(asked, other, return_exceptions=True)
 
 
+async def test_outputs_are_relayed_when_a_worker_of_the_next_stage_has_no_edges() -> None:
+    bench = Bench()
+    first, second = bench.lines
+    second.request = JoinRequest("w10", "cpu", "here", 1)
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    output = bench.kept(first, bench.taken(first)[0])
+    assert (first.released, second.sent) == ([output], [])
+    assert not bench.taken(first)[1].keep
+    other = await bench.ask(ImageRef(FRONTEND, 8))
+    assert not bench.taken(first)[1].keep
+    bench.driver.close()
+    await asyncio.gather(asked, other, return_exceptions=True)
+
+
 async def test_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
     bench = Bench(replicas=2)
     asked = await bench.ask(ImageRef(FRONTEND, 7))
