@@ -51,7 +51,7 @@ from multiworld_serving.server.frontends.request_tensors import KeptImage, Reque
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.observability.request_traces import current_span
+from multiworld_serving.server.observability.request_traces import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class LeaderPool:
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
         """See `Predictor.predict`."""
-        fields = {"request_id": request_id, "span": _span()}
+        fields = {"request_id": request_id, "span": current_span_ids()}
         with self._tensors.keeping(image) as kept:
             prediction, resent = await self._predict(fields, deadline_s, kept)
         number = (
@@ -396,12 +396,3 @@ class LeaderPool:
         if any(state.rejection is None for state in states):
             return None
         return next((parse_rejection(s.rejection) for s in states if s.rejection and s.snapshot.unloaded), None)
-
-
-def _span() -> tuple[int, int] | None:
-    """Trace id and span id of the current request, the parent of the leader's spans."""
-    span = current_span.get()
-    if span is None:
-        return None
-    context = span.get_span_context()
-    return (context.trace_id, context.span_id)

@@ -99,7 +99,7 @@ class EdgeRouting:
             return
         inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored.inputs()
         expires_s = _UNCLAIMED_S if self._is_last(action) else 0.0
-        link.send_inputs(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
+        link.send(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
 
     def _keeps(self, action: SendBatch, link: WorkerLink, fetchers: Iterable[str | None]) -> bool:
         """Whether the worker should keep the output, because everyone who needs it can fetch it."""

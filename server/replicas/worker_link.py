@@ -162,22 +162,22 @@ class WorkerLink:
         finally:
             await self._free(manager)
 
-    def send(self, batch: int, payload: Tensor, version: int, traced: Sequence[TraceContext] = ()) -> None:
-        """Send a batch, preceded by the trace contexts of its traced requests.
+    def send(
+        self, batch: int, payload: Tensor | BatchInputs, version: int, traced: Sequence[TraceContext] = ()
+    ) -> None:
+        """Send a batch, or where the worker fetches it, preceded by the trace contexts of its traced requests.
 
         Does not wait and does not raise when the link is broken; the end of the link is reported to the listener.
         """
-        self._validator.batch_sent(batch, len(payload), version, self.stage)
+        if isinstance(payload, Tensor):
+            self._validator.batch_sent(batch, len(payload), version, self.stage)
+            message = Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version)
+        else:
+            self._validator.batch_sent(batch, payload.rows, version, self.stage, fetched=True, keeps=payload.keep)
+            message = replace(payload, release=self._released.take()).message(batch, self.stage, version)
         if traced:
             self._post(trace_message(batch, traced))
-        self._post(Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version))
-
-    def send_inputs(self, batch: int, inputs: BatchInputs, version: int, traced: Sequence[TraceContext] = ()) -> None:
-        """Like `send`, for a batch whose input the worker fetches. Also releases outputs."""
-        self._validator.batch_sent(batch, inputs.rows, version, self.stage, fetched=True, keeps=inputs.keep)
-        if traced:
-            self._post(trace_message(batch, traced))
-        self._post(replace(inputs, release=self._released.take()).message(batch, self.stage, version))
+        self._post(message)
 
     def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
         """Shape of one row of the output of a loaded stage. Raises KeyError."""

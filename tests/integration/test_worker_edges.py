@@ -106,12 +106,12 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
             Source(frontend.holder, refs, (0, 2)),
             Source(other.holder, (RowRef(theirs, ALL_ROWS),), (1,)),
         )
-        first.link.send_inputs(1, BatchInputs(3, sources), 1)
+        first.link.send(1, BatchInputs(3, sources), 1)
         kept = await first.result()
     assert kept.kind is MessageKind.KEPT
     assert kept.payload is not None
     number = int(kept.payload.item())
-    second.link.send_inputs(1, whole(first.edges.holder, number, 3), 1)
+    second.link.send(1, whole(first.edges.holder, number, 3), 1)
     kept = await second.result()
     assert kept.payload is not None
     shape = (3, *second.link.output_shape(1, 1))
@@ -132,7 +132,7 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
 ) -> None:
     first, _ = stages
     rows = images(2)
-    first.link.send_inputs(1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
+    first.link.send(1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
     result = await first.result()
     assert result.kind is MessageKind.RESULT
     assert result.payload is not None
@@ -144,8 +144,8 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
 
 async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) -> None:
     first, second = stages
-    second.link.send_inputs(1, whole(first.edges.holder, 77, 2), 1)
-    second.link.send_inputs(2, whole("127.0.0.1:1/abc", 1, 2), 1)
+    second.link.send(1, whole(first.edges.holder, 77, 2), 1)
+    second.link.send(2, whole("127.0.0.1:1/abc", 1, 2), 1)
     async with asyncio.timeout(WAIT_S):
         lost = dict([await second.heard.lost.get(), await second.heard.lost.get()])
     assert (lost[1].holders, lost[1].unreachable) == ((first.edges.holder,), ())
@@ -158,7 +158,7 @@ async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) ->
 async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: list[Stage]) -> None:
     first, _ = stages
     first.edges.store._budget_bytes = 0
-    first.link.send_inputs(1, BatchInputs(1, (), images(1), (0,)), 1)
+    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
     result = await first.result()
     assert result.kind is MessageKind.RESULT
 
@@ -166,8 +166,8 @@ async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: li
 @pytest.mark.parametrize("lost", [True, False])
 async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage], lost: bool) -> None:
     first, _ = stages
-    first.link.send_inputs(1, BatchInputs(1, (), images(1), (0,)), 1)
-    first.link.send_inputs(2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
+    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
+    first.link.send(2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
     await first.result()
     await first.result()
     assert len(first.edges.store) == 2

@@ -11,7 +11,7 @@ from multiworld_serving.testing.chaos.system import network
 from multiworld_serving.testing.chaos.system.processes import Connection, Process
 
 
-def _between(one: Sequence[Connection], other: Sequence[Connection]) -> list[Connection]:
+def connections_between(one: Sequence[Connection], other: Sequence[Connection]) -> list[Connection]:
     """Those of the first process's connections whose other end is the second process."""
     ends = {(each.local_host, each.local_port, each.remote_host, each.remote_port) for each in other}
     return [each for each in one if (each.remote_host, each.remote_port, each.local_host, each.local_port) in ends]
@@ -19,7 +19,7 @@ def _between(one: Sequence[Connection], other: Sequence[Connection]) -> list[Con
 
 def _edges(processes: Sequence[Process]) -> list[Connection]:
     one, other = processes
-    return _between(one.connections(), other.connections())
+    return connections_between(one.connections(), other.connections())
 
 
 @fault(

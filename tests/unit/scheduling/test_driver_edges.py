@@ -54,11 +54,8 @@ class Line:
         self.worker = f"w{self.stage}{self.index}"
         self.request = JoinRequest(self.worker, "cpu", "here", 1, self.edge)
 
-    def send(self, batch: int, payload: Tensor, version: int, traced: object = ()) -> None:
+    def send(self, batch: int, payload: Tensor | BatchInputs, version: int, traced: object = ()) -> None:
         self.sent.append((batch, payload))
-
-    def send_inputs(self, batch: int, inputs: BatchInputs, version: int, traced: object = ()) -> None:
-        self.sent.append((batch, inputs))
 
     def release(self, output: int) -> None:
         self.released.append(output)
