@@ -3,7 +3,7 @@
     RequestRejected                  reason, detail, retry_after_s
     ├── OverloadedError             overloaded       retry after `retry_after_s`
     ├── DeadlineError               deadline         retry with a longer deadline
-    ├── NoReplicaError              no_replica       retry: a stage had no replica for longer than `recovery_grace_s`
+    ├── NoReplicaError              no_replica       retry: a stage had no replica for long, or the input was lost too often
     ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
@@ -28,6 +28,10 @@
 from __future__ import annotations
 
 from typing import ClassVar
+
+
+class InputUnreachableError(Exception):
+    """A leader's reply to a frontend: a worker could not fetch the image; send the request again, with the image."""
 
 
 class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
@@ -72,7 +76,7 @@ class DeadlineError(RequestRejected):
 
 
 class NoReplicaError(RequestRejected):
-    """A stage had no replica for longer than `recovery_grace_s`."""
+    """A stage had no replica for longer than `recovery_grace_s`, or the request's input was lost `max_attempts` times."""
 
     reason = "no_replica"
 

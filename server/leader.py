@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 
-from torch import Tensor
-
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
@@ -21,8 +19,10 @@ from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.batch_tensors import Image
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
@@ -135,9 +135,15 @@ class Leader:
 
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        """See `Predictor.predict`."""
-        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id)
+    async def predict(
+        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
+    ) -> Prediction:
+        """See `SchedulerDriver.predict`."""
+        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher)
+
+    def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
+        """See `SchedulerDriver.frontend_cannot_reach`."""
+        self._driver.frontend_cannot_reach(frontend, holder)
 
     @property
     def version(self) -> ModelVersion:
@@ -298,6 +304,10 @@ class Leader:
         """See `BatchListener`."""
         for event in busy_events(link):
             self._driver.submit_event(event)
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        """See `BatchListener`."""
+        self._driver.on_input_lost(link, message)
 
     # -- versions --------------------------------------------------------------------------------------------------------------
 

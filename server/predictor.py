@@ -15,6 +15,10 @@ ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "r
 """joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
 
 
+Transport = Literal["relay", "tcp"]
+"""relay: through a leader; tcp: over edges, and through a leader where an edge cannot be opened."""
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """The model's name, classes and preprocessing."""
@@ -40,12 +44,23 @@ class ModelVersion(NamedTuple):
     """For example "IMAGENET1K_V2"."""
 
 
+class KeptRow(NamedTuple):
+    """The row of a last stage's output that a worker keeps for a frontend, float32."""
+
+    holder: str
+    """The worker: HOST:PORT/INCARNATION."""
+    tensor: int
+    row: int
+    shape: tuple[int, ...]
+    """Of the row."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The model's output for one image, and how it was computed."""
 
     probabilities: Tensor
-    """float32 [num_classes], on the CPU."""
+    """float32 [num_classes], on the CPU. Empty while `kept` says where they are."""
     model: str
     version: str
     queue_s: float
@@ -62,6 +77,8 @@ class Prediction:
     """Images answered together by the last stage."""
     version_number: int = 1
     """See `ModelVersion.number`."""
+    kept: KeptRow | None = None
+    """Between leader and frontend: where to fetch the probabilities."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,8 @@ class ReplicaSnapshot:
     batches_done: int = 0
     """Batches returned in this generation."""
     last_failure: FailureSnapshot | None = None
+    transport: Transport = "relay"
+    """How others get its outputs."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +162,8 @@ class FrontendSnapshot:
     connections: int = 0
     """Open HTTP connections."""
     requests_in_flight: int = 0
+    transport: Transport = "relay"
+    """How workers get its images."""
 
 
 @dataclass(frozen=True)

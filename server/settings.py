@@ -20,6 +20,7 @@ from multiworld_serving.common.config.addresses import (
     parse_address,
     parse_addresses,
 )
+from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
@@ -388,7 +389,7 @@ class HttpSettings(_ServiceSettings):
         return self
 
 
-class FrontendSettings(HttpSettings):
+class FrontendSettings(EdgePortSettings, HttpSettings):
     """Settings of a frontend: the leaders to use, and its HTTP API."""
 
     section: ClassVar[str] = "frontend"
@@ -421,7 +422,7 @@ class FrontendSettings(HttpSettings):
         return leader
 
 
-class ServeSettings(HttpSettings, LeaderSettings):
+class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Settings of `multiworld serve`, which starts leaders, frontends and local workers."""
 
     section: ClassVar[str] = "serve"

@@ -12,10 +12,10 @@ from multiworld_serving.models import StageError, StageSpec, Tuning
 class IncomingAssignment:
     """
     Args:
-        message: the ASSIGN message. WEIGHTS messages follow after FETCH.
+        message: the ASSIGN message. WEIGHTS messages follow after FETCH_WEIGHTS.
 
     Attributes:
-        is_fetching: whether FETCH was sent.
+        is_fetching: whether FETCH_WEIGHTS was sent.
     Raises:
         WireError, models.StageError: the message is invalid.
     """

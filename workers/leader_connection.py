@@ -13,6 +13,7 @@ from typing import NoReturn
 from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.engine import Engine
@@ -61,6 +62,7 @@ class LeaderConnection:
     Args:
         manager: used by this connection only, because two leaders may use the same world name.
         stop: set when the process must end. A restart request from a leader sets it too.
+        edges: of this process; None: all tensors go through the leaders.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class LeaderConnection:
         turns: JoinTurns,
         metrics: WorkerMetrics,
         traces: ComputeTraces | None = None,
+        edges: Edges | None = None,
     ) -> None:
         self._leader = leader
         self._settings = settings
@@ -82,6 +85,7 @@ class LeaderConnection:
         self._turns = turns
         self._metrics = guarded(metrics)
         self._traces = guarded(traces) if traces is not None else None
+        self._edges = edges
         self._session: Session | None = None
         self._wait_s = 0.0
         """Minimum pause before the next join, as the leader's last offer said."""
@@ -127,7 +131,7 @@ class LeaderConnection:
     async def _serve_in(self, world: World, joining: Joining) -> bool:
         """Serve in this world until it ends. Returns whether a stage was served."""
         self._session = session = Session(
-            world, self._engine, self._stop.set, self._metrics, self._traces, joining.assigned
+            world, self._engine, self._stop.set, self._metrics, self._traces, joining.assigned, self._edges
         )
         self._metrics.world_joined()
         try:
@@ -168,11 +172,13 @@ class LeaderConnection:
             ) from error
 
     async def _ask(self, joining: Joining) -> JoinOffer:
-        settings = self._settings
+        settings, edge = self._settings, "" if self._edges is None else self._edges.holder
 
         async def question() -> str:
             hint = await joining.begin_turn()
-            return JoinRequest(settings.name, settings.device, settings.advertise_host, os.getpid(), *hint).to_json()
+            return JoinRequest(
+                settings.name, settings.device, settings.advertise_host, os.getpid(), *hint, edge
+            ).to_json()
 
         try:
             answer = await ask(

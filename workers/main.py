@@ -15,7 +15,9 @@ import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
+from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
@@ -32,6 +34,9 @@ from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
+
+_LAST_FETCHES_S = 1.0
+"""How long a worker that stops waits for frontends to fetch the last answers."""
 
 
 def run(settings: WorkerSettings) -> int:
@@ -73,6 +78,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
             if settings.loop_stall_timeout_s:
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
+            edges = await _open_edges(stack, settings, metrics)
             connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
@@ -86,7 +92,9 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                         loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
                     )
                 )
-                connections.append(LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces))
+                connections.append(
+                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges)
+                )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
         (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))
@@ -99,6 +107,18 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         raise refusals[0]
     logger.info("stopped")
     return status
+
+
+async def _open_edges(
+    stack: contextlib.AsyncExitStack, settings: WorkerSettings, metrics: WorkerMetrics
+) -> Edges | None:
+    if settings.edges == "relay":
+        return None
+    host = settings.bind_host or local_host(settings.leaders)
+    edges = Edges(settings.name, host, settings, EdgeMetrics(metrics), settings.bind_host or "")
+    await stack.enter_async_context(edges)
+    stack.push_async_callback(edges.wait_fetched, _LAST_FETCHES_S)
+    return edges
 
 
 def _shared_cores(settings: WorkerSettings) -> SharedCores | None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,8 +13,12 @@ import torch
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
 from multiworld_serving.common.config import release_free_memory
+from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import (
+    MAX_INPUTS_HEAD_BYTES,
+    MAX_RELEASED,
     MAX_TRACE_BYTES,
+    BatchInputs,
     Channel,
     Header,
     Message,
@@ -32,6 +37,7 @@ from multiworld_serving.workers.exit_timer import (
     is_out_of_memory,
 )
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
+from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.stage_loader import StageLoader
@@ -53,6 +59,12 @@ class _ExpectedInput(NamedTuple):
     min_batch_size: int
     max_batch_size: int
 
+    @property
+    def max_inputs_bytes(self) -> int:
+        """Most bytes of an INPUTS message for this stage."""
+        row_bytes = math.prod(self.sample_shape) * self.dtype.itemsize
+        return MAX_INPUTS_HEAD_BYTES + self.max_batch_size * row_bytes
+
 
 class Session:
     """Loads and serves the stages that one leader assigns, in one world.
@@ -61,6 +73,7 @@ class Session:
         world: ready, of size 2; the leader is rank 0.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
         on_assigned: called when the leader assigns a stage, before it is loaded.
+        edges: of this process; None: all tensors go through the leader.
     """
 
     def __init__(
@@ -71,6 +84,7 @@ class Session:
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
         on_assigned: Callable[[StageSpec], object] = lambda spec: None,
+        edges: Edges | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warmed up."""
@@ -85,6 +99,7 @@ class Session:
         self._loader = StageLoader(engine, self.queue, world.name)
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
+        self._edges = edges
         self._traced: tuple[int, list[TraceContext]] = (0, [])
         """Number of the next batch, and the spans of its traced requests."""
         self._channel = Channel(world, LEADER_RANK, self._check)
@@ -102,9 +117,11 @@ class Session:
             WorldClosedError: this process closed the world.
         """
         self._start(self._report_waiting())
+        left = False
         try:
             await self._serve()
         except BrokenWorldException as ending:
+            left = ending.cause is Cause.LEFT
             return ending
         except (WireError, ModelError) as error:
             logger.error("world=%s the leader sent an invalid message: %s", self._world.name, error)  # noqa: TRY400
@@ -115,6 +132,9 @@ class Session:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.queue.close()
+            if self._edges is not None:
+                # Frontends may still fetch the last answers if the leader closed the world on purpose.
+                self._edges.store.drop_owner(self, expiring=not left)
             release_free_memory()
 
     async def leave(self) -> None:
@@ -125,7 +145,7 @@ class Session:
         while True:
             await self._slots.acquire()
             message = await self._channel.receive()
-            if message.kind is MessageKind.BATCH:
+            if message.kind in (MessageKind.BATCH, MessageKind.INPUTS):
                 traced, self._traced = self._traced, (0, [])
                 parents = traced[1] if traced[0] == message.batch else []
                 self._start(self._answer(message, parents)).add_done_callback(lambda _: self._slots.release())
@@ -145,10 +165,11 @@ class Session:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
             case MessageKind.BATCH:
-                expected = self._inputs.get((header.version, header.stage))
-                if expected is None:
-                    raise WireError(f"BATCH of stage {header.stage}, version {header.version}, which is not assigned")
-                header.require_batch(*expected)
+                header.require_batch(*self._expected_input(header))
+            case MessageKind.INPUTS if self._edges is not None:
+                header.require_batch(torch.uint8, (), 1, self._expected_input(header).max_inputs_bytes)
+            case MessageKind.RELEASE if self._edges is not None:
+                header.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN if self._incoming is None:
                 header.require_text()
             case MessageKind.WEIGHTS if self._incoming is not None and self._incoming.is_fetching:
@@ -159,6 +180,14 @@ class Session:
                 header.require_no_payload()
             case _:
                 raise WireError(f"{header.kind.name} was not expected here")
+
+    def _expected_input(self, message: Header | Message) -> _ExpectedInput:
+        expected = self._inputs.get((message.version, message.stage))
+        if expected is None:
+            raise WireError(
+                f"{message.kind.name} of stage {message.stage}, version {message.version}, which is not assigned"
+            )
+        return expected
 
     def _handle(self, message: Message) -> None:
         match message.kind:
@@ -174,6 +203,8 @@ class Session:
             case MessageKind.WEIGHTS if self._incoming is not None:
                 if self._incoming.add(message):
                     self._incoming = None
+            case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
+                self._edges.store.release(message.payload.tolist(), self)
             case MessageKind.TRACE:
                 self._traced = (message.batch, trace_contexts(message.payload))
             case MessageKind.UNLOAD:
@@ -220,7 +251,7 @@ class Session:
     async def _obtain(self, incoming: IncomingAssignment) -> tuple[LoadedStage, float]:
         async def fetch() -> None:
             incoming.is_fetching = True
-            await self._channel.send(incoming.message(MessageKind.FETCH))
+            await self._channel.send(incoming.message(MessageKind.FETCH_WEIGHTS))
 
         try:
             return await self._loader.obtain(incoming, fetch)
@@ -255,20 +286,25 @@ class Session:
             self._metrics.batch_ended(message.stage, outcome)
 
     async def _compute_and_send(self, message: Message, parents: list[TraceContext]) -> Outcome:
-        """Compute a batch and send RESULT, or FAILED when the stage raises. Returns the outcome."""
+        """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Returns the outcome."""
         outcome: Outcome = "answered"
         try:
-            assert message.payload is not None, "`_check` requires a payload"
-            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, message.payload)
+            keep, payload = await self._input_of(message)
+            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, payload)
             self._metrics.computed(message.stage, compute_ns / 1e9)
             if self._traces is not None and parents:
-                images = len(message.payload)
+                images = len(payload)
                 self._traces.computed(
                     parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
                 )
-            answer = Message(
-                MessageKind.RESULT, message.batch, output, compute_ns, waited_ns, message.stage, message.version
-            )
+            kind = MessageKind.RESULT
+            if keep is not None and (kept := self._keep(output, keep)) is not None:
+                kind, output = MessageKind.KEPT, kept
+            answer = Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+        except InputLostError as error:
+            logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
+            answer = error.lost.message(message.batch, message.stage, message.version)
+            outcome = "input_lost"
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 self.out_of_memory = True
@@ -287,6 +323,25 @@ class Session:
         if self.device_failed:
             self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
         return outcome
+
+    async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
+        """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""
+        assert message.payload is not None, "`_check` requires a payload"
+        if message.kind is MessageKind.BATCH:
+            return None, message.payload
+        assert self._edges is not None, "`_check` requires edges"
+        expected = self._expected_input(message)
+        dtype, sample_shape = expected.dtype, expected.sample_shape
+        inputs = BatchInputs.parse(message.payload, dtype, sample_shape, expected.max_batch_size)
+        self._edges.store.release(inputs.release, self)
+        return inputs, await fetch_inputs(self._edges, inputs, dtype, sample_shape)
+
+    def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
+        """Keep an output for others to fetch. Returns its id as int64 [1]; None if it must be sent to the leader."""
+        if not inputs.keep or self._edges is None:
+            return None
+        number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
+        return None if number is None else torch.tensor([number])
 
 
 def _describe(error: Exception) -> str:

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from pydantic import field_validator, model_validator
 
-from multiworld_serving.common.config import DEVICE_PATTERN, Settings, setting
+from multiworld_serving.common.config import DEVICE_PATTERN, setting
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
@@ -14,9 +14,10 @@ from multiworld_serving.common.config.addresses import (
     default_name,
     parse_addresses,
 )
+from multiworld_serving.common.config.edges import EdgePortSettings
 
 
-class WorkerSettings(Settings):
+class WorkerSettings(EdgePortSettings):
     """Settings of one worker process: which leaders to join, and the device to compute on."""
 
     section: ClassVar[str] = "worker"

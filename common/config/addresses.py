@@ -1,7 +1,9 @@
 """Parses HOST:PORT, and the default name of a process."""
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,6 +42,19 @@ def parse_addresses(text: str) -> tuple[Address, ...]:
     if len(set(addresses)) < len(addresses):
         raise ValueError("must name each address once")
     return addresses
+
+
+def local_host(peers: Iterable[Address]) -> str:
+    """The local address of connections to the first of `peers` that has a route; otherwise that of this machine's name, or 127.0.0.1."""
+    for peer in peers:
+        with contextlib.suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(address)  # of a UDP socket: chooses the route and sends nothing
+                return str(sock.getsockname()[0])
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
 
 
 def default_name() -> str:

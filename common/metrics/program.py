@@ -56,15 +56,18 @@ class ProgramMetrics:
         ours = self._families.text(openmetrics=content_type.startswith(_OPENMETRICS))
         return ours.encode() + encode(self._process), content_type
 
-    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+    def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        """Declare a counter, `multiworld_NAME_total`."""
         return self._add(Counter(f"multiworld_{name}_total", documentation, labels))
 
-    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+    def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        """Declare a gauge, `multiworld_NAME`."""
         return self._add(Gauge(f"multiworld_{name}", documentation, labels))
 
-    def _histogram(
+    def histogram(
         self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
+        """Declare a histogram, `multiworld_NAME`, with these upper bounds."""
         return self._add(Histogram(f"multiworld_{name}", documentation, buckets, labels))
 
     def _add(self, family: FamilyT) -> FamilyT:

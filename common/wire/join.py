@@ -18,9 +18,9 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-WORKER_PROTOCOL = 1
+WORKER_PROTOCOL = 2
 """Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 1
+FRONTEND_PROTOCOL = 2
 """Version of all frames between leaders and frontends: increase it with every change of them."""
 
 _MAX_WAIT_MS = 100_000_000
@@ -33,12 +33,19 @@ _ASSIGNMENT_BOUNDS = {
     "tuning_ms": (0, 3_600_000),
 }
 """Smallest and largest values of a StageAssignment; at least as wide as the leader's settings."""
+MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
 _MAX_FIELDS_CHARS = 200
 _SHA256 = re.compile("[0-9a-f]{64}")
 MAX_PARTS = 64
 """Most parts in a JoinRequest."""
 _PARTS = re.compile(f"([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?")
+
+
+def _check_edge(edge: str) -> None:
+    """Raise WireError unless this is empty or HOST:PORT/INCARNATION."""
+    if edge and not (is_name(edge, MAX_HOLDER_CHARS) and "/" in edge):
+        raise WireError(f"edge is {edge!r:.60}; expected HOST:PORT/INCARNATION")
 
 
 class _Json:
@@ -101,6 +108,7 @@ class JoinRequest(_Json):
         parts: comma-separated `StageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
             last. A hint for placement.
         is_shared: whether other leaders have assigned `parts`.
+        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         protocol: must be the leader's.
         release: of the worker, for messages.
     Raises:
@@ -113,6 +121,7 @@ class JoinRequest(_Json):
     pid: int
     parts: str = ""
     is_shared: bool = False
+    edge: str = ""
     protocol: int = WORKER_PROTOCOL
     release: str = RELEASE
 
@@ -131,6 +140,7 @@ class JoinRequest(_Json):
             raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
         if not _PARTS.fullmatch(self.parts):
             raise WireError(f"JoinRequest: parts is {self.parts!r:.60}; expected at most {MAX_PARTS} parts of stages")
+        _check_edge(self.edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ class FrontendJoinRequest(_Json):
     """A frontend asks for a world. A second request with the same `frontend` name replaces the first frontend.
 
     Attributes:
+        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         protocol: must be the leader's.
         release: of the frontend, for messages.
     Raises:
@@ -147,6 +158,7 @@ class FrontendJoinRequest(_Json):
     frontend: str
     host: str
     pid: int
+    edge: str = ""
     protocol: int = FRONTEND_PROTOCOL
     release: str = RELEASE
 
@@ -159,6 +171,27 @@ class FrontendJoinRequest(_Json):
         for field, limit in (("frontend", MAX_NAME_CHARS), ("host", MAX_HOST_CHARS), ("release", MAX_NAME_CHARS)):
             if not is_name(getattr(self, field), limit):
                 raise WireError(f"FrontendJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
+        _check_edge(self.edge)
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeJoinRequest(_Json):
+    """A consumer asks a producer for an edge.
+
+    Attributes:
+        consumer: its name, for the producer's log.
+        incarnation: of the producer that has the tensors.
+    Raises:
+        WireError: a field is invalid.
+    """
+
+    consumer: str
+    incarnation: str
+
+    def __post_init__(self) -> None:
+        for field in ("consumer", "incarnation"):
+            if not is_name(getattr(self, field)):
+                raise WireError(f"EdgeJoinRequest: {field} is {getattr(self, field)!r:.60}; expected a name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +235,7 @@ class StageAssignment(_Json):
 
     Attributes:
         spec: a models.StageSpec as JSON.
-        weights_bytes: length of the safetensors file that follows in WEIGHTS messages, if the worker asks for it with FETCH.
+        weights_bytes: length of the safetensors file that follows in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
         weights_sha256: hash of this file in hexadecimal digits.
         input_shape: shape of one sample of this stage's input, as "3x224x224".
         window: most batches that the leader keeps in flight.

@@ -36,6 +36,7 @@ def worker_environment(settings: ServeSettings, notify: Mapping[str, str]) -> di
         **dict.fromkeys(THREAD_VARIABLES, str(compute_threads(settings))),
         SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
         ENV_PREFIX + "TOKEN": settings.local_token.get_secret_value(),
+        **({ENV_PREFIX + "EDGE_TOKEN": settings.secrets[0].decode()} if settings.secrets else {}),
     }
 
 

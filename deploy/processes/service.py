@@ -197,7 +197,11 @@ class _Service:
             "join_timeout_s": settings.join_timeout_s,
             "log_level": settings.log_level,
             "log_format": settings.log_format,
+            "edges": settings.edges,
+            "edge_memory": settings.edge_memory,
         }
+        if settings.advertise_edge is not None:
+            shared["advertise_edge"] = settings.advertise_edge
         if settings.otlp_endpoint is not None:
             shared["otlp_endpoint"] = settings.otlp_endpoint
         rest = [part for name, value in shared.items() for part in (option(name), str(value))]

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from multiworld import AskError, BrokenWorldException, Cause, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer, WireError
 from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
@@ -62,20 +63,31 @@ class LeaderLink:
 
     Args:
         manager: used by this link only, because two leaders may use the same world name.
+        edges: of this process; None: all tensors go through the leaders.
 
     Attributes:
         state: as the leader said last; None while there is no link.
         name: of the leader, as known from its last state.
         ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.
+        relay_until_s: until then, as `time.monotonic()`, images are sent to the leader, because a worker could not fetch one.
     """
 
-    def __init__(self, address: Address, settings: FrontendSettings, manager: WorldManager, events: LinkEvents) -> None:
+    def __init__(
+        self,
+        address: Address,
+        settings: FrontendSettings,
+        manager: WorldManager,
+        events: LinkEvents,
+        edges: Edges | None = None,
+    ) -> None:
         self.address = address
         self.state: LeaderState | None = None
         self.name: str | None = None
         self.ambiguous = False
         self.was_ready = False
+        self.relay_until_s = 0.0
+        self._edges = edges
         self._settings = settings
         self._manager = manager
         self._events = events
@@ -246,7 +258,8 @@ class LeaderLink:
 
     async def _ask(self) -> JoinOffer:
         settings = self._settings
-        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid())
+        edge = "" if self._edges is None else self._edges.holder
+        request = FrontendJoinRequest(settings.name, socket.gethostname(), os.getpid(), edge)
         answer = await ask(
             self.address.host,
             self.address.port,

@@ -4,6 +4,8 @@ A frontend keeps each request and its decoded image until it is answered, so it 
 
     the leader is lost             the next usable leader at once; after two leaders failed with the same request it is rejected as poison
     overloaded, no replica         one other leader, once, so that overload is not amplified
+    a worker cannot fetch it       the same leader, with the image, as all requests of the next minute
+    the answer cannot be fetched   a leader, which relays the answer
     draining                       another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
 
@@ -24,21 +26,32 @@ from typing import Any
 
 from torch import Tensor
 
+from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
+    InputUnreachableError,
     NotReadyError,
     PoisonError,
     RequestRejected,
 )
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
-from multiworld_serving.server.frontends.messages import LeaderState, image_payload, parse_prediction, parse_rejection
+from multiworld_serving.server.frontends.merge_snapshots import merged_snapshot, snapshot_without_leaders
+from multiworld_serving.server.frontends.messages import (
+    LeaderState,
+    image_payload,
+    parse_kept,
+    parse_prediction,
+    parse_probabilities,
+    parse_rejection,
+)
+from multiworld_serving.server.frontends.request_tensors import KeptImage, RequestTensors
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.observability.request_traces import current_span
+from multiworld_serving.server.observability.request_traces import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
 
 logger = logging.getLogger(__name__)
@@ -48,6 +61,8 @@ _MAX_LEADER_FAILURES = 2
 _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _RETRY_AFTER_S = 1.0
+_RELAY_S = 60.0
+"""How long images are sent to a leader after a worker of it could not fetch one."""
 _CHECK_S = 1.0
 """How long after a rejection requests are checked before their images are decoded."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
@@ -72,6 +87,7 @@ class LeaderPool:
         metrics: of this frontend.
         on_change: called when the state of a leader has changed.
         clock: of the deadlines.
+        edges: of this process; None: all tensors go through the leaders.
     """
 
     def __init__(
@@ -80,6 +96,7 @@ class LeaderPool:
         metrics: Metrics,
         on_change: Callable[[PipelineSnapshot], None],
         clock: Callable[[], float] = time.monotonic,
+        edges: Edges | None = None,
     ) -> None:
         self.links: list[LeaderLink] = []
         self.inflight = InflightTracker()
@@ -97,6 +114,7 @@ class LeaderPool:
         self._check_until_s = 0.0
         self._was_ready = False
         self._clock = clock
+        self._tensors = RequestTensors(edges)
 
     # -- Predictor -------------------------------------------------------------------------------------------------------------
 
@@ -107,15 +125,37 @@ class LeaderPool:
 
     async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
         """See `Predictor.predict`."""
-        fields = {"request_id": request_id, "span": _span()}
-        reply, resent = await self._request(FrameKind.PREDICT, fields, deadline_s, image_payload(image))
-        prediction = parse_prediction(reply.fields, reply.payload)
+        fields = {"request_id": request_id, "span": current_span_ids()}
+        with self._tensors.keeping(image) as kept:
+            prediction, resent = await self._predict(fields, deadline_s, kept)
         number = (
             self._agreement.version.number
             if prediction.version == self._agreement.version.name
             else prediction.version_number
         )
         return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
+
+    async def _predict(self, fields: dict[str, Any], deadline_s: float, image: KeptImage) -> tuple[Prediction, int]:
+        """Send a request until its answer has arrived. Returns it, and how often the request was sent again."""
+        fetches, unreachable, resent = self._tensors.fetches, None, 0
+        while True:
+            sent = {**fields, "fetches": fetches, "unreachable": unreachable}
+            reply, again = await self._request(FrameKind.PREDICT, sent, deadline_s, image)
+            resent += again
+            kept = parse_kept(reply.fields)
+            if kept is None:
+                return parse_prediction(reply.fields, parse_probabilities(reply.payload)), resent
+            try:
+                async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
+                    return parse_prediction(reply.fields, await self._tensors.fetch(kept)), resent
+            except TimeoutError as error:
+                raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
+            except EdgeError as lost:
+                logger.warning("request_id=%s the answer is lost: %s", fields["request_id"], lost)
+                self._check_resubmission(0, deadline_s, lost)
+                fetches, resent = False, resent + 1
+                unreachable = None if isinstance(lost, TensorGoneError) else kept.holder
+                self._metrics.resubmitted("answer_lost")
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:
         """See `Predictor.check`. Asks a leader only if one has rejected a request recently, or none is ready: it costs a round trip."""
@@ -153,40 +193,14 @@ class LeaderPool:
 
     def snapshot(self) -> PipelineSnapshot:
         """The pipeline as one leader sees it, with all leaders and frontends. It is the same leader as long as it is connected."""
-        states = [link.state for link in self.links if link.state is not None]
         best = self._source_state()
         leaders = tuple(link.snapshot() for link in self.links)
         if best is None:
-            empty = PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
-            last = self._last or empty
-            stages = tuple(
-                replace(stage, replicas=tuple(replace(each, state="absent", worker=None) for each in stage.replicas))
-                for stage in last.stages
-            )
-            return replace(
-                last,
-                ready=False,
-                stages=stages,
-                spares=(),
-                frontends=(),
-                leaders=leaders,
-                requests_in_flight=self.inflight.count,
-            )
-        frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
-        rerouted: dict[int, int] = {}
-        for state in states:
-            for stage in state.snapshot.stages:
-                rerouted[stage.index] = rerouted.get(stage.index, 0) + stage.rerouted
+            return snapshot_without_leaders(self._last, leaders, self.inflight.count)
+        states = [link.state for link in self.links if link.state is not None]
         self._last = replace(
-            best.snapshot,
-            stages=tuple(replace(stage, rerouted=rerouted[stage.index]) for stage in best.snapshot.stages),
+            merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping),
             leader=None if self._source is None else self._source.label,
-            ready=self.ready,
-            draining=self.stopping or best.snapshot.draining,
-            queue_depth=sum(state.snapshot.queue_depth for state in states),
-            requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
-            leaders=leaders,
-            frontends=tuple(frontends[name] for name in sorted(frontends)),
         )
         return self._last
 
@@ -279,7 +293,7 @@ class LeaderPool:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     async def _request(
-        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, payload: memoryview | bytes = b""
+        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, image: KeptImage | None = None
     ) -> tuple[Frame, int]:
         """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
         rejected: dict[LeaderLink, RequestRejected] = {}
@@ -295,12 +309,8 @@ class LeaderPool:
                 grace_until_s = grace_until_s or self._clock() + self._grace_s
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
-            timeout_s = deadline_s - self._clock()
             try:
-                sent = {**fields, "timeout_s": timeout_s}
-                return await link.request(
-                    kind, sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S
-                ), resent
+                return await self._send(link, kind, fields, deadline_s, image), resent
             except LeaderLostError as lost:
                 failures += lost.failed and kind is FrameKind.PREDICT
                 self._check_resubmission(failures, deadline_s, lost)
@@ -323,14 +333,31 @@ class LeaderPool:
             except TimeoutError as error:
                 raise DeadlineError("the leader did not reply before the deadline; try again") from error
 
-    def _check_resubmission(self, failures: int, deadline_s: float, lost: LeaderLostError) -> None:
-        """Raise if a request whose leader was lost is not sent again."""
+    async def _send(
+        self, link: LeaderLink, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, image: KeptImage | None
+    ) -> Frame:
+        """Send a request to this leader; again, with the image, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
+        while True:
+            timeout_s = deadline_s - self._clock()
+            sent, payload = {**fields, "timeout_s": timeout_s}, memoryview(b"")
+            if image is not None:
+                sent["image"] = image.number if self._clock() >= link.relay_until_s else None
+                payload = payload if sent["image"] is not None else image_payload(image.tensor)
+            try:
+                return await link.request(kind, sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
+            except InputUnreachableError as error:
+                link.relay_until_s = self._clock() + _RELAY_S
+                self._check_resubmission(0, deadline_s, error)
+                self._metrics.resubmitted("relay")
+
+    def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
+        """Raise if a request whose leader, image or answer was lost is not sent again."""
         if failures >= _MAX_LEADER_FAILURES:
             raise PoisonError(
                 f"{failures} leaders failed while they had this request; it is not sent to another one"
             ) from lost
         if self._clock() >= deadline_s:
-            raise DeadlineError("the leader was lost, and the deadline has passed; try again") from lost
+            raise DeadlineError(f"the deadline has passed, and before that: {lost}; try again") from lost
 
     def _choose(self, rejected: Mapping[LeaderLink, object], kind: FrameKind) -> LeaderLink | None:
         """The leader for a request: of the latest version, ready ones first, with the fewest requests of this frontend."""
@@ -369,12 +396,3 @@ class LeaderPool:
         if any(state.rejection is None for state in states):
             return None
         return next((parse_rejection(s.rejection) for s in states if s.rejection and s.snapshot.unloaded), None)
-
-
-def _span() -> tuple[int, int] | None:
-    """Trace id and span id of the current request, the parent of the leader's spans."""
-    span = current_span.get()
-    if span is None:
-        return None
-    context = span.get_span_context()
-    return (context.trace_id, context.span_id)

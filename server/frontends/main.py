@@ -16,9 +16,10 @@ import uvloop
 
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
-from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.addresses import Address, local_host
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
+from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.connection_table import ConnectionTable
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
@@ -117,7 +118,10 @@ class _Frontend:
         self._stop = asyncio.Event()
         self._metrics = Metrics(build_labels(torch.__version__))
         self._feed = EventFeed(self._metrics)
-        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change)
+        self._edges: Edges | None = None
+        if settings.edges == "auto":
+            self._edges = Edges(settings.name, local_host(settings.leaders), settings, EdgeMetrics(self._metrics))
+        self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, edges=self._edges)
         self._announced = not settings.announce
         self._started_s = time.monotonic()
         self._connections = 0
@@ -131,6 +135,8 @@ class _Frontend:
         warn_if_unprotected(settings, self._credentials)
         try:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                if self._edges is not None:
+                    await stack.enter_async_context(self._edges)
                 links = [await self._link(stack, address) for address in settings.leaders]
                 self._pool.links.extend(links)
                 running = [tasks.create_task(link.run()) for link in links]
@@ -161,7 +167,7 @@ class _Frontend:
                 loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             )
         )
-        return LeaderLink(address, settings, manager, self._pool)
+        return LeaderLink(address, settings, manager, self._pool, self._edges)
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import different_fields
-from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import (
     FailureSnapshot,
     FrontendSnapshot,
+    KeptRow,
     LeaderSnapshot,
     ModelVersion,
     PipelineSnapshot,
@@ -25,6 +26,7 @@ from multiworld_serving.server.predictor import (
 )
 
 _INTERNAL = "internal"
+_RELAY = "relay"
 
 
 def prediction_fields(prediction: Prediction) -> dict[str, Any]:
@@ -32,16 +34,28 @@ def prediction_fields(prediction: Prediction) -> dict[str, Any]:
     return {name: value for name, value in vars(prediction).items() if name != "probabilities"}
 
 
+def parse_kept(fields: Mapping[str, Any]) -> KeptRow | None:
+    """Where the probabilities of a PREDICTION frame are. Raises TypeError or ValueError if the field is invalid."""
+    kept = fields["kept"]
+    if kept is None:
+        return None
+    holder, tensor, row, shape = kept
+    return KeptRow(str(holder), int(tensor), int(row), tuple(map(int, shape)))
+
+
 def prediction_payload(prediction: Prediction) -> memoryview:
     """The probabilities of a prediction, float32."""
     return prediction.probabilities.contiguous().numpy().data.cast("B")
 
 
-def parse_prediction(fields: Mapping[str, Any], payload: memoryview) -> Prediction:
-    """The inverse of `prediction_fields` and `prediction_payload`."""
-    return Prediction(
-        **{**fields, "path": tuple(fields["path"])}, probabilities=torch.frombuffer(payload, dtype=torch.float32)
-    )
+def parse_prediction(fields: Mapping[str, Any], probabilities: Tensor) -> Prediction:
+    """The inverse of `prediction_fields`, with the probabilities of the payload or of the worker that keeps them."""
+    return Prediction(**{**fields, "path": tuple(fields["path"]), "kept": None}, probabilities=probabilities)
+
+
+def parse_probabilities(payload: memoryview) -> Tensor:
+    """The inverse of `prediction_payload`."""
+    return torch.frombuffer(payload, dtype=torch.float32)
 
 
 def image_payload(image: Tensor) -> memoryview:
@@ -56,10 +70,12 @@ def parse_image(payload: memoryview, side: int) -> Tensor:
     return torch.frombuffer(payload, dtype=torch.uint8).view(3, side, side)
 
 
-def rejection_fields(rejection: RequestRejected | None) -> dict[str, Any]:
+def rejection_fields(rejection: RequestRejected | InputUnreachableError | None) -> dict[str, Any]:
     """An error; None = an unexpected exception."""
     if rejection is None:
         return {"reason": _INTERNAL, "detail": "the leader failed on this request; see its log"}
+    if isinstance(rejection, InputUnreachableError):
+        return {"reason": _RELAY, "detail": str(rejection)}
     return {"reason": rejection.reason, "detail": rejection.detail, "retry_after_s": rejection.retry_after_s}
 
 
@@ -67,6 +83,8 @@ def parse_rejection(fields: Mapping[str, Any]) -> Exception:
     """The inverse of `rejection_fields`."""
     if fields["reason"] == _INTERNAL:
         return RuntimeError(fields["detail"])
+    if fields["reason"] == _RELAY:
+        return InputUnreachableError(fields["detail"])
     return RequestRejected.for_reason(fields["reason"], fields["detail"], retry_after_s=fields["retry_after_s"])
 
 

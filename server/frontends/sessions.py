@@ -18,7 +18,7 @@ from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
-from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
@@ -31,7 +31,8 @@ from multiworld_serving.server.frontends.messages import (
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
-from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel
+from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
+from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +221,9 @@ class FrontendSession:
 
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""
-        return FrontendSnapshot(self.who.frontend, self.who.host, self.who.pid, self._connections, self._requests)
+        who = self.who
+        transport: Transport = "tcp" if who.edge else "relay"
+        return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
     async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:
         """Send a request and wait for its reply; None if the link ends before."""
@@ -283,19 +286,33 @@ class FrontendSession:
             fields = frame.fields
             if fields["span"] is not None:
                 current_span.set(remote_span(*fields["span"]))
-            image = parse_image(frame.payload, self._sessions.model.crop_size)
             deadline_s = time.monotonic() + float(fields["timeout_s"])
-            leader = self._sessions.leader
+            leader, who = self._sessions.leader, self.who
+            if fields["unreachable"] is not None:
+                leader.frontend_cannot_reach(who.frontend, str(fields["unreachable"]))
+            fetcher = who.frontend if who.edge and fields["fetches"] else None
             with leader.inflight.track():
-                prediction = await leader.predict(image, deadline_s=deadline_s, request_id=str(fields["request_id"]))
+                prediction = await leader.predict(
+                    self._image(frame), deadline_s=deadline_s, request_id=str(fields["request_id"]), fetcher=fetcher
+                )
             await self.link.wait_writable()
             payload = prediction_payload(prediction)
             self.link.send(FrameKind.PREDICTION, frame.number, prediction_fields(prediction), payload)
-        except RequestRejected as rejection:
+        except (RequestRejected, InputUnreachableError) as rejection:
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
         except Exception:
             logger.exception("request failed number=%d frontend=%s", frame.number, self.who.frontend)
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(None))
+
+    def _image(self, frame: Frame) -> Image:
+        """The image of a PREDICT frame, or where it is. Raises ValueError or RuntimeError if it is invalid."""
+        number = frame.fields["image"]
+        if number is None:
+            self._sessions.metrics.relayed("frontend", len(frame.payload))
+            return parse_image(frame.payload, self._sessions.model.crop_size)
+        if not self.who.edge:
+            raise ValueError("a reference to an image of a frontend that announced no edge")
+        return ImageRef(self.who.edge, int(number))
 
     async def _operate(self, frame: Frame) -> None:
         """Run an administrative operation and report its outcome."""

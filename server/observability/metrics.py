@@ -23,6 +23,7 @@ HedgeOutcome = Literal["won", "lost", "wasted"]
 HEDGE_OUTCOMES: tuple[HedgeOutcome, ...] = get_args(HedgeOutcome)
 Direction = Literal["sent", "received"]
 """Direction of bytes on a link, from the leader's point of view."""
+Sender = Literal["frontend", "worker"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 CAUSES = ("exit", "hang", "stalled", "transport", "error", "left", "timeout", "local", "aborted")
 """Known causes of a world's failure; other causes are counted too."""
@@ -69,23 +70,23 @@ class Metrics(ProgramMetrics):
         self._define_failures()
 
     def _define_requests(self) -> None:
-        self._requests = self._counter(
+        self._requests = self.counter(
             "requests", "Inference requests completed, by outcome.", ("model", "version", "protocol", "code", "reason")
         )
-        self._request_duration = self._histogram(
+        self._request_duration = self.histogram(
             "request_duration_seconds",
             "Time from the first byte of the request to the last byte of the response, by outcome.",
             _REQUEST_S,
             ("protocol", "code"),
         )
-        self._connections = self._gauge("http_connections", "Open connections to the HTTP API.").labels()
-        self._connections_closed = self._counter(
+        self._connections = self.gauge("http_connections", "Open connections to the HTTP API.").labels()
+        self._connections_closed = self.counter(
             "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
         )
-        self._frontends = self._gauge("frontends", "Frontends that are connected to this leader.").labels()
-        self._leaders = self._gauge("leaders", "Leaders that this frontend can use.")
-        self._leaders_configured = self._gauge("leaders_configured", "Leaders that this frontend was told of.")
-        self._resubmitted = self._counter(
+        self._frontends = self.gauge("frontends", "Frontends that are connected to this leader.").labels()
+        self._leaders = self.gauge("leaders", "Leaders that this frontend can use.")
+        self._leaders_configured = self.gauge("leaders_configured", "Leaders that this frontend was told of.")
+        self._resubmitted = self.counter(
             "requests_resubmitted",
             "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped; otherwise the "
             "reason of its rejection.",
@@ -93,75 +94,83 @@ class Metrics(ProgramMetrics):
         )
         for reason in ("failed", "left"):
             self._resubmitted.labels(reason)
-        self._requests_in_flight = self._gauge("requests_in_flight", "Inference requests in flight.").labels()
-        self._queue_depth = self._gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
-        self._queue_limit = self._gauge("queue_limit", "Queue depth at which requests are rejected.").labels()
-        self._queue_duration = self._histogram(
+        self._requests_in_flight = self.gauge("requests_in_flight", "Inference requests in flight.").labels()
+        self._queue_depth = self.gauge("queue_depth", "Images accepted by the leader and not in flight.").labels()
+        self._queue_limit = self.gauge("queue_limit", "Queue depth at which requests are rejected.").labels()
+        self._queue_duration = self.histogram(
             "queue_duration_seconds", "Time that an image waited in the leader before its batch was sent.", _QUEUE_S
         ).labels()
-        self._batch_size = self._histogram("batch_size", "Images per batch.", _BATCH_REQUESTS).labels()
-        self._lost = self._counter(
+        self._batch_size = self.histogram("batch_size", "Images per batch.", _BATCH_REQUESTS).labels()
+        self._lost = self.counter(
             "requests_lost", "Requests that got neither a response nor an error in time: a bug."
         ).labels()
-        self._duplicates = self._counter(
+        self._duplicates = self.counter(
             "duplicate_answers", "Results dropped because the request had one already: late or hedged batches."
         ).labels()
 
     def _define_versions(self) -> None:
-        self._version_info = self._gauge(
+        self._version_info = self.gauge(
             "model_version",
             "1 for the version that serves new requests, 0 for recent earlier ones.",
             ("model", "version", "number"),
         )
-        self._version_changes = self._counter(
-            "version_changes", "Switches of new requests to another version."
-        ).labels()
+        self._version_changes = self.counter("version_changes", "Switches of new requests to another version.").labels()
 
     def _define_stages(self) -> None:
-        self._stage_duration = self._histogram(
+        self._stage_duration = self.histogram(
             "stage_duration_seconds",
             "Time of one batch on one link, by phase.",
             _STAGE_S,
             ("stage", "replica", "phase"),
         )
-        self._link_bytes = self._counter(
+        self._link_bytes = self.counter(
             "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
         )
-        self._replica_in_flight = self._gauge(
+        self._inputs_lost = self.counter(
+            "inputs_lost", "Batches whose input a worker could not fetch, and whose images started again."
+        ).labels()
+        self._relayed = self.counter(
+            "relayed_bytes",
+            "Bytes of images, outputs of stages and predictions that passed this leader, by the process that sent them.",
+            ("sender",),
+        )
+        for sender in get_args(Sender):
+            self._relayed.labels(sender)
+        self._replica_in_flight = self.gauge(
             "replica_in_flight", "Batches in flight to a replica.", ("stage", "replica")
         )
-        self._stage_replicas = self._gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
-        self._redundancy = self._gauge(
+        self._stage_replicas = self.gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._redundancy = self.gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
         )
-        self._spares = self._gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
-        self._quarantined = self._gauge(
+        self._spares = self.gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
+        self._quarantined = self.gauge(
             "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
         ).labels()
-        self._world_up = self._gauge(
+        self._world_up = self.gauge(
             "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")
         )
 
     def _define_failures(self) -> None:
-        self._world_failures = self._counter(
+        self._world_failures = self.counter(
             "world_failures", "World failures, by cause.", ("stage", "replica", "cause")
         )
-        self._detection = self._histogram(
+        self._detection = self.histogram(
             "failure_detection_seconds", "Time from the last sign of life to the failure.", _DETECTION_S, ("cause",)
         )
-        self._reroute_duration = self._histogram(
+        self._reroute_duration = self.histogram(
             "reroute_seconds", "Time from a failure until its batch was sent to another replica.", _REROUTE_S
         ).labels()
-        self._recovery = self._histogram(
+        self._recovery = self.histogram(
             "recovery_seconds", "Time from a failure until the slot served again.", _RECOVERY_S, ("cause",)
         )
-        self._reroutes = self._counter(
+        self._reroutes = self.counter(
             "reroutes", "Batches sent to another replica because their replica was lost.", ("stage",)
         )
-        self._retries = self._counter(
+        self._retries = self.counter(
             "retries", "Batches sent to another replica because the stage raised an error.", ("stage",)
         )
-        self._hedges = self._counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
+        self._hedges = self.counter("hedges", "Late batches sent to a second replica, by outcome.", ("outcome",))
         # Prometheus sees no increase if a series first appears with value 1: create these with 0.
         for outcome in HEDGE_OUTCOMES:
             self._hedges.labels(outcome)
@@ -277,8 +286,17 @@ class Metrics(ProgramMetrics):
         """A replica returned a batch: its compute time, the transfer time in both directions, and the bytes received."""
         self._replica_in_flight.labels(stage, replica).dec()
         self._link_bytes.labels(stage, replica, "received").inc(payload_bytes)
+        self.relayed("worker", payload_bytes)
         self._stage_duration.labels(stage, replica, "compute").observe(compute_s)
         self._stage_duration.labels(stage, replica, "transfer").observe(transfer_s)
+
+    def relayed(self, sender: Sender, nbytes: int) -> None:
+        """A tensor of this size arrived at the leader, which passes it on."""
+        self._relayed.labels(sender).inc(nbytes)
+
+    def input_lost(self) -> None:
+        """The input of a batch could not be fetched."""
+        self._inputs_lost.inc()
 
     def batch_failed(self, stage: int, replica: int) -> None:
         """A replica raised an exception on a batch."""

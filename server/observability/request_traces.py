@@ -90,3 +90,12 @@ class _Carrier(dict[str, str]):
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         super().__init__({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
+
+
+def current_span_ids() -> tuple[int, int] | None:
+    """Trace id and span id of the current request, the parent of the leader's spans."""
+    span = current_span.get()
+    if span is None:
+        return None
+    context = span.get_span_context()
+    return (context.trace_id, context.span_id)

@@ -7,17 +7,31 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 from multiworld import Cause
-from multiworld_serving.common.wire import Message
-from multiworld_serving.server.errors import DeadlineError, DrainingError, RequestRejected, StageError
-from multiworld_serving.server.observability.metrics import HEDGE_OUTCOMES, Metrics
-from multiworld_serving.server.pipeline.batch_tensors import BatchTensors
-from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.common.wire import LostInput, Message, MessageKind
+from multiworld_serving.server.errors import (
+    DeadlineError,
+    DrainingError,
+    InputUnreachableError,
+    RequestRejected,
+    StageError,
+)
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.batch_counts import BatchCounts
+from multiworld_serving.server.pipeline.batch_tensors import (
+    BatchTensors,
+    Image,
+    KeptOutput,
+    relayed_bytes,
+)
+from multiworld_serving.server.pipeline.driver_context import DriverContext, PendingRequest, SentBatch
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
+from multiworld_serving.server.pipeline.scheduler_config import scheduler_config
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.replica_ids import link_id
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -31,11 +45,11 @@ from multiworld_serving.server.scheduling.actions import (
     ReleaseReplica,
     SendBatch,
 )
-from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,
+    InputLost,
     ReplicaId,
     RequestArrived,
     RequestCancelled,
@@ -48,50 +62,12 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
+_NO_PROBABILITIES = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
 }
 """Explanation of the cause of a `FailReplica`."""
-
-
-@dataclass(slots=True)
-class _PendingRequest:
-    """A request whose caller waits for the outcome."""
-
-    future: asyncio.Future[Prediction]
-    request_id: str
-    arrived_s: float
-
-
-@dataclass(slots=True)
-class _SentBatch:
-    """A batch in flight on one link."""
-
-    sent_s: float
-    stage: int
-    replica: ReplicaId
-
-
-@dataclass(frozen=True)
-class DriverContext:
-    """What the driver needs from the leader. `after_event`, `traces` and the metrics must not raise: see `metrics.guarded`.
-
-    Attributes:
-        model: the name of the model.
-        number_of: returns the number of a version by its name.
-        find_link: returns the live link with this id.
-        on_released: called with the id of a draining replica that has no batches in flight any more.
-        after_event: called after every event.
-        traces: records the spans of traced requests; None if tracing is off.
-    """
-
-    model: str
-    number_of: Callable[[str], int]
-    find_link: Callable[[str], WorkerLink | None]
-    on_released: Callable[[str], None]
-    after_event: Callable[[], None]
-    traces: BatchTraces | None = None
 
 
 class SchedulerDriver:
@@ -101,17 +77,19 @@ class SchedulerDriver:
         self._metrics = metrics
         self._context = context
         self._traces = context.traces
-        self.scheduler = Scheduler(_config(settings, num_stages))
+        self.scheduler = Scheduler(scheduler_config(settings, num_stages))
         self._tensors = BatchTensors()
-        self._pending: dict[int, _PendingRequest] = {}
-        self._in_flight: dict[tuple[int, str], _SentBatch] = {}
+        self._pending: dict[int, PendingRequest] = {}
+        self._in_flight: dict[tuple[int, str], SentBatch] = {}
         """By batch and link."""
-        self._events: deque[tuple[Event, Tensor | None]] = deque()
+        self._events: deque[tuple[Event, Tensor | KeptOutput | None]] = deque()
         self._handling = False
-        self._hedges = dict.fromkeys(HEDGE_OUTCOMES, 0)
-        """Hedges by outcome that were reported to the metrics."""
-        self._arrived: Tensor | None = None
+        self._counts = BatchCounts(metrics)
+        self._arrived: Tensor | KeptOutput | None = None
         """The output of the batch whose event is being handled."""
+        self._wanted = False
+        """Whether an action for the event has used the output."""
+        self._edges = EdgeRouting(num_stages)
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -123,12 +101,21 @@ class SchedulerDriver:
             if not pending.future.done():
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        """See `multiworld_serving.server.predictor.Predictor.predict`."""
+    async def predict(
+        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
+    ) -> Prediction:
+        """See `multiworld_serving.server.predictor.Predictor.predict`.
+
+        Args:
+            fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
+                prediction has the output.
+        Raises:
+            InputUnreachableError: the image is at a frontend that the worker cannot reach. Send it again with the image.
+        """
         request = self._next_request
         self._next_request += 1
         future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._pending[request] = _PendingRequest(future, request_id, time.monotonic())
+        self._pending[request] = PendingRequest(future, request_id, time.monotonic(), fetcher)
         self._tensors.images[request] = image
         if self._traces is not None:
             self._traces.request_started(request)
@@ -161,7 +148,7 @@ class SchedulerDriver:
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is None:  # the link has just ended
             return
-        assert message.payload is not None, "the link has checked it"
+        output = self._output_of(link, message, sent)
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
@@ -172,7 +159,7 @@ class SchedulerDriver:
             link.slot.index,
             compute_s=compute_s,
             transfer_s=transfer_s,
-            payload_bytes=message.payload.nbytes,
+            payload_bytes=relayed_bytes(output),
         )
         if self._traces is not None:
             self._traces.answered(message.batch, link, compute_s, waited_s, transfer_s)
@@ -180,7 +167,44 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s), message.payload)
+        kept = isinstance(output, KeptOutput)
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
+
+    def _output_of(self, link: WorkerLink, message: Message, sent: SentBatch) -> Tensor | KeptOutput:
+        assert message.payload is not None, "the link has checked it"
+        if message.kind is not MessageKind.KEPT:
+            return message.payload
+        row_shape = link.output_shape(message.version, message.stage)
+        return KeptOutput(link, int(message.payload.item()), len(sent.requests), row_shape)
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
+        lost = LostInput.parse(message)
+        sent = self._in_flight.pop((message.batch, link.id), None)
+        if sent is None:  # the link has just ended
+            return
+        logger.warning("world=%s batch=%d the input is lost: %s", link.world_name, message.batch, lost.detail)
+        self._metrics.batch_failed(link.stage, link.slot.index)
+        if self._traces is not None:
+            self._traces.failed(message.batch, link, "the input is lost")
+        for holder in lost.unreachable:
+            self._edges.workers.add(holder, link.worker)
+        self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
+
+    def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
+        """Hand the requests whose images are at `holders` back to their frontends. The others of the batch start again."""
+        for request in self._tensors.requests_at(requests, holders):
+            pending = self._pending.get(request)
+            if pending is not None and not pending.future.done():
+                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the image from its frontend"))
+                self._close(request)
+                self.submit_event(RequestCancelled(request))
+        self._metrics.input_lost()
+        self.submit_event(InputLost(batch, replica))
+
+    def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
+        """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
+        self._edges.frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
@@ -197,14 +221,14 @@ class SchedulerDriver:
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------
 
-    def submit_event(self, event: Event, output: Tensor | None = None) -> None:
+    def submit_event(self, event: Event, output: Tensor | KeptOutput | None = None) -> None:
         """Submit an event to the scheduler, perform its actions, and set the timer.
 
         Actions may submit further events; these are handled after all actions of the current event. An event or action that raises
         does not stop the others, and the timer is set in any case.
 
         Args:
-            output: the output tensor, for `BatchDone`.
+            output: for `BatchDone`: the output tensor, or where it is kept.
         """
         self._events.append((event, output))
         if self._handling:
@@ -213,14 +237,17 @@ class SchedulerDriver:
         try:
             while self._events:
                 following, self._arrived = self._events.popleft()
+                self._wanted = False
                 for action in self._decide(following):
                     self._try_perform(action)
+                if isinstance(self._arrived, KeptOutput) and not self._wanted:
+                    self._arrived.release()
         finally:
             self._handling = False
             self._arrived = None
             self._wake_at(self.scheduler.next_wakeup_s())
         self._metrics.queue_depth(self.scheduler.queue_depth)
-        self._count_hedges()
+        self._counts.hedges(self.scheduler.counters.hedges)
         self._context.after_event()
 
     def _decide(self, event: Event) -> list[Action]:
@@ -256,14 +283,6 @@ class SchedulerDriver:
             self._traces.failed(action.batch, link, "the batch was not sent")
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
-    def _count_hedges(self) -> None:
-        hedges = self.scheduler.counters.hedges
-        if hedges.total() > sum(self._hedges.values()):
-            for outcome in HEDGE_OUTCOMES:
-                for _ in range(hedges[outcome] - self._hedges[outcome]):
-                    self._metrics.hedged(outcome)
-                self._hedges[outcome] = hedges[outcome]
-
     def _wake_at(self, wakeup_s: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -282,6 +301,7 @@ class SchedulerDriver:
                 self._send(action)
             case KeepOutput():
                 self._tensors.replace(action.batch, self._arrived_output())
+                self._wanted = True
                 self._stage_ended(action.batch)
             case Answer():
                 self._answer(action)
@@ -301,32 +321,28 @@ class SchedulerDriver:
             self._traces.stage_ended(batch)
 
     def _send(self, action: SendBatch) -> None:
-        payload = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
+        stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
-        self._in_flight[action.batch, id_of_link] = _SentBatch(time.monotonic(), action.stage, action.replica)
+        link = self._context.find_link(id_of_link)
+        if link is not None and (holders := self._edges.unreachable_holders(stored, link)):
+            self._lose_input(action.batch, action.replica, action.requests, holders)
+            return
+        self._in_flight[action.batch, id_of_link] = SentBatch(
+            time.monotonic(), action.stage, action.replica, action.requests
+        )
         # Otherwise the link has just ended, and the scheduler is about to receive `ReplicaLost`.
-        if (link := self._context.find_link(id_of_link)) and link.state != "broken":
+        if link is not None and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
-            link.send(action.batch, payload, self._context.number_of(action.version), traced or ())
-            self._metrics.batch_sent(action.stage, link.slot.index, payload.nbytes)
-        self._count_send(action)
+            version, fetchers = self._context.number_of(action.version), self._fetchers(action.requests)
+            self._edges.send(action, link, stored, version, fetchers, traced or ())
+            self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
+        self._counts.sent(action)
 
-    def _count_send(self, action: SendBatch) -> None:
-        if action.kind == "first" and action.stage == 0:
-            self._metrics.batch_formed(len(action.requests))
-            self._metrics.queued(action.waited_s)
-        if action.kind == "reroute":
-            self._metrics.rerouted(action.stage, action.waited_s)
-            world, _, generation = link_id(action.replica).partition("#")
-            logger.info(
-                "batch=%d stage=%d rerouted to world=%s generation=%s attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, world, generation, action.attempt, action.waited_s),
-            )
-        if action.kind == "retry":
-            self._metrics.retried(action.stage)
+    def _fetchers(self, requests: tuple[int, ...]) -> list[str | None]:
+        return [pending.fetcher for request in requests if (pending := self._pending.get(request)) is not None]
 
     def _answer(self, action: Answer) -> None:
-        probabilities = self._arrived_output()
+        output = self._arrived_output()
         times = self._tensors.times[action.batch]
         number = self._context.number_of(action.version)
         now_s = time.monotonic()
@@ -338,7 +354,7 @@ class SchedulerDriver:
                 continue
             pending.future.set_result(
                 Prediction(
-                    probabilities=probabilities[row],
+                    probabilities=_NO_PROBABILITIES if isinstance(output, KeptOutput) else output[row],
                     model=self._context.model,
                     version=action.version,
                     version_number=number,
@@ -348,8 +364,10 @@ class SchedulerDriver:
                     attempts=action.attempts,
                     path=tuple(replica.partition("#")[0] for replica in action.path),
                     batch_size=len(action.rows),
+                    kept=output.row(row) if isinstance(output, KeptOutput) else None,
                 )
             )
+            self._wanted = True
             self._close(request)
 
     def _reject(self, action: Reject) -> None:
@@ -373,23 +391,6 @@ class SchedulerDriver:
         self._tensors.images.pop(request, None)
         self._pending.pop(request, None)
 
-    def _arrived_output(self) -> Tensor:
+    def _arrived_output(self) -> Tensor | KeptOutput:
         assert self._arrived is not None, "only BatchDone has an output"
         return self._arrived
-
-
-def _config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_stages=num_stages,
-        max_batch_size=settings.max_batch_size,
-        batch_timeout_s=settings.batch_timeout_s,
-        adaptive_batching=settings.batching == "adaptive",
-        window=settings.window,
-        queue_limit=settings.queue_limit,
-        recovery_grace_s=settings.recovery_grace_s,
-        max_attempts=settings.max_attempts,
-        hang_timeout_s=settings.hang_timeout_s,
-        hedge_factor=settings.hedge_factor or None,
-        hedge_floor_s=settings.hedge_floor_s,
-        hedge_budget=settings.hedge_budget,
-    )

@@ -22,8 +22,9 @@ from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
-from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, WorkerLink
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 

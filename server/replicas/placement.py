@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from multiworld_serving.server.predictor import FailureSnapshot
-from multiworld_serving.server.replicas.worker_link import SlotId, WorkerLink
+from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldClosedError, WorldManager
 from multiworld_serving.common.wire import (
     WORLD_BACKEND,
+    BatchInputs,
     Channel,
     JoinRequest,
     Message,
@@ -21,6 +22,8 @@ from multiworld_serving.common.wire import (
     trace_message,
 )
 from multiworld_serving.server.predictor import ReplicaState
+from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.released_outputs import ReleasedOutputs
 from multiworld_serving.server.replicas.reply_validator import ReplyValidator
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
@@ -32,14 +35,6 @@ _MAX_REPLIES = 3
 """Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
-
-
-class SelfTestError(Exception):
-    """The worker's output differs from the reference, or the worker cannot load the stage."""
-
-
-class LinkEndedError(Exception):
-    """The link ended, or its worker is draining, before the operation was done."""
 
 
 class LinkListener(Protocol):
@@ -54,25 +49,15 @@ class BatchListener(Protocol):
     """Receives the results of batches. Called on the event loop."""
 
     def on_result(self, link: "WorkerLink", message: Message) -> None:
-        """A batch in flight on this link returned. Rows, dtype and shape of its output are checked."""
+        """A batch in flight on this link returned: RESULT, whose rows, dtype and shape are checked, or KEPT, with the id of the output."""
 
     def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
 
     def on_busy(self, link: "WorkerLink") -> None:
         """The worker computes for other leaders, and batches in flight on this link wait."""
 
-
-@dataclass(frozen=True, slots=True)
-class SlotId:
-    """A slot: the named place of a worker, for a replica of a stage or for a spare (stage None)."""
-
-    stage: int | None
-    index: int
-
-    @property
-    def name(self) -> str:
-        """The name of the world: "s0.r1" or "spare0"."""
-        return f"spare{self.index}" if self.stage is None else f"s{self.stage}.r{self.index}"
+    def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
+        """The worker could not fetch the input of a batch in flight."""
 
 
 class WorkerLink:
@@ -131,6 +116,7 @@ class WorkerLink:
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
         self._validator = ReplyValidator()
+        self._released = ReleasedOutputs(self._post)
 
     @property
     def worker(self) -> str:
@@ -179,15 +165,31 @@ class WorkerLink:
         finally:
             await self._free(manager)
 
-    def send(self, batch: int, payload: Tensor, version: int, traced: Sequence[TraceContext] = ()) -> None:
-        """Send a batch, preceded by the trace contexts of its traced requests.
+    def send(
+        self, batch: int, payload: Tensor | BatchInputs, version: int, traced: Sequence[TraceContext] = ()
+    ) -> None:
+        """Send a batch, or where the worker fetches it, preceded by the trace contexts of its traced requests.
 
         Does not wait and does not raise when the link is broken; the end of the link is reported to the listener.
         """
-        self._validator.batch_sent(batch, len(payload), version, self.stage)
+        if isinstance(payload, Tensor):
+            self._validator.batch_sent(batch, len(payload), version, self.stage)
+            message = Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version)
+        else:
+            self._validator.batch_sent(batch, payload.rows, version, self.stage, fetched=True, keeps=payload.keep)
+            message = replace(payload, release=self._released.take()).message(batch, self.stage, version)
         if traced:
             self._post(trace_message(batch, traced))
-        self._post(Message(MessageKind.BATCH, batch, payload, stage=self.stage, version=version))
+        self._post(message)
+
+    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
+        """Shape of one row of the output of a loaded stage. Raises KeyError."""
+        return self._validator.output_shape(version, stage)
+
+    def release(self, output: int) -> None:
+        """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
+        if self.state in ("ready", "draining"):
+            self._released.add(output)
 
     async def load(self, plans: tuple[StagePlan, ...]) -> None:
         """Load another version on a serving worker and run the self-test. The worker serves its batches meanwhile.
@@ -270,7 +272,7 @@ class WorkerLink:
         self._enter_startup("loading")
         assignment = plan.assignment(self._max_batch_size, self._window)
         await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=plan.number))
-        if (await self._expect((MessageKind.FETCH, MessageKind.READY), plan)).kind is MessageKind.FETCH:
+        if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
             for piece in plan.weights_chunks():
                 await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
             self._enter_startup("warming")
@@ -322,17 +324,19 @@ class WorkerLink:
         while True:
             message = await self._receive()
             match message.kind:
-                case MessageKind.FETCH | MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
+                case MessageKind.FETCH_WEIGHTS | MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
                     not message.batch
                 ):
                     self._take_reply(message)
-                case MessageKind.RESULT:
+                case MessageKind.RESULT | MessageKind.KEPT:
                     self.batches_done += 1
                     self._batches.on_result(self, message)
                 case MessageKind.FAILED:
                     self._batches.on_failed(self, message)
                 case MessageKind.BUSY:
                     self._batches.on_busy(self)
+                case MessageKind.INPUT_LOST:
+                    self._batches.on_input_lost(self, message)
                 case MessageKind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)
@@ -387,6 +391,7 @@ class WorkerLink:
             return
         self.cause, self.detail = str(cause), detail
         self._end_replies()
+        self._released.take()
         if self._world is not None:
             self.silent_s = self._world.silent_s
         self._enter("broken")

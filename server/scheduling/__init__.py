@@ -19,7 +19,8 @@ The words for sending work again. Each sending of a batch to a replica is an att
     retry     the batch, with the input of its stage     another replica of the stage, once           the stage raised an error
     hedge     the batch, beside the attempt in flight    another replica of the stage                 it is late; the first output wins
     isolate   each request of the batch, alone           the first stage                              it may be the cause of the failures
-    requeue   the requests of the batch, in new batches  the first stage, of another version          its version lost a stage
+    requeue   the requests of the batch, in new batches  the first stage, of the current version      its version lost a stage, or its
+                                                                                                      input was lost
 
 Reroutes, retries and hedges have a metric each. All but hedges add 1 to the attempts of an answer.
 """

@@ -23,10 +23,11 @@ class Rejection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Send this batch's input for `stage` to `replica`.
+    """Send this batch's input for `stage` to `replica`, or the reference of an input that another replica keeps.
 
     For stage 0 and kind "first": stack the images of `requests` in this order and store the result as the batch's input.
-    Otherwise send the stored input. The driver keeps it until `KeepOutput` or `FreeBatch`.
+    Otherwise send the stored input or reference. The driver keeps it until `KeepOutput` or `FreeBatch`. An input is never sent after its
+    holder was removed (`ReplicaLost`, `FailReplica`, `ReleaseReplica`) or a replica could not get it (`InputLost`).
     """
 
     batch: BatchId
@@ -40,6 +41,8 @@ class SendBatch:
     """1, plus 1 for each time that this batch or its requests were rerouted, retried, isolated or requeued. Hedges do not count."""
     isolated: bool
     """The batch is one suspect request, alone on its replica."""
+    relay: bool
+    """A request of this batch lost its input before: the output must come with the result, not stay at the replica."""
     waited_s: float
     """Time since the batch could have been sent: since the oldest request's arrival, the previous stage's output, the
     loss of its replica or the failure. For a hedge: time since the first attempt."""
@@ -49,6 +52,7 @@ class SendBatch:
 class KeepOutput:
     """Store the output that `replica` has just returned as the batch's input for `stage`, and free the previous input.
 
+    For an output that the replica keeps, store its reference. To free a kept input is to release it at its holder.
     If a `BatchDone` yields neither `KeepOutput` nor `Answer` for its batch, it came too late: drop its output.
     """
 
@@ -59,7 +63,10 @@ class KeepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The last stage is done: the output that `replica` has just returned answers these requests."""
+    """The last stage is done: the output that `replica` has just returned answers these requests.
+
+    The scheduler knows nothing about delivery: a kept output of the last stage survives the `FreeBatch` that follows.
+    """
 
     batch: BatchId
     replica: ReplicaId
@@ -95,14 +102,14 @@ class FailReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReplica:
-    """A draining replica has no batches in flight any more. The driver may close its world."""
+    """A draining replica has no batches in flight and keeps no input of a batch any more. The driver may close its world."""
 
     replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBatch:
-    """Free everything that is stored for this batch. Emitted exactly once per batch, as its last action."""
+    """Free everything that is stored for this batch, and release a kept input. Emitted exactly once per batch, as its last action."""
 
     batch: BatchId
 

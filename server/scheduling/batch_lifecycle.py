@@ -14,10 +14,12 @@ class BatchLifecycle:
         self._state = state
 
     def enqueue(self, batch: Batch, kind: SendKind, *, at_head: bool) -> None:
-        """Put the batch into the queue of its stage. Requeue or reject its requests if that stage has no replica and will get none."""
+        """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
         batch.kind = kind
         pool = batch.pool
-        if not pool.accepting and self._state.table.current is not None:
+        if batch.input_lost:
+            self._restart(batch)
+        elif not pool.accepting and self._state.table.current is not None:
             self.requeue(batch)
         elif pool.expired:
             self.reject_all(batch, "no_replica", self._state.table.no_replica_detail(batch.stage))
@@ -26,7 +28,7 @@ class BatchLifecycle:
             self._state.changed_pools[pool] = None
 
     def requeue(self, batch: Batch) -> None:
-        """Return the requests to the head of the backlog: their version has lost this stage and another one is complete."""
+        """Return the requests to the head of the backlog: they start again at the first stage."""
         requests = [request for _, request in batch.open_requests()]
         for request in reversed(requests):
             request.attempt = batch.attempt + 1
@@ -34,10 +36,29 @@ class BatchLifecycle:
         self._state.counters.requeued += len(requests)
         self._free(batch)
 
+    def lose_input(self, batch: Batch) -> None:
+        """Send the input of the current stage no more. The requests start again if no attempt is in flight that may have it."""
+        self.move_input(batch, None)
+        if not batch.input_lost:
+            batch.input_lost = True
+            self._state.counters.inputs_lost[batch.stage] += 1
+        for attempt in batch.in_flight.values():
+            self._state.hedging.unwatch(attempt)
+        if not batch.in_flight:
+            batch.pool.dequeue(batch)
+            self._restart(batch)
+
+    def move_input(self, batch: Batch, holder: Replica | None) -> None:
+        """Record which replica keeps the input of the batch. A draining replica is released when it keeps none."""
+        previous = batch.hold_at(holder)
+        if previous is not None and previous.draining:
+            self._state.changed_draining[previous] = None
+
     def isolate(self, batch: Batch) -> None:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
         for _, request in batch.open_requests():
             request.attempt = batch.attempt + 1
+            request.inputs_lost += batch.input_lost
             request.runnable_since_s = self._state.now_s
             self._state.backlog.isolate(request)
             self._state.counters.isolated += 1
@@ -87,6 +108,16 @@ class BatchLifecycle:
                 self._state.counters.hedges[hedges] += 1
         batch.in_flight.clear()
 
+    def _restart(self, batch: Batch) -> None:
+        """Requeue the requests of a batch whose input was lost. Reject those to which this has happened too often."""
+        for _, request in list(batch.open_requests()):
+            request.inputs_lost += 1
+            if request.inputs_lost >= self._state.config.max_attempts:
+                detail = f"its input was lost {request.inputs_lost} times, the last time at stage {batch.stage}"
+                self.reject(request, "no_replica", detail)
+        if batch.open_rows:
+            self.requeue(batch)
+
     def _cancel(self, batch: Batch) -> None:
         batch.pool.dequeue(batch)
         self._state.changed_pools[batch.pool] = None
@@ -94,6 +125,7 @@ class BatchLifecycle:
         self._free(batch)
 
     def _free(self, batch: Batch) -> None:
+        self.move_input(batch, None)
         batch.pipeline.num_batches -= 1
         self._state.actions.append(FreeBatch(batch.id))
 
@@ -108,7 +140,8 @@ class FailureHandler:
     def fail_replica(self, replica: Replica, cause: str) -> None:
         """Remove a replica and recover its batches.
 
-        A batch returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or rejected.
+        A batch in flight returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or
+        rejected. Batches whose input it kept start again, once no attempt is in flight elsewhere.
         """
         blame = cause != "left" and not replica.draining
         self._state.table.remove(replica, self._state.now_s)
@@ -117,13 +150,18 @@ class FailureHandler:
         suspects = [attempt.batch for attempt in lost if attempt.detach() and self._attempt_lost(attempt, blame=blame)]
         for batch in reversed(suspects):
             self._lifecycle.isolate(batch)
+        for batch in reversed(list(replica.held.values())):
+            self._lifecycle.lose_input(batch)
 
-    def release_if_drained(self, replica: Replica) -> None:
-        """Release a draining replica that has no batches in flight."""
-        if replica.draining and not replica.in_flight:
-            self._state.table.remove(replica, self._state.now_s)
-            self.replicas_changed()
-            self._state.actions.append(ReleaseReplica(replica.id))
+    def release_drained(self) -> None:
+        """Release the draining replicas that have no batches in flight and keep no input."""
+        changed, self._state.changed_draining = self._state.changed_draining, {}
+        for replica in changed:
+            known = self._state.table.replicas.get(replica.id) is replica
+            if known and not replica.in_flight and not replica.held:
+                self._state.table.remove(replica, self._state.now_s)
+                self.replicas_changed()
+                self._state.actions.append(ReleaseReplica(replica.id))
 
     def attempt_failed(self, attempt: Attempt, *, suspect: bool = False) -> None:
         """Count a failed hedge, and let the batch's other attempt, if there is one, be hedged in turn.

@@ -31,6 +31,8 @@ class Request:
     attempt: int = 1
     """See `SendBatch.attempt`."""
     isolated: bool = False
+    inputs_lost: int = 0
+    """How often it started again because the input of its batch was lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,15 @@ class Batch:
     """Where the current stage raised; the retry goes to another replica."""
     retried: bool = False
     path: list[ReplicaId] = field(default_factory=list)
+    holder: Replica | None = None
+    """Keeps the input of the current stage; None if the leader or the frontends have it. Never a removed replica."""
+    input_lost: bool = False
+    """The input of the current stage must not be sent again. Attempts in flight may have it already, and continue."""
+
+    @property
+    def relay(self) -> bool:
+        """See `SendBatch.relay`."""
+        return self.rows[0].inputs_lost > 0
 
     @property
     def pool(self) -> Pool:
@@ -91,6 +102,16 @@ class Batch:
         self.runnable_since_s = now_s
         self.failed_on = None
         self.retried = False
+        self.input_lost = False
+
+    def hold_at(self, holder: Replica | None) -> Replica | None:
+        """Record which replica keeps the input. Returns the previous holder."""
+        previous, self.holder = self.holder, holder
+        if previous is not None:
+            del previous.held[self.id]
+        if holder is not None:
+            holder.held[self.id] = self
+        return previous
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +122,8 @@ class Replica:
     pool: Pool
     in_flight: dict[BatchId, Attempt] = field(default_factory=dict)
     """In the order sent."""
+    held: dict[BatchId, Batch] = field(default_factory=dict)
+    """Batches whose input this replica keeps: it computed their previous stage."""
     rows: int = 0
     """Rows in flight."""
     draining: bool = False

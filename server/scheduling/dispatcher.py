@@ -165,6 +165,7 @@ class Dispatcher:
                 kind=kind,
                 attempt=batch.attempt,
                 isolated=batch.isolated,
+                relay=batch.relay,
                 waited_s=waited_s,
             )
         )

@@ -63,7 +63,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
-    """The worker returned the output. The driver holds it until it has performed the actions for this event."""
+    """The worker has computed the output. The driver holds it, or its reference, until it has performed the actions for this event."""
 
     batch: BatchId
     replica: ReplicaId
@@ -71,6 +71,19 @@ class BatchDone:
     """Compute time at the worker; None if unknown."""
     transfer_s: float | None = None
     """Transfer time of input and output together; None if unknown."""
+    kept: bool = False
+    """The output stays at the replica until the driver releases it, and is lost with the replica. False: it came with the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputLost:
+    """The replica could not get the batch's input: the holder is gone or cannot be reached. The replica still runs.
+
+    Before this event, the driver cancels the requests that it hands back to their frontends.
+    """
+
+    batch: BatchId
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,7 @@ Event: TypeAlias = (
     | ReplicaLost
     | BatchDone
     | BatchFailed
+    | InputLost
     | Tick
     | Drain
 )

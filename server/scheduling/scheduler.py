@@ -25,6 +25,10 @@ The rules:
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
 - A late batch is hedged: it is sent to a second replica, and the first output wins.
+- An output may stay at its replica (`BatchDone.kept`). It is lost with the replica, or when another replica cannot get it (`InputLost`,
+  which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. They share no
+  batch with others from then on, and their outputs come with the results. A request that loses `max_attempts` inputs is rejected as
+  no_replica. A draining replica is released when it keeps no input.
 - A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it computes for
   other leaders does not count, up to `MAX_BUSY` times `hang_timeout_s`. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
@@ -58,6 +62,7 @@ from multiworld_serving.server.scheduling.events import (
     BatchFailed,
     Drain,
     Event,
+    InputLost,
     ReplicaBusy,
     ReplicaDraining,
     ReplicaId,
@@ -81,6 +86,7 @@ __all__ = [
     "Event",
     "FailReplica",
     "FreeBatch",
+    "InputLost",
     "KeepOutput",
     "Reject",
     "Rejection",
@@ -126,6 +132,8 @@ class Scheduler:
         self._expire_deadlines()
         self._fail_hung_replicas()
         self._expire_graces()
+        if self._state.changed_draining:
+            self._failures.release_drained()
         self._dispatcher.dispatch()
         self._dispatcher.hedge()
         return self._state.actions
@@ -196,12 +204,10 @@ class Scheduler:
         match event:
             case RequestArrived():
                 self._arrived(event)
-            case BatchDone():
-                self._done(event)
+            case BatchDone() | BatchFailed() | InputLost():
+                self._returned(event)
             case RequestCancelled():
                 self._cancelled(event)
-            case BatchFailed():
-                self._failed(event)
             case ReplicaReady():
                 self._replica_ready(event)
             case ReplicaBusy():
@@ -246,17 +252,38 @@ class Scheduler:
             replica.draining = True
             self._state.table.stop_accepting(replica, self._state.now_s)
             self._failures.replicas_changed()
-            self._failures.release_if_drained(replica)
+            self._state.changed_draining[replica] = None
 
     def _replica_lost(self, event: ReplicaLost) -> None:
         replica = self._state.table.replicas.get(event.replica)
         if replica is not None:
             self._failures.fail_replica(replica, event.cause)
 
-    def _done(self, event: BatchDone) -> None:
-        attempt = self._take_returned(event)
-        if attempt is None:
+    def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
+        """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
+        replica = self._state.table.replicas.get(event.replica)
+        attempt = replica.in_flight.get(event.batch) if replica else None
+        if replica is None or attempt is None:
             return
+        worked_s = self._state.table.record_returned(attempt, self._state.now_s)
+        self._state.hedging.unwatch(attempt)
+        self._state.changed_pools[replica.pool] = None
+        if replica.draining:
+            self._state.changed_draining[replica] = None
+        if isinstance(event, BatchDone):
+            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
+        if not attempt.detach():
+            return
+        match event:
+            case BatchDone():
+                self._done(attempt, kept=event.kept)
+            case BatchFailed():
+                self._failed(attempt, event)
+            case InputLost():
+                self._failures.attempt_failed(attempt)
+                self._lifecycle.lose_input(attempt.batch)
+
+    def _done(self, attempt: Attempt, *, kept: bool) -> None:
         batch = attempt.batch
         attempt.replica.unmatched_failures = 0
         self._settle_hedge(attempt)
@@ -267,13 +294,11 @@ class Scheduler:
             self._lifecycle.answer(batch, attempt.replica)
         else:
             batch.advance(self._state.now_s)
+            self._lifecycle.move_input(batch, attempt.replica if kept else None)
             self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
             self._lifecycle.enqueue(batch, "first", at_head=False)
 
-    def _failed(self, event: BatchFailed) -> None:
-        attempt = self._take_returned(event)
-        if attempt is None:
-            return
+    def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
         batch = attempt.batch
         self._failures.attempt_failed(attempt)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
@@ -288,20 +313,6 @@ class Scheduler:
             batch.failed_on = attempt.replica
             batch.runnable_since_s = self._state.now_s
             self._lifecycle.enqueue(batch, "retry", at_head=False)
-
-    def _take_returned(self, event: BatchDone | BatchFailed) -> Attempt | None:
-        """Free the attempt's place in the replica's window. Returns the attempt, or None if it was abandoned or is unknown."""
-        replica = self._state.table.replicas.get(event.replica)
-        attempt = replica.in_flight.get(event.batch) if replica else None
-        if replica is None or attempt is None:
-            return None
-        worked_s = self._state.table.record_returned(attempt, self._state.now_s)
-        self._state.hedging.unwatch(attempt)
-        if isinstance(event, BatchDone):
-            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
-        self._state.changed_pools[replica.pool] = None
-        self._failures.release_if_drained(replica)
-        return attempt if attempt.detach() else None
 
     def _count_failure_of(self, replica: Replica) -> None:
         """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from multiworld_serving.server.scheduling.actions import Action
 from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
@@ -25,6 +26,7 @@ class SchedulerState:
         now_s: time of the event being handled.
         actions: the actions decided for this event so far.
         changed_pools: pools to visit in the next dispatch, because they have changed.
+        changed_draining: draining replicas that may have become empty during this event.
         draining: new requests are rejected.
         flush_partial: partial batches are sent at once, because the server is stopping.
     """
@@ -41,6 +43,8 @@ class SchedulerState:
         self.hedging = Hedging(config, self.service_times)
         self.changed_pools: dict[Pool, None] = {}
         """A set in insertion order."""
+        self.changed_draining: dict[Replica, None] = {}
+        """Draining replicas that may have become empty."""
         self.draining = False
         self.flush_partial = False
 
@@ -62,7 +66,10 @@ class Counters:
     isolated: int = 0
     """Requests taken out of their batch to be sent alone."""
     requeued: int = 0
-    """Requests that start again at the first stage because their version lost a stage and another version is complete."""
+    """Requests that start again at the first stage, in new batches: their version lost a stage and another version is complete, or the
+    input of their batch was lost."""
+    inputs_lost: Counter[int] = field(default_factory=Counter)
+    """Batches whose input was lost, by stage: its holder was removed, or a replica could not get it."""
 
 
 class Backlog:
@@ -88,8 +95,13 @@ class Backlog:
         return next(iter(self.waiting.values()), None)
 
     def take(self, max_rows: int) -> tuple[Request, ...]:
-        """Remove the next requests from the queue, at most `max_rows`."""
-        return tuple(self.waiting.popitem(last=False)[1] for _ in range(min(max_rows, len(self.waiting))))
+        """Remove the next requests from the queue, at most `max_rows`. Requests that lost an input do not share a batch with others."""
+        waiting = self.waiting
+        lost = next(iter(waiting.values())).inputs_lost > 0
+        taken = tuple(takewhile(lambda request: (request.inputs_lost > 0) == lost, islice(waiting.values(), max_rows)))
+        for request in taken:
+            del waiting[request.id]
+        return taken
 
     def take_isolated(self) -> tuple[Request, ...]:
         """Remove the next suspect request."""

@@ -88,7 +88,7 @@ class Case:
 def check_outcomes(simulator: Simulator) -> None:
     """Assert that every request got a result that the scenario allows. Raises AssertionError."""
     scenario, outcomes, compute_outcomes = simulator.scenario, simulator.outcomes, simulator.compute_outcomes
-    always_allowed = {"cancelled", "not_ready", "draining", *scenario.allowed_refusals}
+    always_allowed = {"cancelled", "handed_back", "not_ready", "draining", *scenario.allowed_refusals}
     healthy = {outcome for request, outcome in outcomes.items() if request not in compute_outcomes}
     wrong = healthy - always_allowed - {"answered"}
     assert not wrong, f"healthy requests were refused as {sorted(wrong)}"

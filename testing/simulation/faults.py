@@ -9,11 +9,13 @@ from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
     Event,
+    InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
     RequestCancelled,
 )
+from multiworld_serving.testing.simulation.data_plane import FRONTENDS
 from multiworld_serving.testing.simulation.scenarios import Fault
 from multiworld_serving.testing.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
 from multiworld_serving.testing.simulation.workload import FaultInjected
@@ -21,6 +23,7 @@ from multiworld_serving.testing.simulation.workload import FaultInjected
 if TYPE_CHECKING:
     from multiworld_serving.testing.simulation.simulator import Simulator
 
+_MAX_EDGE_CUT_S = 2.0
 _SINGLE = ("kill", "freeze", "stop", "slow", "flap", "raising", "cut_to", "cut_from", "cut", "leave", "vanish", "move")
 
 
@@ -47,6 +50,8 @@ def _inject(simulator: Simulator, worker: Worker, fault: Fault, random: Random) 
             return _upgrade(simulator, worker)
         case "garbage":
             simulator.deliver(_garbage(simulator, random))
+        case "cut_edge" | "cut_edges":
+            _cut_edges(simulator, worker, random, all_edges=fault == "cut_edges")
         case "mass_cancel":
             for request in list(simulator.open)[::2]:
                 simulator.cancel(request)
@@ -65,6 +70,8 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
             worker.freeze()
         case "stop":
             worker.stop()
+        case "kill_after_reply":
+            worker.kill_after_reply()
         case "slow":
             worker.slow_down(random.choice((3.0, 10.0, 30.0)), random.uniform(0.5, 5.0))
         case "flap":
@@ -82,6 +89,13 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
             worker.leave()
             worker.stage = random.randrange(worker.num_stages)
     return True
+
+
+def _cut_edges(simulator: Simulator, worker: Worker, random: Random, *, all_edges: bool) -> None:
+    ends = [*FRONTENDS, *(each.name for each in simulator.workers.values() if each is not worker)]
+    lasts_s = random.uniform(0.0, _MAX_EDGE_CUT_S)
+    for end in ends if all_edges else [random.choice(ends)]:
+        simulator.data_plane.cut(worker.name, end, lasts_s)
 
 
 def _inject_pair(simulator: Simulator, worker: Worker) -> bool:
@@ -141,6 +155,7 @@ def _garbage(simulator: Simulator, random: Random) -> Event:
     events: list[Event] = [
         BatchDone(batch, link),
         BatchFailed(batch, link, "late"),
+        InputLost(batch, link),
         ReplicaLost(link, "exit"),
         ReplicaDraining(link),
         RequestCancelled(random.randrange(1, 1_000_000)),

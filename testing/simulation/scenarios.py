@@ -38,6 +38,9 @@ Fault: TypeAlias = Literal[
     "blackout",  # all replicas of a stage are killed at once
     "upgrade",  # leaves and rejoins with the next version
     "garbage",  # events for unknown or removed batches and links, or duplicate events
+    "cut_edge",  # one edge of the worker is cut for a while: to another worker, or to a frontend
+    "cut_edges",  # all edges of the worker are cut for a while; its link to the leader works
+    "kill_after_reply",  # dies after the next output that stays at the worker was announced
     "storm",  # many requests with very short deadlines
     "mass_cancel",
 ]
@@ -81,6 +84,10 @@ class Scenario:
     """Fraction of requests on which the stage always raises."""
     flaky: float = 0.0
     """Fraction of batches on which the stage raises once."""
+    edges: bool = False
+    """Inputs stay at the frontends and outputs at the workers, until they are fetched."""
+    max_retained: int = 100
+    """Outputs that one worker keeps; further outputs are sent to the leader."""
     allowed_refusals: frozenset[str] = frozenset()
     """Reasons for which a healthy request may be refused. If empty, faults hit only workers whose stage keeps a replica."""
 
@@ -114,6 +121,7 @@ _EVERYTHING: dict[Fault, float] = {
     "storm": 0.2,
     "mass_cancel": 0.1,
 }
+_EDGE_FAULTS: dict[Fault, float] = {"cut_edge": 1.0, "cut_edges": 0.1, "kill_after_reply": 0.3}
 
 _OVERLOAD = frozenset({"overloaded", "deadline"})
 _LOSSES = _OVERLOAD | {"no_replica", "poison"}
@@ -265,6 +273,37 @@ SCENARIOS = (
         faults={"upgrade": 5.0, "kill": 0.5},
         failing=0.002,
         allowed_refusals=_LOSSES,
+    ),
+    Scenario(
+        name="edges-cut",
+        config=_THREE_STAGES,
+        edges=True,
+        **_PATIENT,
+        faults={"cut_edge": 3.0, "cut_edges": 0.3},
+        allowed_refusals=frozenset({"overloaded"}),
+    ),
+    Scenario(
+        name="holders-killed",
+        config=_TWO_STAGES,
+        edges=True,
+        max_retained=3,
+        **_PATIENT,
+        recovery_s=0.3,
+        faults={"kill_after_reply": 3.0, "leave": 0.5},
+        allowed_refusals=frozenset({"overloaded", "poison"}),
+    ),
+    Scenario(
+        name="everything-and-edges",
+        config=_THREE_STAGES,
+        edges=True,
+        load="bursts",
+        faults={**_EVERYTHING, **_EDGE_FAULTS, "upgrade": 0.3},
+        cancelled=0.03,
+        poison=0.001,
+        hanging=0.0005,
+        failing=0.002,
+        flaky=0.002,
+        allowed_refusals=_ALL_REFUSALS,
     ),
     Scenario(
         name="everything",

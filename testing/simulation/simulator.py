@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Protocol
@@ -10,9 +11,12 @@ from typing import Protocol
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
+    BatchDone,
     Drain,
     Event,
     FailReplica,
+    FreeBatch,
+    KeepOutput,
     Reject,
     ReleaseReplica,
     RequestArrived,
@@ -22,6 +26,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     SendBatch,
     Tick,
 )
+from multiworld_serving.testing.simulation.data_plane import DataPlane
 from multiworld_serving.testing.simulation.event_queue import EventQueue
 from multiworld_serving.testing.simulation.faults import inject_fault
 from multiworld_serving.testing.simulation.invariants.checker import Checker
@@ -86,11 +91,13 @@ class Simulator:
         """Requests without a result, in order of arrival."""
         self.workers: dict[str, Worker] = {}
         self.workers_by_link: dict[str, Worker] = {}
+        self.data_plane = DataPlane(self)
         self.faults_injected = 0
         """Number of faults that had an effect."""
         self.ending = False
         """True once arrivals and faults have stopped."""
         self.injected: list[Injection] = []
+        self._arrivals: dict[int, Arrival] = {}
         self._random = self.random_stream("shell")
         self._workload: RandomWorkload | Replay
         self._wakeup_s: float | None = None
@@ -148,15 +155,33 @@ class Simulator:
         wakeup_s = self.scheduler.next_wakeup_s()
         self.observer.check(event, actions, now_s, wakeup_s)
         for action in actions:
-            self._perform(action)
+            self._perform(action, event)
+        if (
+            isinstance(event, BatchDone)
+            and event.kept
+            and not any(isinstance(each, KeepOutput | Answer) for each in actions)
+        ):
+            self.data_plane.release(event.replica, event.batch)
         if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s):
             self._schedule_tick(wakeup_s)
 
     def cancel(self, request: int) -> None:
         """Cancel a request on behalf of its client."""
         if request in self.open:
-            self._close(request, "cancelled")
+            self.close(request, "cancelled")
         self.deliver(RequestCancelled(request))
+
+    def hand_back(self, request: int) -> None:
+        """Cancel a request whose frontend will send it again."""
+        del self.open[request]
+        self.outcomes[request] = "handed_back"
+        self.deliver(RequestCancelled(request))
+
+    def arrive_again(self, request: int, new_id: int) -> None:
+        """The frontend sends a request again, with the remaining deadline."""
+        arrival, now_s = self._arrivals.pop(request), self.event_queue.now_s
+        timeout_s = arrival.at_s + arrival.timeout_s - now_s
+        self._arrive(replace(arrival, at_s=now_s, request=new_id, timeout_s=timeout_s, cancel_after_s=None))
 
     def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
         """The outcome of computing this batch: that of its first request that is not healthy."""
@@ -165,16 +190,20 @@ class Simulator:
                 return self.compute_outcomes[request]
         return "answer"
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: Action, event: Event) -> None:
         match action:
             case SendBatch():
                 receive = self.workers_by_link[action.replica].receive
-                self.event_queue.after(self.message_delay_s(self._random), partial(receive, action))
+                holder = self.data_plane.holder_of(action.batch)
+                self.event_queue.after(self.message_delay_s(self._random), partial(receive, action, holder))
+            case KeepOutput():
+                self.data_plane.keep_output(action, event)
+            case FreeBatch():
+                self.data_plane.free(action.batch)
             case Answer():
-                for request, _ in action.rows:
-                    self._close(request, "answered")
+                self.data_plane.answer(action, event)
             case Reject():
-                self._close(action.request, action.reason)
+                self.close(action.request, action.reason)
             case FailReplica():
                 self.workers_by_link[action.replica].broken(action.replica)
             case ReleaseReplica():
@@ -183,13 +212,16 @@ class Simulator:
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
         self.open[request] = None
+        if self.scenario.edges:
+            self._arrivals[request] = arrival
         if arrival.compute_outcome != "answer":
             self.compute_outcomes[request] = arrival.compute_outcome
         if arrival.cancel_after_s is not None:
             self.event_queue.after(arrival.cancel_after_s, partial(self.cancel, request))
         self.deliver(RequestArrived(request, arrival.at_s + arrival.timeout_s))
 
-    def _close(self, request: int, outcome: str) -> None:
+    def close(self, request: int, outcome: str) -> None:
+        """Record the result of a request."""
         del self.open[request]
         self.outcomes[request] = outcome
         self._workload.request_closed()
@@ -215,13 +247,14 @@ class Simulator:
             self.deliver(Tick())
 
     def _settle(self) -> None:
-        """Stop arrivals and faults, let all workers recover, and assert that every request is closed."""
+        """Stop arrivals and faults, let all workers recover; assert that every request is closed and every output released."""
         self._ended_s = self.event_queue.now_s
         self.ending = True
-        while self.scheduler.open_requests:
-            assert self.event_queue.step(), "requests are open and no further event is scheduled"
+        while self.scheduler.open_requests or not self.data_plane.idle:
+            what = "requests are open" if self.scheduler.open_requests else "outputs are retained"
+            assert self.event_queue.step(), f"{what} and no further event is scheduled"
             assert self.event_queue.now_s < self._ended_s + _SETTLE_TIMEOUT_S, (
-                f"requests are still open {_SETTLE_TIMEOUT_S:g} s after the load ended"
+                f"{what} {_SETTLE_TIMEOUT_S:g} s after the load ended"
             )
         assert not self.open, "a request was neither answered nor refused"
         self.deliver(Drain())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
+    InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -38,6 +40,9 @@ class Worker:
         self.serving = False
         """The worker has joined and has not failed or left; the leader may not know yet."""
         self.leaving = False
+        self.retained: dict[int, None] = {}
+        """Batches whose output it keeps."""
+        self._dies_after_reply = False
         self._slowdown = 1.0
         self._flapping = False
         self._raising = False
@@ -60,20 +65,34 @@ class Worker:
         self.serving, self.leaving, self._frozen, self._computing = True, False, False, False
         self._inbound_blocked_until_s = self._outbound_blocked_until_s = 0.0
         self._queue.clear()
+        self._dies_after_reply = False
         self._simulator.workers_by_link[self.link] = self
         self._simulator.deliver(ReplicaReady(self.link, self.stage, f"v{self.version}"))
         if self._flapping and self._random.random() < 0.3:
             self.kill()
 
-    def receive(self, send: SendBatch) -> None:
-        """Receive a batch; ignored unless it was sent over the current link."""
+    def receive(self, send: SendBatch, holder: str | None) -> None:
+        """Receive a batch and fetch its input; ignored unless it was sent over the current link."""
         if not self._is_current(send.replica):
             return
         if self._event_queue.now_s < self._inbound_blocked_until_s:
-            self._event_queue.at(self._inbound_blocked_until_s, partial(self.receive, send))
+            self._event_queue.at(self._inbound_blocked_until_s, partial(self.receive, send, holder))
             return
-        self._queue.append(send)
-        self._compute_next()
+        self._simulator.data_plane.fetch(send, holder, self, partial(self._input_fetched, send))
+
+    def release(self, link: str, batch: int) -> None:
+        """Free the output of a batch."""
+        if not self._is_current(link):
+            return
+        if self._event_queue.now_s < self._inbound_blocked_until_s:
+            self._event_queue.at(self._inbound_blocked_until_s, partial(self.release, link, batch))
+            return
+        self.retained.pop(batch, None)
+
+    def keeps(self, link: str, batch: int) -> bool:
+        """Whether the output of the batch can be fetched now."""
+        blocked_until_s = max(self._inbound_blocked_until_s, self._outbound_blocked_until_s)
+        return self._is_current(link) and self._event_queue.now_s >= blocked_until_s and batch in self.retained
 
     # Faults.
 
@@ -82,6 +101,7 @@ class Worker:
         if not self.serving:
             return
         self.serving = False
+        self.retained.clear()
         report = partial(self._simulator.deliver, ReplicaLost(self.link, cause))
         self._event_queue.after(detected_after_s, report)
         if self._random.random() < 0.1:
@@ -91,6 +111,10 @@ class Worker:
     def kill(self, down_s: float | None = None) -> None:
         detected_after_s = self._scenario.detection_s + self._random.uniform(0.0, 10 * self._scenario.network_s)
         self.fail("exit", detected_after_s, down_s)
+
+    def kill_after_reply(self) -> None:
+        """Die when the leader knows of the next output that stays here, before anyone can fetch it."""
+        self._dies_after_reply = True
 
     def stop(self) -> None:
         """Stop the whole process: its heartbeats stop too."""
@@ -133,6 +157,7 @@ class Worker:
         """The leader closed this link."""
         if self._is_current(link):
             self.serving = False
+            self.retained.clear()
             self._recover_later()
 
     def broken(self, link: str) -> None:
@@ -155,6 +180,16 @@ class Worker:
 
     def _is_current(self, link: str) -> bool:
         return self.serving and link == self.link
+
+    def _input_fetched(self, send: SendBatch, found: bool) -> None:
+        if not self._is_current(send.replica):
+            return
+        if found:
+            self._queue.append(send)
+            self._compute_next()
+        else:
+            lost = InputLost(send.batch, send.replica)
+            self._report(partial(self._simulator.data_plane.lose_input, lost, send.requests, self))
 
     def _compute_next(self) -> None:
         if self._computing or self._frozen or not self._queue:
@@ -191,10 +226,19 @@ class Worker:
         return "raise" if compute_outcome == "answer" and flaky and self._random.random() < flaky else compute_outcome
 
     def _reply(self, send: SendBatch, *, failed: bool) -> None:
-        event = (
-            BatchFailed(send.batch, send.replica, "ValueError: no") if failed else BatchDone(send.batch, send.replica)
-        )
+        if failed:
+            self._report(partial(self._simulator.deliver, BatchFailed(send.batch, send.replica, "ValueError: no")))
+            return
+        kept = self._scenario.edges and not send.relay and len(self.retained) < self._scenario.max_retained
+        if kept:
+            self.retained[send.batch] = None
+        self._report(partial(self._announce, BatchDone(send.batch, send.replica, kept=kept)))
+
+    def _announce(self, done: BatchDone) -> None:
+        self._simulator.deliver(done)
+        if done.kept and self._dies_after_reply and self._is_current(done.replica):
+            self.kill()
+
+    def _report(self, deliver: Callable[[], None]) -> None:
         leaves_s = max(self._event_queue.now_s, self._outbound_blocked_until_s)
-        self._event_queue.at(
-            leaves_s + self._simulator.message_delay_s(self._random), partial(self._simulator.deliver, event)
-        )
+        self._event_queue.at(leaves_s + self._simulator.message_delay_s(self._random), deliver)

@@ -264,11 +264,17 @@ def test_network_policies_allow_only_workers_and_frontends_to_join_and_only_at_l
     assert by_port == {"metrics": monitoring}
     frontend = find(base, "NetworkPolicy", "multiworld-frontend")["spec"]
     by_port = {rule["ports"][0]["port"]: rule.get("from") for rule in frontend["ingress"]}
+    fetching = [selected(base, each["podSelector"]["matchLabels"]) for each in by_port.pop(8004)]
+    assert fetching == [{"multiworld-worker"}]
     assert by_port == {"http": None, "metrics": monitoring}, "HTTP is open"
     worker = find(base, "NetworkPolicy", "multiworld-worker")["spec"]
     assert worker["policyTypes"] == ["Ingress", "Egress"]
-    assert [port["port"] for rule in worker["ingress"] for port in rule["ports"]] == ["metrics"]
-    joins = worker["egress"][0]
+    assert [port["port"] for rule in worker["ingress"] for port in rule["ports"]] == [8004, "metrics"]
+    joins, fetches = worker["egress"][:2]
+    for rule in (worker["ingress"][0]["from"], fetches["to"]):
+        peers = [selected(base, each["podSelector"]["matchLabels"]) for each in rule]
+        assert peers == [{"multiworld-worker"}, {"multiworld-frontend"}]
+    assert [each.edge_port for each in settings()[1:]] == [8004, 8004]
     assert selected(base, joins["to"][0]["podSelector"]["matchLabels"]) == {"multiworld-leader"}
     assert [port["port"] for port in joins["ports"]] == [settings()[0].join_port]
 

@@ -19,12 +19,14 @@ from multiworld_serving.common.wire import (
     Channel,
     JoinOffer,
     JoinRequest,
+    LostInput,
     Message,
     MessageKind,
     StageAssignment,
 )
 from multiworld_serving.models import StageSpec, Tuning, load_model, reference_stage
-from multiworld_serving.server.replicas.worker_link import LinkEndedError, SelfTestError, SlotId, WorkerLink
+from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
@@ -53,6 +55,7 @@ class Heard:
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -67,6 +70,9 @@ class Heard:
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         self.failures.put_nowait((message.batch, message.text()))
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        self.lost.put_nowait((message.batch, LostInput.parse(message)))
 
     def on_leaving(self, link: WorkerLink) -> None:
         self.leaving.set()
@@ -320,7 +326,7 @@ async def take_order(channel: Channel) -> None:
 async def fetch(channel: Channel, message: Message) -> None:
     """Ask for the weights of this assignment."""
     stage = StageSpec.from_json(StageAssignment.from_json(message.text()).spec).index
-    await channel.send(Message(MessageKind.FETCH, stage=stage, version=message.version))
+    await channel.send(Message(MessageKind.FETCH_WEIGHTS, stage=stage, version=message.version))
 
 
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:

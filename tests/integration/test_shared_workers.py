@@ -14,7 +14,8 @@ from torch import Tensor
 from multiworld import Cause, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinRequest, Message
 from multiworld_serving.models import load_model
-from multiworld_serving.server.replicas.worker_link import SlotId, WorkerLink
+from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine
@@ -91,6 +92,9 @@ class LeaderSide:
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         raise AssertionError(message.text())
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        raise AssertionError("no edges are used here")
 
     def on_busy(self, link: WorkerLink) -> None:
         self.busy.set()

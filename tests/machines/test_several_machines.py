@@ -110,13 +110,19 @@ def sockets(host: Host, *options: str) -> list[list[str]]:
     return [line.split() for line in host.run("ss", "-tnH", *options).splitlines()]
 
 
-def test_worker_needs_only_the_leaders_address_and_the_token_and_listens_nowhere(site: Site) -> None:
+def test_worker_needs_only_the_leaders_address_and_the_token_and_listens_only_for_edges(site: Site) -> None:
     host = site.hosts["victim"]
-    assert not sockets(host, "-l"), "a worker does not listen"
-    peers = {columns[4] for columns in sockets(host)}
-    assert peers == {f"{LEADER}:{site.port}"}
-    assert len(sockets(site.leader, "-l")) == 3, "HTTP, metrics and the join port"
     assert answers(site.service) == [200, 200, 200]
+    (listening,) = sockets(host, "-l")
+    own = listening[3].rpartition(":")[0]
+    assert own == "10.90.0.12", "it listens for edges, on the address with which it reaches the leader"
+    peers = {columns[4] for columns in sockets(host)}
+    assert f"{LEADER}:{site.port}" in peers
+    assert {peer.rpartition(":")[0] for peer in peers} == {LEADER}
+    assert len(sockets(site.leader, "-l")) == 4, "HTTP, metrics, the join port, and edges to the frontend"
+    with site.worker(host, "closed", "--edges", "relay"):
+        assert len(sockets(host, "-l")) == 1, "without edges it listens nowhere"
+        assert answers(site.service) == [200, 200, 200]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
+    BatchFailed,
     Event,
+    InputLost,
     ReplicaLost,
     RequestCancelled,
     Scheduler,
@@ -56,6 +58,34 @@ class LosesBatchesOfDoubleFaults(Scheduler):
                     self._state.hedging.unwatch(attempt)
                 replica.in_flight.clear()
             broke_s[replica.pool.stage] = now_s
+        return super().handle(event, now_s)
+
+
+class ForgetsHolders(Scheduler):
+    """Sends a waiting batch whose input was lost with the replica that kept it."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, ReplicaLost) and (replica := self._state.table.replicas.get(event.replica)):
+            for batch in list(replica.held.values()):
+                batch.hold_at(None)
+        return super().handle(event, now_s)
+
+
+class RetriesLostInputs(Scheduler):
+    """Treats a lost input as an exception of the stage: the batch goes to another replica, with the same input."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, InputLost):
+            event = BatchFailed(event.batch, event.replica, "no input")
+        return super().handle(event, now_s)
+
+
+class ForgetsLostInputs(Scheduler):
+    """Lets the outputs of a request that lost an input stay at replicas again."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        for request in self._state.backlog.requests.values():
+            request.inputs_lost = 0
         return super().handle(event, now_s)
 
 

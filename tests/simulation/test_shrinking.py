@@ -32,6 +32,9 @@ BUGS = (
     Bug(planted.ComputesForNobody, "everything", 3, 0),
     Bug(planted.MissesDeadlines, "overload-with-short-deadlines", 4, 0),
     Bug(planted.LosesBatchesOfDoubleFaults, "everything", 8, 2),
+    Bug(planted.ForgetsHolders, "holders-killed", 20, 1),
+    Bug(planted.RetriesLostInputs, "edges-cut", 6, 1),
+    Bug(planted.ForgetsLostInputs, "edges-cut", 6, 1),
 )
 
 

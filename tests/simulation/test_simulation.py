@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from multiworld_serving.server.scheduling.scheduler import Answer, SchedulerConfig
 from multiworld_serving.testing.simulation.case import Case, check_coverage, check_outcomes
 from multiworld_serving.testing.simulation.scenarios import SCENARIOS, Fault, Load, Scenario, Tail
 from multiworld_serving.testing.simulation.simulator import Simulator
@@ -25,6 +26,34 @@ def test_scheduler_keeps_its_invariants_under_random_faults(scenario: Scenario, 
             f"seed {sim_seed}, event {simulator.events}, t={simulator.event_queue.now_s:.6f} s\n{case.commands(sim_events)}"
         )
         raise
+
+
+def test_requests_are_answered_and_goodput_recovers_when_all_edges_between_workers_are_cut() -> None:
+    scenario = Scenario(
+        name="cut", config=SchedulerConfig(num_stages=2), edges=True, load="closed", timeout_s=(20.0, 30.0)
+    )
+    simulator = Simulator(scenario, 1)
+    simulator.trace = []
+    answered: list[int] = []
+
+    def cut() -> None:
+        for one in simulator.workers:
+            for other in simulator.workers:
+                simulator.data_plane.cut(one, other, 5.0)
+
+    simulator.event_queue.at(5.0, cut)
+    for at_s in (1.0, 5.0, 6.0, 10.0, 11.0, 15.0):
+        simulator.event_queue.at(
+            at_s, lambda: answered.append(sum(outcome == "answered" for outcome in simulator.outcomes.values()))
+        )
+    simulator.run(30_000)
+    check_outcomes(simulator)
+    assert len(answered) == 6, "the run is too short"
+    before, during, after = (answered[index + 1] - answered[index] for index in (0, 2, 4))
+    assert during > 0.05 * before, "the outputs are sent through the leader"
+    assert after > 0.9 * before
+    answers = [action for _, _, actions in simulator.trace for action in actions if isinstance(action, Answer)]
+    assert max(answer.attempts for answer in answers) == 2, "a request loses one output at most"
 
 
 def test_scenarios_cover_every_event() -> None:

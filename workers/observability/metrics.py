@@ -8,8 +8,9 @@ from typing import Literal, get_args
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
 
-Outcome = Literal["answered", "failed", "discarded"]
-"""Outcome of a batch: computed and sent, its stage raised, or its world ended before the result was sent."""
+Outcome = Literal["answered", "failed", "input_lost", "discarded"]
+"""Outcome of a batch: computed and sent or kept, its stage raised, its input could not be fetched, or its world ended before its result
+was sent."""
 _OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 # Bucket bounds in seconds, equal to the leader's multiworld_stage_duration_seconds so that both can be compared.
@@ -31,22 +32,20 @@ class WorkerMetrics(ProgramMetrics):
     def __init__(self, build: dict[str, str] | None = None) -> None:
         super().__init__(build)
         self._stages: set[int] = set()
-        self._batches = self._counter(
+        self._batches = self.counter(
             "worker_batches", "Batches finished at this worker, by outcome.", ("stage", "outcome")
         )
-        self._compute = self._histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
-        self._busy = self._gauge("worker_busy", "1 while the worker computes, for any leader.").labels()
-        self._loaded = self._gauge(
+        self._compute = self.histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
+        self._busy = self.gauge("worker_busy", "1 while the worker computes, for any leader.").labels()
+        self._loaded = self.gauge(
             "worker_stages_loaded", "Stages in the memory of this worker, each counted once for all leaders."
         ).labels()
-        self._leaders = self._gauge(
-            "worker_leaders_connected", "Leaders that this worker is connected to now."
-        ).labels()
-        self._joined = self._counter("worker_worlds_joined", "Worlds that this worker joined.").labels()
-        self._ended = self._counter("worker_worlds_ended", "Worlds of this worker that ended, by cause.", ("cause",))
+        self._leaders = self.gauge("worker_leaders_connected", "Leaders that this worker is connected to now.").labels()
+        self._joined = self.counter("worker_worlds_joined", "Worlds that this worker joined.").labels()
+        self._ended = self.counter("worker_worlds_ended", "Worlds of this worker that ended, by cause.", ("cause",))
         for cause in Cause:  # a series that is created by its first event has no increase()
             self._ended.labels(cause.value)
-        self._gpu = {name: self._gauge(name, says, ("device",)) for name, says in GPU_READINGS.items()}
+        self._gpu = {name: self.gauge(name, says, ("device",)) for name, says in GPU_READINGS.items()}
 
     def stage_loaded(self, stage: int) -> None:
         """Create the series of this stage, so that they start at 0."""

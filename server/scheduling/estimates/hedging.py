@@ -53,7 +53,7 @@ class Hedging:
         return True
 
     def _late_after_s(self, attempt: Attempt) -> float | None:
-        if self._factor is None or attempt.batch.isolated:
+        if self._factor is None or attempt.batch.isolated or attempt.batch.input_lost:
             return None
         p95_s = self._times.p95_s(attempt)
         return None if p95_s is None else max(self._floor_s, p95_s * self._factor)

@@ -6,6 +6,7 @@
 from multiworld_serving.testing.chaos.faults import (  # noqa: F401 - they declare faults
     on_clients,
     on_containers,
+    on_edges,
     on_leaders,
     on_workers,
 )

@@ -18,6 +18,9 @@
    A drained link is closed when it is empty.
 9. The scheduler is work-conserving: no batch and no due request waits while a replica that could take it has room.
 10. Refusals are correct: the condition of each reason holds in the model.
+11. An input that is lost (its holder was removed, or a replica could not get it) is never sent again, and its requests start again, at
+   most `max_attempts` times. From then on their outputs do not stay at a replica. A drained link that keeps an input is not closed.
+   Each batch has at most one kept input, so the limit of 4. bounds the outputs that are kept.
 
 The checker maintains its own `ReferenceModel` from events and actions. Of the scheduler it reads only public properties, to compare
 them with the model. Unknown causes of broken links and unknown reasons of refusals pass: case.py checks which the scenario allows.
@@ -34,6 +37,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     Event,
     FailReplica,
     FreeBatch,
+    InputLost,
     KeepOutput,
     Reject,
     ReleaseReplica,
@@ -51,6 +55,7 @@ from multiworld_serving.testing.simulation.invariants.reference_model import (
     ReferenceModel,
     RequestEntry,
 )
+from multiworld_serving.testing.simulation.invariants.send_checker import SendChecker
 
 
 class Checker:
@@ -61,9 +66,7 @@ class Checker:
         self._config = scheduler.config
         self._model = ReferenceModel(scheduler.config)
         self._draining = False
-        self._last_number_batched = 0
-        self._rows_sent = 0
-        self._hedge_rows_sent = 0
+        self._sends = SendChecker(self._model, self._config)
         self._waiting_before = self._open_before = 0
 
     def check(self, event: Event, actions: list[Action], now_s: float, wakeup_s: float | None) -> None:
@@ -114,12 +117,16 @@ class Checker:
                     self._lose_link(link, blames=event.cause != "left")
             case BatchDone():
                 self._returned = model.return_copy(event.batch, event.replica, now_s)
-            case BatchFailed():
+            case BatchFailed() | InputLost():
                 self._apply_batch_failure(event)
             case Drain():
                 self._draining = True
 
-    def _apply_batch_failure(self, event: BatchFailed) -> None:
+    def _apply_batch_failure(self, event: BatchFailed | InputLost) -> None:
+        if isinstance(event, InputLost):
+            if (batch := self._model.return_copy(event.batch, event.replica, self._now_s)) is not None:
+                self._model.lose_input(batch)
+            return
         link = self._model.links.get(event.replica)
         if link is not None and event.batch in link.in_flight:
             link.failures += 1
@@ -155,7 +162,7 @@ class Checker:
     def _check_action(self, action: Action) -> None:
         match action:
             case SendBatch():
-                self._check_send(action)
+                self._sends.check(action, self._now_s)
             case KeepOutput():
                 self._check_keep_output(action)
             case Answer():
@@ -170,6 +177,7 @@ class Checker:
                 link = self._model.links[action.replica]
                 assert link.draining
                 assert not link.in_flight, "closed a link with batches in flight"
+                assert not link.held, "closed a link that keeps the input of a batch"
                 self._model.remove_link(link, self._now_s)
 
     def _check_break(self, action: FailReplica) -> None:
@@ -183,86 +191,11 @@ class Checker:
             assert link.failures, "broke a link for errors that did not occur"
         self._lose_link(link, blames=action.cause != "left")
 
-    def _check_send(self, action: SendBatch) -> None:
-        link = self._model.links.get(action.replica)
-        assert link is not None, "sent over an unknown link"
-        assert not link.draining, "sent over a draining link"
-        assert link.stage == action.stage, "sent to the wrong stage"
-        assert link.version == action.version, "sent to the wrong version"
-        assert len(link.in_flight) < self._config.window, "window exceeded"
-        assert not link.suspects, "sent over a link that carries a suspect"
-        batch = self._model.batches.get(action.batch) or self._check_new_batch(action)
-        assert tuple(request.id for request in batch.requests) == action.requests, "the requests of a batch changed"
-        assert (batch.version, batch.stage, batch.isolated) == (action.version, action.stage, action.isolated)
-        assert batch.open, "sent a batch without open requests"
-        assert not batch.isolated or not link.in_flight, "a suspect must be alone on its link"
-        self._check_kind(action, batch)
-        self._check_least_loaded(batch, link, action)
-        self._check_reroutes_go_first(action, batch)
-        self._model.send(batch, link, self._now_s)
-
-    def _check_new_batch(self, action: SendBatch) -> BatchEntry:
-        assert action.batch > self._model.newest_batch, "a batch id was reused"
-        assert action.kind == "first"
-        assert action.stage == 0
-        assert 1 <= len(action.requests) <= self._config.max_batch_size
-        assert action.version == self._model.current_version(), "a new batch is not of the current version"
-        requests = tuple(self._model.requests[request] for request in action.requests)
-        assert all(request.batch is None for request in requests), "a request in two batches"
-        assert all(request.deadline_s > self._now_s for request in requests), "sent after the deadline"
-        for request in requests:
-            if not request.was_batched:
-                assert request.number > self._last_number_batched, "not in order of arrival"
-                self._last_number_batched = request.number
-        if action.isolated:
-            assert len(requests) == 1, "a suspect must be alone in its batch"
-            assert requests[0].suspect, "isolated a request that is not a suspect"
-        return self._model.open_batch(action, requests)
-
-    def _check_kind(self, action: SendBatch, batch: BatchEntry) -> None:
-        rows = len(batch.requests)
-        if action.kind == "hedge":
-            assert batch.copies, "a hedge without a first copy"
-            assert len(batch.copies) < 2, "hedged twice"
-            assert action.replica not in batch.copies, "hedged over the same link"
-            assert not batch.isolated, "hedged a suspect"
-            self._hedge_rows_sent += rows
-            budget = self._config.hedge_budget * self._rows_sent
-            assert self._hedge_rows_sent <= budget + 1e-6, "hedge budget exceeded"
-            return
-        self._rows_sent += rows
-        assert not batch.copies, "sent again while a copy is in flight"
-        if action.kind == "first":
-            assert not batch.sent, "sent twice as first"
-        elif action.kind == "reroute":
-            assert batch.lost, "rerouted without a loss"
-        else:
-            assert batch.failed_on is not None, "retried without a failure"
-            assert batch.failed_on != action.replica, "retried on the link where it failed"
-            batch.retries += 1
-            assert batch.retries == 1, "retried more than once"
-
-    def _check_least_loaded(self, batch: BatchEntry, link: LinkEntry, action: SendBatch) -> None:
-        if self._model.has_suspects():
-            return  # a link may be reserved for a suspect, which the model does not track
-        window, elsewhere = self._config.window, batch.failed_on if action.kind == "retry" else None
-        for other in self._model.replicas(link.stage, link.version).values():
-            if other.rows < link.rows and len(other.in_flight) < window and other.id not in batch.copies:
-                assert other.id == elsewhere, "not the least loaded replica"
-
-    def _check_reroutes_go_first(self, action: SendBatch, batch: BatchEntry) -> None:
-        if action.kind != "first" or batch.isolated:
-            return
-        for other in self._model.not_in_flight.values():
-            # A batch that failed on this link and then lost another one waits for a third link and blocks no other batch.
-            rerouted = other.lost and not other.isolated and other.failed_on != action.replica
-            same_line = (other.stage, other.version) == (batch.stage, batch.version)
-            assert not (rerouted and same_line), f"batch {other.id} lost its link and waits behind a new batch"
-
     def _check_keep_output(self, action: KeepOutput) -> None:
         batch = self._use_output(action.batch, action.replica)
         assert action.stage == batch.stage + 1 < self._config.num_stages
-        self._model.advance(batch)
+        assert isinstance(self._event, BatchDone)
+        self._model.advance(batch, self._model.links[action.replica] if self._event.kept else None)
 
     def _check_answer(self, action: Answer) -> None:
         batch = self._use_output(action.batch, action.replica)
@@ -303,7 +236,10 @@ class Checker:
             case "deadline":
                 assert self._now_s >= request.deadline_s, "refused before the deadline"
             case "no_replica":
-                assert self._model.stage_is_lost(request, self._now_s), "refused before the recovery grace ended"
+                loses_inputs = request.inputs_lost + self._loses_input(request) >= self._config.max_attempts
+                assert loses_inputs or self._model.stage_is_lost(request, self._now_s), (
+                    "refused before the recovery grace ended"
+                )
             case "not_ready":
                 assert not self._model.was_complete
             case "draining":
@@ -318,6 +254,11 @@ class Checker:
                 assert self._returned is not None
                 assert self._returned.isolated, "refused for an error of a shared batch"
                 assert request.errors + request.worlds_broken >= 2, "refused at the first error"
+
+    @staticmethod
+    def _loses_input(request: RequestEntry) -> bool:
+        """Whether the request starts again now because the input of its batch is lost."""
+        return request.batch is not None and request.batch.input_lost
 
     # State after the actions.
 
@@ -349,7 +290,7 @@ class Checker:
             if in_flight_count:
                 silent_since_s = min(silent_since_s, link.silent_since_s)
             else:
-                assert not link.draining, "a drained link was not closed"
+                assert not link.draining or link.held, "a drained link was not closed"
         return silent_since_s
 
     def _check_wakeup(self, due_s: float) -> None:
@@ -376,6 +317,7 @@ class Checker:
         if self._suspects_present:
             return
         for batch in model.not_in_flight.values():
+            assert not batch.input_lost, f"batch {batch.id} waits without an input"
             replicas = model.replicas(batch.stage, batch.version)
             assert replicas or not model.complete_versions, f"batch {batch.id} is stranded"
             for link in replicas.values():

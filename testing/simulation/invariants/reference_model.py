@@ -26,6 +26,10 @@ class RequestEntry:
     worlds_broken: int = 0
     broke_alone: bool = False
     errors: int = 0
+    batches: int = 0
+    """In how many batches it has been."""
+    inputs_lost: int = 0
+    """How many of them ended because their input was lost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,8 @@ class LinkEntry:
     rows: int = 0
     suspects: int = 0
     """Isolated batches in flight."""
+    held: dict[int, BatchEntry] = field(default_factory=dict)
+    """Batches whose input it keeps."""
     failures: int = 0
     """Batches that raised on this link."""
     silent_since_s: float = 0.0
@@ -61,6 +67,9 @@ class BatchEntry:
     copies: set[str] = field(default_factory=set)
     """Links on which a copy is in flight whose result can be used."""
     path: list[str] = field(default_factory=list)
+    holder: LinkEntry | None = None
+    """The link that keeps its input."""
+    input_lost: bool = False
 
     def open_requests(self) -> list[RequestEntry]:
         return [request for request in self.requests if request.batch is self]
@@ -168,6 +177,8 @@ class ReferenceModel:
         self.isolated_in_flight -= link.suspects
         for batch in link.in_flight.values():
             self.drop_copy(batch, link.id)
+        for batch in list(link.held.values()):
+            self.lose_input(batch)
         self._links_changed()
 
     def replicas(self, stage: int, version: str) -> dict[str, LinkEntry]:
@@ -235,15 +246,29 @@ class ReferenceModel:
         if not batch.copies and batch.id in self.batches:
             self.not_in_flight[batch.id] = batch
 
-    def advance(self, batch: BatchEntry) -> None:
-        """Move a batch to the next stage and reset its state there."""
+    def advance(self, batch: BatchEntry, holder: LinkEntry | None) -> None:
+        """Move a batch to the next stage and reset its state there. `holder` keeps its input."""
+        self._hold(batch, holder)
+        batch.input_lost = False
         batch.stage += 1
         batch.sent, batch.lost, batch.failed_on, batch.retries = False, False, None, 0
         batch.copies.clear()
         self.not_in_flight[batch.id] = batch
 
+    def lose_input(self, batch: BatchEntry) -> None:
+        batch.input_lost = True
+        self._hold(batch, None)
+
+    def _hold(self, batch: BatchEntry, holder: LinkEntry | None) -> None:
+        if batch.holder is not None:
+            del batch.holder.held[batch.id]
+        if holder is not None:
+            holder.held[batch.id] = batch
+        batch.holder = holder
+
     def drop_batch(self, batch: BatchEntry) -> None:
         """Remove a batch; its open requests wait again."""
+        self._hold(batch, None)
         batch.copies.clear()
         del self.batches[batch.id]
         self.not_in_flight.pop(batch.id, None)
@@ -251,6 +276,7 @@ class ReferenceModel:
         self.isolated_batches -= batch.isolated
         for request in batch.open_requests():
             request.batch = None
+            request.inputs_lost += batch.input_lost
             self.waiting[request.id] = request
 
     # Queries.

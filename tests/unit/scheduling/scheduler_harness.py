@@ -11,6 +11,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     BatchDone,
     BatchFailed,
     Event,
+    InputLost,
     Reject,
     ReplicaDraining,
     ReplicaLost,
@@ -49,7 +50,7 @@ class SchedulerHarness:
     def handle(self, event: Event, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
         actions = self.scheduler.handle(event, self.now_s)
-        if isinstance(event, BatchDone | BatchFailed):
+        if isinstance(event, BatchDone | BatchFailed | InputLost):
             self.in_flight.pop((event.batch, event.replica), None)
         elif isinstance(event, ReplicaLost):
             self.in_flight = {key: send for key, send in self.in_flight.items() if send.replica != event.replica}
@@ -71,8 +72,11 @@ class SchedulerHarness:
     def ready(self, link: str, stage: int = 0, version: str = "v1") -> list[Action]:
         return self.handle(ReplicaReady(link, stage, version))
 
-    def done(self, send: SendBatch, after_s: float = 0.0) -> list[Action]:
-        return self.handle(BatchDone(send.batch, send.replica), after_s)
+    def done(self, send: SendBatch, after_s: float = 0.0, *, kept: bool = False) -> list[Action]:
+        return self.handle(BatchDone(send.batch, send.replica, kept=kept), after_s)
+
+    def input_lost(self, send: SendBatch) -> list[Action]:
+        return self.handle(InputLost(send.batch, send.replica))
 
     def failed(self, send: SendBatch, error: str = "ValueError: no") -> list[Action]:
         return self.handle(BatchFailed(send.batch, send.replica, error))

@@ -11,12 +11,13 @@ from pydantic import SecretStr
 from torch import Tensor
 
 from multiworld_serving.common.metrics import guarded
-from multiworld_serving.common.wire import Message, MessageKind
+from multiworld_serving.common.wire import JoinRequest, Message, MessageKind
 from multiworld_serving.server.errors import StageError
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.predictor import Prediction
-from multiworld_serving.server.replicas.worker_link import SlotId
+from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import BatchDone, ReplicaLost, ReplicaReady, RequestArrived
 from multiworld_serving.server.settings import ServeSettings
 
@@ -32,6 +33,8 @@ class Line:
     stage: int = 0
     state: str = "ready"
     generation: int = 1
+    worker: str = "w"
+    request: JoinRequest = field(default_factory=lambda: JoinRequest("w", "cpu", "here", 1))
     sent: asyncio.Queue[tuple[int, Tensor]] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,8 @@ from pydantic import SecretStr
 
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.driver import DriverContext, SchedulerDriver
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.scheduling.actions import Action, Reject
 from multiworld_serving.server.settings import ServeSettings
 

@@ -26,6 +26,7 @@ from multiworld_serving.server.frontends.messages import (
     parse_image,
     parse_model,
     parse_prediction,
+    parse_probabilities,
     parse_rejection,
     prediction_fields,
     prediction_payload,
@@ -317,7 +318,7 @@ async def test_largest_image_fits_into_a_frame() -> None:
 def test_predictions_images_and_models_round_trip() -> None:
     answer = Prediction(torch.rand(1000), "m", "v", 0.1, 0.2, 0.3, 2, ("s0.r1", "s1.r0"), 4, 3)
     [frame] = decode(memoryview(encode(FrameKind.PREDICTION, 1, prediction_fields(answer), prediction_payload(answer))))
-    again = parse_prediction(frame.fields, frame.payload)
+    again = parse_prediction(frame.fields, parse_probabilities(frame.payload))
     assert torch.equal(again.probabilities, answer.probabilities)
     assert prediction_fields(again) == prediction_fields(answer)
     image = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)

@@ -69,7 +69,9 @@ class FakeLeader:
         self.ahead: list[int] = []
         self.cancelled = 0
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+    async def predict(
+        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None
+    ) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))
         try:
             if self.proceed is not None:
@@ -381,7 +383,14 @@ async def test_frontend_of_another_model_is_disconnected() -> None:
 
 # -- requests ------------------------------------------------------------------------------------------------------------------
 
-FIELDS = {"request_id": "mine", "span": None, "timeout_s": 30.0}
+FIELDS = {
+    "request_id": "mine",
+    "span": None,
+    "timeout_s": 30.0,
+    "image": None,
+    "fetches": False,
+    "unreachable": None,
+}
 PIXELS = IMAGE.numpy().tobytes()
 
 

@@ -19,6 +19,8 @@ NAMES = {
     "multiworld_queue_duration_seconds": ("histogram", set()),
     "multiworld_batch_size": ("histogram", set()),
     "multiworld_stage_duration_seconds": ("histogram", {"stage", "replica", "phase"}),
+    "multiworld_inputs_lost_total": ("counter", set()),
+    "multiworld_relayed_bytes_total": ("counter", {"sender"}),
     "multiworld_link_bytes_total": ("counter", {"stage", "replica", "direction"}),
     "multiworld_replica_in_flight": ("gauge", {"stage", "replica"}),
     "multiworld_spares": ("gauge", set()),

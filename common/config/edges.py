@@ -1,0 +1,70 @@
+"""The settings of data edges, which workers and frontends share."""
+
+from typing import Literal
+
+from pydantic import SecretStr, field_validator
+
+from multiworld_serving.common.config.addresses import parse_address
+from multiworld_serving.common.config.settings import Settings, setting
+
+
+class EdgeSettings(Settings):
+    """How tensors reach a process and leave it."""
+
+    edges: Literal["auto", "relay"] = setting(
+        "auto",
+        "Network",
+        "auto sends tensors directly from the process that has them to the one that needs them, and through a leader only if that "
+        "fails; relay sends all tensors through the leaders.",
+    )
+    edge_memory: int = setting(
+        1 << 30,
+        "Limits",
+        "Maximum bytes of tensors that a process keeps for others to fetch; above it, tensors go through a leader.",
+        ge=0,
+        le=1 << 44,
+    )
+    advertise_edge: str | None = setting(
+        None,
+        "Network",
+        "Address at which other processes fetch tensors: HOST, or HOST:PORT if the port differs too; by default the local address "
+        "of the connection to the first leader.",
+        allowed="HOST or HOST:PORT, such as worker-1.example or 203.0.113.7:9002",
+    )
+
+    @field_validator("advertise_edge")
+    @classmethod
+    def _advertised_edge_is_an_address(cls, host: str | None) -> str | None:
+        if host is not None:
+            parse_address(host, default_port=1)
+        return host
+
+
+class EdgePortSettings(EdgeSettings):
+    """The same, of one process."""
+
+    edge_port: int = setting(
+        0,
+        "Network",
+        "Port at which other processes of the service fetch tensors; 0 selects a free one.",
+        ge=0,
+        le=65535,
+    )
+    edge_token: SecretStr | None = setting(
+        None,
+        "Access",
+        "Secret of edges, if it is not the one with which this process joins.",
+        in_argv=False,
+        hidden=True,
+    )
+
+    @property
+    def edge_secrets(self) -> tuple[bytes, ...]:
+        """The secret with which this process opens edges, then all that it accepts. Raises SettingsError.
+
+        It is the configured token if there is one, also for processes of `multiworld serve` that join with a secret of their own, because
+        workers on other machines know only that token.
+        """
+        own = (self.secret,) if self.edge_token is None else (self.edge_token.get_secret_value().encode(),)
+        shared = own if self.edge_token is not None else self.secrets or own
+        return tuple(dict.fromkeys((*shared, *self.secrets, *own)))

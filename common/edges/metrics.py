@@ -1,0 +1,73 @@
+"""Metrics of the data edges of one process."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from multiworld_serving.common.metrics import ProgramMetrics
+
+FetchOutcome = Literal["fetched", "gone", "unreachable"]
+"""gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
+_OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
+TRANSPORT = "tcp"
+"""The transport of all edges."""
+
+_FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class EdgeMetrics:
+    """Defines the series of edges in the metrics of a program. Thread-safe.
+
+    Args:
+        program: the metrics of the process.
+    """
+
+    def __init__(self, program: ProgramMetrics) -> None:
+        self._bytes = program.counter(
+            "edge_bytes", "Bytes of tensors that went over edges, by direction.", ("direction", "transport")
+        )
+        self._fetches = program.counter("edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
+        self._fetch_s = program.histogram(
+            "edge_fetch_seconds", "Time of a successful fetch, with opening the edge if needed.", _FETCH_S
+        ).labels()
+        self._open = program.gauge("edges_open", "Edges that are open now, by direction.", ("direction",))
+        self._retained = program.gauge("edge_retained_bytes", "Bytes of tensors kept for others to fetch.").labels()
+        self._budget = program.gauge("edge_budget_bytes", "Most bytes of tensors kept: --edge-memory.").labels()
+        self._exceeded = program.counter(
+            "edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
+        ).labels()
+        for direction in ("sent", "received"):
+            self._bytes.labels(direction, TRANSPORT)
+            self._open.labels(direction)
+        for outcome in _OUTCOMES:
+            self._fetches.labels(outcome)
+
+    def sent(self, nbytes: int) -> None:
+        """A tensor of this size was sent to a consumer."""
+        self._bytes.labels("sent", TRANSPORT).inc(nbytes)
+
+    def fetched(self, nbytes: int, seconds: float) -> None:
+        """A tensor of this size was fetched."""
+        self._bytes.labels("received", TRANSPORT).inc(nbytes)
+        self._fetches.labels("fetched").inc()
+        self._fetch_s.observe(seconds)
+
+    def failed(self, outcome: FetchOutcome) -> None:
+        """A fetch failed."""
+        self._fetches.labels(outcome).inc()
+
+    def opened(self, direction: Literal["sent", "received"], more: int) -> None:
+        """Change the number of open edges: 1 or -1."""
+        self._open.labels(direction).inc(more)
+
+    def retained(self, nbytes: int) -> None:
+        """Set the bytes that are kept."""
+        self._retained.set(nbytes)
+
+    def budget(self, nbytes: int) -> None:
+        """Set the budget."""
+        self._budget.set(nbytes)
+
+    def budget_exceeded(self) -> None:
+        """A tensor was not kept because the budget is used up."""
+        self._exceeded.inc()

@@ -1,0 +1,307 @@
+"""The consumer's end of edges: opens an edge when a tensor is first needed, reuses it, and closes it when it is idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multiworld import AskError, World, WorldError, WorldManager, ask
+from multiworld_serving.common.config.addresses import parse_address
+from multiworld_serving.common.edges.metrics import EdgeMetrics
+from multiworld_serving.common.wire import (
+    MAX_FETCH_ROWS,
+    WORLD_BACKEND,
+    Channel,
+    EdgeJoinRequest,
+    Header,
+    JoinOffer,
+    Message,
+    MessageKind,
+    RowRef,
+    WireError,
+    row_refs_tensor,
+)
+
+logger = logging.getLogger(__name__)
+
+_PRODUCER_RANK = 0
+_OPEN_S = 2.0
+"""Longest time for opening an edge."""
+_FETCH_S = 4.0
+"""Longest time for one transfer over an open edge. A frozen producer is noticed earlier, by its heartbeats."""
+_TOTAL_S = 6.0
+"""Longest time for a fetch. Shorter than the leader's `hang_timeout_s`, so that a consumer is not blamed for a slow producer."""
+_PAUSE_S = 1.0
+"""After an edge could not be opened, fetches fail at once for this long, so that not every batch waits for the same producer."""
+_IDLE_S = 60.0
+"""An edge without fetches for this long is closed."""
+_MAX_QUEUED = 4096
+"""Fetches that wait for one producer."""
+
+
+class EdgeError(Exception):
+    """A tensor could not be fetched."""
+
+
+class HolderUnreachableError(EdgeError):
+    """No edge to the producer could be opened, or it broke."""
+
+
+class _EdgeBrokenError(HolderUnreachableError):
+    """An open edge broke. A new one may work."""
+
+
+class TensorGoneError(EdgeError):
+    """The producer does not have the tensor any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A fetch that waits. `shape` is that of the result."""
+
+    refs: Sequence[RowRef]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    take: bool
+    future: asyncio.Future[Tensor]
+
+    def joins(self, other: _Fetch) -> bool:
+        """Whether both can be one message."""
+        return (self.dtype, self.shape[1:], self.take) == (other.dtype, other.shape[1:], other.take)
+
+
+class EdgePool:
+    """All edges on which this process fetches. Fetches that wait for the same producer share a message if their rows have the same form.
+
+    Args:
+        consumer: name of this process, for the producer's log.
+        manager: hosts the worlds.
+        bind_host: local address of the connections; empty lets the kernel choose. The manager must have the same.
+    """
+
+    def __init__(
+        self, consumer: str, manager: WorldManager, secret: bytes, metrics: EdgeMetrics, bind_host: str = ""
+    ) -> None:
+        self._consumer = consumer
+        self._manager = manager
+        self._secret = secret
+        self._metrics = metrics
+        self._bind_host = bind_host
+        self._edges: dict[str, _Edge] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+        """By producer: until when fetches fail at once, and why."""
+
+    async def close(self) -> None:
+        """End all edges. Waiting fetches raise."""
+        tasks = [edge.task for edge in self._edges.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def fetch(
+        self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool = False
+    ) -> Tensor:
+        """Fetch rows of tensors of one producer, concatenated.
+
+        Args:
+            holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
+            refs: at most 1024.
+            shape: of the result: [rows, *sample shape].
+            take: these rows are needed by nobody else; the producer may free them.
+        If the edge breaks, the fetch is repeated once over a new one.
+        Raises:
+            HolderUnreachableError, TensorGoneError: other producers are not affected.
+        Cancelling does not end the edge.
+        """
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(_TOTAL_S):
+                try:
+                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+                except _EdgeBrokenError:
+                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+        except TimeoutError:
+            self._metrics.failed("unreachable")
+            raise HolderUnreachableError(f"{holder} did not send it within {_TOTAL_S:g} s") from None
+        except TensorGoneError:
+            self._metrics.failed("gone")
+            raise
+        except HolderUnreachableError:
+            self._metrics.failed("unreachable")
+            raise
+        self._metrics.fetched(tensor.nbytes, time.monotonic() - began_s)
+        return tensor
+
+    async def _fetch(
+        self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
+    ) -> Tensor:
+        """Fetch over the edge to the producer; opens it if there is none. Raises HolderUnreachableError, TensorGoneError."""
+        failed = self._failed.get(holder)
+        if failed is not None and time.monotonic() < failed[0]:
+            raise HolderUnreachableError(failed[1])
+        edge = self._edges.get(holder)
+        if edge is None:
+            edge = self._edges[holder] = _Edge(self, holder)
+        fetch = _Fetch(refs, dtype, shape, take, asyncio.get_running_loop().create_future())
+        edge.add(fetch)
+        return await fetch.future
+
+    async def open(self, holder: str) -> World:
+        """Join a new world with the producer. Raises HolderUnreachableError."""
+        try:
+            location, _, incarnation = holder.rpartition("/")
+            address = parse_address(location)
+            request = EdgeJoinRequest(self._consumer, incarnation)
+            async with asyncio.timeout(_OPEN_S):
+                answer = await ask(
+                    *(address.host, address.port, request.to_json()),
+                    secret=self._secret,
+                    timeout_s=_OPEN_S,
+                    bind_host=self._bind_host,
+                )
+                offer = JoinOffer.from_json(answer)
+                world = await self._manager.initialize_world(
+                    *(offer.world, 1, 2, WORLD_BACKEND),
+                    addr=address.host,
+                    port=address.port,
+                    generation=offer.generation,
+                    timeout=_OPEN_S,
+                )
+        except (AskError, PermissionError, WorldError, ValueError, OSError) as error:  # a TimeoutError is an OSError
+            detail = f"no edge to {holder}: {str(error) or type(error).__name__}"
+            self._fail_fast(holder, detail)
+            raise HolderUnreachableError(detail) from error
+        self._metrics.opened("received", 1)
+        return world
+
+    async def close_world(self, world: World) -> None:
+        """Close the world of an edge."""
+        self._metrics.opened("received", -1)
+        with contextlib.suppress(WorldError):
+            await self._manager.close_world(world.name)
+
+    def forget(self, edge: _Edge) -> None:
+        """The next fetch opens a new edge."""
+        if self._edges.get(edge.holder) is edge:
+            del self._edges[edge.holder]
+
+    def _fail_fast(self, holder: str, detail: str) -> None:
+        now_s = time.monotonic()
+        self._failed = {key: each for key, each in self._failed.items() if each[0] > now_s}
+        self._failed[holder] = now_s + _PAUSE_S, detail
+
+
+class _Edge:
+    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge is idle or broken."""
+
+    def __init__(self, pool: EdgePool, holder: str) -> None:
+        self.holder = holder
+        self._pool = pool
+        self._queue: deque[_Fetch] = deque()
+        self._current: list[_Fetch] = []
+        self._added = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
+        self.task = asyncio.create_task(self._run())
+
+    def add(self, fetch: _Fetch) -> None:
+        """Queue a fetch. Raises HolderUnreachableError if too many wait."""
+        if len(self._queue) >= _MAX_QUEUED:
+            raise HolderUnreachableError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
+        self._queue.append(fetch)
+        self._added.set()
+
+    async def _run(self) -> None:
+        reason: EdgeError = HolderUnreachableError("this process stops")
+        world: World | None = None
+        try:
+            world = await self._pool.open(self.holder)
+            await self._serve(Channel(world, _PRODUCER_RANK, self._check))
+        except EdgeError as error:
+            reason = error
+        except (WorldError, TimeoutError) as error:
+            reason = _EdgeBrokenError(f"the edge to {self.holder} broke: {str(error) or 'no answer in time'}")
+        except Exception as error:
+            logger.exception("the edge to %s failed", self.holder)
+            reason = HolderUnreachableError(f"the edge to {self.holder} failed: {type(error).__name__}")
+        finally:
+            self._pool.forget(self)
+            for fetch in (*self._current, *self._queue):
+                if not fetch.future.done():
+                    fetch.future.set_exception(type(reason)(str(reason)))
+            if world is not None:
+                await self._pool.close_world(world)
+
+    async def _serve(self, channel: Channel) -> None:
+        """Perform fetches until none came for `_IDLE_S`. Raises WorldError, TimeoutError."""
+        while True:
+            while self._queue:
+                self._current = self._next_fetches()
+                if self._current:
+                    await self._perform(channel, self._current)
+                self._current = []
+            self._added.clear()
+            try:
+                async with asyncio.timeout(_IDLE_S):
+                    await self._added.wait()
+            except TimeoutError:
+                return
+
+    def _next_fetches(self) -> list[_Fetch]:
+        """Take the first fetch of the queue, and those after it that can be in the same message."""
+        taken: list[_Fetch] = []
+        rows = 0
+        while self._queue:
+            fetch = self._queue[0]
+            if not fetch.future.done():
+                rows += len(fetch.refs)
+                if taken and (rows > MAX_FETCH_ROWS or not fetch.joins(taken[0])):
+                    break
+                taken.append(fetch)
+            self._queue.popleft()
+        return taken
+
+    async def _perform(self, channel: Channel, fetches: list[_Fetch]) -> None:
+        tensor = await self._exchange(channel, fetches)
+        if tensor is None and len(fetches) > 1:  # find out which one is gone
+            for fetch in fetches:
+                await self._perform(channel, [fetch])
+        elif tensor is None:
+            if not fetches[0].future.done():
+                fetches[0].future.set_exception(TensorGoneError(f"{self.holder} does not have it any more"))
+        else:
+            parts = (tensor,) if len(fetches) == 1 else torch.split(tensor, [fetch.shape[0] for fetch in fetches])
+            for fetch, part in zip(fetches, parts, strict=True):
+                if not fetch.future.done():
+                    fetch.future.set_result(part)
+
+    async def _exchange(self, channel: Channel, fetches: list[_Fetch]) -> Tensor | None:
+        """Fetch everything in one message; None if something of it is gone."""
+        first = fetches[0]
+        number = next(self._numbers)
+        shape = (sum(fetch.shape[0] for fetch in fetches), *first.shape[1:])
+        self._expected = (number, first.dtype, shape)
+        kind = MessageKind.TAKE if first.take else MessageKind.FETCH
+        refs = [ref for fetch in fetches for ref in fetch.refs]
+        async with asyncio.timeout(_FETCH_S):
+            await channel.send(Message(kind, number, row_refs_tensor(refs)))
+            return (await channel.receive()).payload
+
+    def _check(self, header: Header) -> None:
+        """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""
+        number, dtype, shape = self._expected
+        if header.batch != number or header.kind not in (MessageKind.TENSOR, MessageKind.GONE):
+            raise WireError(f"unexpected {header.kind.name} {header.batch} from a producer")
+        if header.kind is MessageKind.GONE:
+            header.require_no_payload()
+        else:
+            header.require_batch(dtype, shape[1:], shape[0], shape[0])

@@ -1,0 +1,127 @@
+"""The tensors that a process keeps for others to fetch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.common.edges.metrics import EdgeMetrics
+from multiworld_serving.common.wire import ALL_ROWS, RowRef
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A kept tensor.
+
+    Attributes:
+        taken: rows that were sent to their last consumer.
+        timer: frees the tensor.
+    """
+
+    tensor: Tensor
+    owner: object
+    taken: set[int] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+
+
+class TensorStore:
+    """Keeps tensors by id until they are released. Ids are never reused. Not thread-safe.
+
+    Args:
+        budget_bytes: most bytes kept at once.
+
+    Attributes:
+        used_bytes: bytes kept now.
+    """
+
+    def __init__(self, budget_bytes: int, metrics: EdgeMetrics) -> None:
+        self.used_bytes = 0
+        self._budget_bytes = budget_bytes
+        self._metrics = metrics
+        self._entries: dict[int, _Entry] = {}
+        self._owned: dict[object, set[int]] = {}
+        self._next = 1
+        metrics.budget(budget_bytes)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, owner: object, tensor: Tensor, *, expires_s: float | None = None) -> int | None:
+        """Keep a tensor on the CPU. The caller must not change it any more.
+
+        Args:
+            owner: for `drop_owner`.
+            expires_s: free it after this time, because nobody may tell when it is not needed any more.
+        Returns:
+            Its id; None if the budget is used up.
+        """
+        if self.used_bytes + tensor.nbytes > self._budget_bytes:
+            self._metrics.budget_exceeded()
+            return None
+        number, self._next = self._next, self._next + 1
+        self._entries[number] = _Entry(tensor, owner)
+        self._owned.setdefault(owner, set()).add(number)
+        self._count(tensor.nbytes)
+        if expires_s is not None:
+            self.expire(number, expires_s)
+        return number
+
+    def rows(self, refs: Sequence[RowRef]) -> Tensor | None:
+        """The referenced rows, concatenated; None if one of them is not here. A single reference is a view, not a copy."""
+        parts = []
+        for number, row in refs:
+            entry = self._entries.get(number)
+            if entry is None or not (row == ALL_ROWS or 0 <= row < len(entry.tensor)):
+                return None
+            parts.append(entry.tensor if row == ALL_ROWS else entry.tensor[row : row + 1])
+        first = parts[0]
+        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
+            return None
+        return first if len(parts) == 1 else torch.cat(parts)
+
+    def take(self, refs: Iterable[RowRef]) -> None:
+        """These rows were sent to their last consumer. A tensor is released when all of its rows are taken."""
+        for number, row in refs:
+            entry = self._entries.get(number)
+            if entry is None:
+                continue
+            entry.taken.update(range(len(entry.tensor)) if row == ALL_ROWS else (row,))
+            if len(entry.taken) >= len(entry.tensor):
+                self.release((number,))
+
+    def release(self, numbers: Iterable[int], owner: object = None) -> None:
+        """Free tensors. Unknown ids, and with `owner` those of other owners, are ignored."""
+        for number in numbers:
+            entry = self._entries.get(number)
+            if entry is None or (owner is not None and entry.owner is not owner):
+                continue
+            del self._entries[number]
+            owned = self._owned[entry.owner]
+            owned.discard(number)
+            if not owned:
+                del self._owned[entry.owner]
+            if entry.timer is not None:
+                entry.timer.cancel()
+            self._count(-entry.tensor.nbytes)
+
+    def expire(self, number: int, after_s: float) -> None:
+        """Free a tensor after this time."""
+        entry = self._entries.get(number)
+        if entry is None:
+            return
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.timer = asyncio.get_running_loop().call_later(after_s, self.release, (number,))
+
+    def drop_owner(self, owner: object, *, expiring: bool = True) -> None:
+        """Free the tensors of an owner; without `expiring` only those that do not expire by themselves."""
+        owned = tuple(self._owned.get(owner, ()))
+        self.release(number for number in owned if expiring or self._entries[number].timer is None)
+
+    def _count(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self._metrics.retained(self.used_bytes)

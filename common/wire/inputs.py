@@ -1,0 +1,192 @@
+"""References of tensors that stay where they were computed: in messages between leader and worker, and on edges.
+
+A batch whose input is not in the message is sent as INPUTS: where to fetch each row. Rows that only the leader has follow in the same
+message.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multiworld.texts import is_name
+from multiworld_serving.common.wire.join import MAX_HOLDER_CHARS
+from multiworld_serving.common.wire.message import MAX_TEXT_BYTES, Message, MessageKind, WireError, bytes_tensor
+
+ALL_ROWS = -1
+"""The row of a reference to a whole tensor."""
+MAX_FETCH_ROWS = 1024
+MAX_INPUTS_HEAD_BYTES = 4 * MAX_TEXT_BYTES
+"""Most bytes of an INPUTS message without relayed rows."""
+_HEAD = struct.Struct("!I")
+_ALIGNED_BYTES = 64
+"""Relayed rows start at a multiple of this."""
+MAX_RELEASED = 1024
+
+
+class RowRef(NamedTuple):
+    """A row of a tensor that a producer keeps.
+
+    Attributes:
+        tensor: its id at the producer.
+        row: or `ALL_ROWS`.
+    """
+
+    tensor: int
+    row: int
+
+
+def row_refs_tensor(refs: list[RowRef]) -> Tensor:
+    """References as the payload of FETCH: int64 [N, 2]."""
+    return torch.tensor(refs, dtype=torch.int64).view(len(refs), 2)
+
+
+def row_refs(payload: Tensor) -> list[RowRef]:
+    """The inverse of `row_refs_tensor`."""
+    return [RowRef(tensor, row) for tensor, row in payload.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a batch that one producer keeps.
+
+    Attributes:
+        holder: the producer: HOST:PORT/INCARNATION.
+        refs: their references, or a single one to a whole tensor.
+        at: their positions in the batch, ascending.
+    """
+
+    holder: str
+    refs: tuple[RowRef, ...]
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    """Where the rows of a batch are. Rows that appear nowhere belong to requests that have ended; they are zeros.
+
+    Attributes:
+        rows: number of rows of the batch.
+        relayed: the rows that are in this message, [len(relayed_at), *sample shape]; None if there are none.
+        keep: the output should stay at the worker (KEPT); otherwise it comes with the result.
+        expires_s: after how many seconds the worker frees a kept output by itself; 0: not at all.
+        release: ids of earlier outputs of the worker that are not needed any more.
+    """
+
+    rows: int
+    sources: tuple[Source, ...]
+    relayed: Tensor | None = None
+    relayed_at: tuple[int, ...] = ()
+    keep: bool = True
+    expires_s: float = 0.0
+    release: tuple[int, ...] = ()
+
+    def message(self, batch: int, stage: int, version: int) -> Message:
+        """The INPUTS message."""
+        sources = [[source.holder, source.refs, source.at] for source in self.sources]
+        fields = [self.rows, sources, self.relayed_at, self.keep, self.expires_s, self.release]
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        head = _HEAD.pack(len(text)) + text
+        head += b" " * (-len(head) % _ALIGNED_BYTES)
+        payload = bytes_tensor(head)
+        if self.relayed is not None:
+            payload = torch.cat((payload, self.relayed.contiguous().view(-1).view(torch.uint8)))
+        return Message(MessageKind.INPUTS, batch, payload, stage=stage, version=version)
+
+    @classmethod
+    def parse(cls, payload: Tensor, dtype: torch.dtype, sample_shape: tuple[int, ...], max_rows: int) -> BatchInputs:
+        """Decode the payload of INPUTS.
+
+        Args:
+            dtype, sample_shape: of the stage's input.
+        Raises:
+            WireError: it is invalid.
+        """
+        try:
+            data = payload.numpy().data
+            (length,) = _HEAD.unpack_from(data, 0)
+            if length > len(data) - _HEAD.size:
+                raise WireError(f"INPUTS: {length} bytes of text in a message of {len(data)}")
+            rows, sources, relayed_at, keep, expires_s, release = json.loads(
+                bytes(data[_HEAD.size : _HEAD.size + length])
+            )
+            found = cls(
+                _integer(rows),
+                tuple(_source(*source) for source in sources),
+                None,
+                tuple(map(_integer, relayed_at)),
+                bool(keep),
+                float(expires_s),
+                tuple(map(_integer, release)),
+            )
+            body = payload[_HEAD.size + length + -(_HEAD.size + length) % _ALIGNED_BYTES :]
+            if found.relayed_at:
+                relayed = body.view(dtype).view(len(found.relayed_at), *sample_shape)
+                found = cls(
+                    *(found.rows, found.sources, relayed, found.relayed_at, found.keep, found.expires_s, found.release)
+                )
+        except (ValueError, TypeError, RecursionError, RuntimeError, struct.error) as error:
+            raise WireError(f"INPUTS is invalid: {error!s:.200}") from error
+        found._check(max_rows)
+        return found
+
+    def _check(self, max_rows: int) -> None:
+        positions = [at for source in self.sources for at in source.at] + list(self.relayed_at)
+        if not 0 < self.rows <= max_rows:
+            raise WireError(f"INPUTS: {self.rows} rows; expected 1 to {max_rows}")
+        if len(set(positions)) < len(positions) or any(not 0 <= at < self.rows for at in positions):
+            raise WireError("INPUTS: the positions of its rows are invalid")
+        if not 0 <= self.expires_s <= 3600 or len(self.release) > MAX_RELEASED:
+            raise WireError("INPUTS: a number is out of bounds")
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected an integer, got {value!r:.60}")
+    return value
+
+
+def _source(holder: Any, refs: Any, at: Any) -> Source:
+    found = Source(
+        str(holder),
+        tuple(RowRef(_integer(tensor), _integer(row)) for tensor, row in refs),
+        tuple(map(_integer, at)),
+    )
+    whole = len(found.refs) == 1 and found.refs[0].row == ALL_ROWS
+    if not is_name(found.holder, MAX_HOLDER_CHARS) or not found.refs or not (whole or len(found.refs) == len(found.at)):
+        raise ValueError("a source has no holder, or not one reference for each row")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LostInput:
+    """Why a worker could not get the input of a batch.
+
+    Attributes:
+        holders: the producers that could not send their rows.
+        unreachable: those of them that this worker cannot reach; the others do not have the rows any more.
+        detail: for the log.
+    """
+
+    holders: tuple[str, ...]
+    unreachable: tuple[str, ...]
+    detail: str
+
+    def message(self, batch: int, stage: int, version: int) -> Message:
+        """The INPUT_LOST message."""
+        text = json.dumps([self.holders, self.unreachable, self.detail])
+        return Message.from_text(MessageKind.INPUT_LOST, text, batch=batch, stage=stage, version=version)
+
+    @classmethod
+    def parse(cls, message: Message) -> LostInput:
+        """Decode. Raises WireError."""
+        try:
+            holders, unreachable, detail = json.loads(message.text())
+            return cls(tuple(map(str, holders)), tuple(map(str, unreachable)), str(detail))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WireError(f"INPUT_LOST is invalid: {error!s:.200}") from error

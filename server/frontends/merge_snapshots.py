@@ -1,0 +1,53 @@
+"""The pipeline's snapshot from the states of several leaders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multiworld_serving.server.frontends.messages import LeaderState
+from multiworld_serving.server.predictor import LeaderSnapshot, PipelineSnapshot
+
+
+def snapshot_without_leaders(
+    last: PipelineSnapshot | None, leaders: tuple[LeaderSnapshot, ...], in_flight: int
+) -> PipelineSnapshot:
+    """The last snapshot, without workers and frontends, while no leader is connected."""
+    last = last or PipelineSnapshot("", "", False, False, 0.0, 0, 0, ())
+    stages = tuple(
+        replace(stage, replicas=tuple(replace(each, state="absent", worker=None) for each in stage.replicas))
+        for stage in last.stages
+    )
+    return replace(
+        last, ready=False, stages=stages, spares=(), frontends=(), leaders=leaders, requests_in_flight=in_flight
+    )
+
+
+def merged_snapshot(
+    best: LeaderState,
+    states: Sequence[LeaderState],
+    leaders: tuple[LeaderSnapshot, ...],
+    *,
+    ready: bool,
+    stopping: bool,
+) -> PipelineSnapshot:
+    """The pipeline as the leader of `best` sees it, with the sums of all leaders and all frontends.
+
+    Args:
+        ready, stopping: of this frontend.
+    """
+    frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
+    rerouted: dict[int, int] = {}
+    for state in states:
+        for stage in state.snapshot.stages:
+            rerouted[stage.index] = rerouted.get(stage.index, 0) + stage.rerouted
+    return replace(
+        best.snapshot,
+        stages=tuple(replace(stage, rerouted=rerouted[stage.index]) for stage in best.snapshot.stages),
+        ready=ready,
+        draining=stopping or best.snapshot.draining,
+        queue_depth=sum(state.snapshot.queue_depth for state in states),
+        requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
+        leaders=leaders,
+        frontends=tuple(frontends[name] for name in sorted(frontends)),
+    )

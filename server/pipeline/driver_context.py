@@ -1,0 +1,54 @@
+"""What the driver needs from the leader, and what it remembers of open requests and of batches in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multiworld_serving.server.pipeline.batch_traces import BatchTraces
+from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.scheduling.events import ReplicaId
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """A request whose caller waits for the outcome."""
+
+    future: asyncio.Future[Prediction]
+    request_id: str
+    arrived_s: float
+    fetcher: str | None
+    """The frontend that fetches the output itself; None: the leader needs it."""
+
+
+@dataclass(slots=True)
+class SentBatch:
+    """A batch in flight on one link."""
+
+    sent_s: float
+    stage: int
+    replica: ReplicaId
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What the driver needs from the leader. `after_event`, `traces` and the metrics must not raise: see `metrics.guarded`.
+
+    Attributes:
+        model: the name of the model.
+        number_of: returns the number of a version by its name.
+        find_link: returns the live link with this id.
+        on_released: called with the id of a draining replica that has no batches in flight any more.
+        after_event: called after every event.
+        traces: records the spans of traced requests; None if tracing is off.
+    """
+
+    model: str
+    number_of: Callable[[str], int]
+    find_link: Callable[[str], WorkerLink | None]
+    on_released: Callable[[str], None]
+    after_event: Callable[[], None]
+    traces: BatchTraces | None = None

@@ -1,0 +1,22 @@
+"""The scheduler's configuration from the settings of a leader."""
+
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.settings import LeaderSettings
+
+
+def scheduler_config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:
+    """The configuration of the scheduler."""
+    return SchedulerConfig(
+        num_stages=num_stages,
+        max_batch_size=settings.max_batch_size,
+        batch_timeout_s=settings.batch_timeout_s,
+        adaptive_batching=settings.batching == "adaptive",
+        window=settings.window,
+        queue_limit=settings.queue_limit,
+        recovery_grace_s=settings.recovery_grace_s,
+        max_attempts=settings.max_attempts,
+        hang_timeout_s=settings.hang_timeout_s,
+        hedge_factor=settings.hedge_factor or None,
+        hedge_floor_s=settings.hedge_floor_s,
+        hedge_budget=settings.hedge_budget,
+    )

@@ -1,0 +1,76 @@
+"""Faults on data edges: between the workers of two stages, and at the moments at which a tensor is on its way."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from multiworld_serving.testing.chaos.faults.context import FaultContext
+from multiworld_serving.testing.chaos.faults.fault import HOLD_S, fault
+from multiworld_serving.testing.chaos.system import network
+from multiworld_serving.testing.chaos.system.processes import Connection, Process
+
+
+def connections_between(one: Sequence[Connection], other: Sequence[Connection]) -> list[Connection]:
+    """Those of the first process's connections whose other end is the second process."""
+    ends = {(each.local_host, each.local_port, each.remote_host, each.remote_port) for each in other}
+    return [each for each in one if (each.remote_host, each.remote_port, each.local_host, each.local_port) in ends]
+
+
+def _edges(processes: Sequence[Process]) -> list[Connection]:
+    one, other = processes
+    return connections_between(one.connections(), other.connections())
+
+
+@fault(
+    "edge-reset",
+    "TCP connections between two workers are reset",
+    "two",
+    unavailable_reason=network.reset_unavailable_reason,
+)
+def _reset(context: FaultContext) -> None:
+    with context.processes() as processes:
+        network.destroy_connections(_edges(processes), processes[0].pid)
+
+
+@fault(
+    "edge-cut",
+    f"packets between two workers are dropped for {HOLD_S:g} s",
+    "two",
+    unavailable_reason=network.packet_loss_unavailable_reason,
+)
+def _cut(context: FaultContext) -> None:
+    with context.processes() as processes, network.drop_packets(_edges(processes), "both", processes[0].pid):
+        context.hold(HOLD_S)
+
+
+@fault(
+    "kill-holder",
+    "a worker stops for half the heartbeat timeout, and a worker of another stage, whose outputs it needs, gets SIGKILL",
+    "two",
+    causes=None,
+)
+def _kill_holder(context: FaultContext) -> None:
+    """Kill a worker while the batches that it has computed are on the way to a consumer that does not read."""
+    holder, consumer = sorted(context.targets, key=lambda target: target.stage)
+    with context.stopped([consumer]):
+        context.hold(context.heartbeat_timeout_s / 4)
+        context.signal(signal.SIGKILL, [holder])
+        context.hold(context.heartbeat_timeout_s / 4)
+    context.wait_broken([holder])
+
+
+@fault(
+    "kill-reader",
+    "a worker stops for half the heartbeat timeout, and a worker of another stage, which fetches from it, gets SIGKILL",
+    "two",
+    causes=None,
+)
+def _kill_reader(context: FaultContext) -> None:
+    """Kill a worker while it waits for tensors of a producer that does not send."""
+    holder, reader = sorted(context.targets, key=lambda target: target.stage)
+    with context.stopped([holder]):
+        context.hold(context.heartbeat_timeout_s / 4)
+        context.signal(signal.SIGKILL, [reader])
+        context.hold(context.heartbeat_timeout_s / 4)
+    context.wait_broken([reader])

@@ -1,0 +1,193 @@
+"""Two workers and a leader's links: the second worker fetches its input from the first one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from multiworld import Cause, WorldManager
+from multiworld_serving.common.edges import Edges
+from multiworld_serving.common.wire import (
+    ALL_ROWS,
+    WORLD_BACKEND,
+    BatchInputs,
+    JoinRequest,
+    Message,
+    MessageKind,
+    RowRef,
+    Source,
+)
+from multiworld_serving.models import load_model, reference_stage
+from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.session import Session
+from tests.integration.test_links import Heard
+from tests.unit.edges.edge_parts import edges, until
+
+WAIT_S = 60.0
+MODEL = "resnet18"
+
+
+@pytest.fixture(scope="module")
+def plan() -> tuple[StagePlan, ...]:
+    return make_plan(load_model(MODEL, "random:0", image_size=32), 2)
+
+
+@dataclass
+class Stage:
+    """A worker of one stage, and the leader's link to it."""
+
+    link: WorkerLink
+    heard: Heard
+    edges: Edges
+    session: Session
+
+    async def result(self) -> Message:
+        async with asyncio.timeout(WAIT_S):
+            return await self.heard.results.get()
+
+
+@pytest.fixture
+async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
+    tasks: list[asyncio.Task[object]] = []
+    engine = Engine(torch.device("cpu"))
+    async with AsyncExitStack() as stack:
+        leader = await stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+        port = leader.listen("127.0.0.1", 0)
+        made = []
+        for each in plan:
+            worker = await stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+            own, heard = await stack.enter_async_context(edges(f"w{each.spec.index}")), Heard()
+            request = JoinRequest(f"w{each.spec.index}", "cpu", "here", 1, edge=own.holder)
+            slot = SlotId(each.spec.index, 0)
+            link = WorkerLink(plans=(each,), slot=slot, generation=1, request=request, listener=heard, batches=heard)
+            running = link.run(leader, "127.0.0.1", port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
+            tasks.append(asyncio.create_task(running))
+            world = await worker.initialize_world(
+                link.world_name, 1, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=1
+            )
+            session = Session(world, engine, edges=own)
+            tasks.append(asyncio.create_task(session.run()))
+            await heard.until("ready")
+            made.append(Stage(link, heard, own, session))
+        yield made
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engine.close()
+
+
+def images(rows: int) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, 3, 32, 32), dtype=torch.uint8)
+
+
+def whole(holder: str, tensor: int, rows: int) -> BatchInputs:
+    return BatchInputs(rows, (Source(holder, (RowRef(tensor, ALL_ROWS),), tuple(range(rows))),))
+
+
+async def test_output_goes_from_worker_to_worker_and_is_released(
+    stages: list[Stage], plan: tuple[StagePlan, ...]
+) -> None:
+    first, second = stages
+    batch = images(3)
+    async with edges("frontend") as frontend, edges("other") as other:
+        numbers = [frontend.store.put("r", batch[row : row + 1]) for row in (0, 2)]
+        theirs = other.store.put("r", batch[1:2])
+        assert theirs is not None
+        refs = tuple(RowRef(number, ALL_ROWS) for number in numbers if number is not None)
+        sources = (
+            Source(frontend.holder, refs, (0, 2)),
+            Source(other.holder, (RowRef(theirs, ALL_ROWS),), (1,)),
+        )
+        first.link.send(1, BatchInputs(3, sources), 1)
+        kept = await first.result()
+    assert kept.kind is MessageKind.KEPT
+    assert kept.payload is not None
+    number = int(kept.payload.item())
+    second.link.send(1, whole(first.edges.holder, number, 3), 1)
+    kept = await second.result()
+    assert kept.payload is not None
+    shape = (3, *second.link.output_shape(1, 1))
+    found = await first.edges.fetch(
+        second.edges.holder, [RowRef(int(kept.payload.item()), ALL_ROWS)], torch.float32, shape, take=True
+    )
+    model = load_model(MODEL, "random:0", image_size=32)
+    with torch.inference_mode():
+        expected = reference_stage(model, plan[1].spec)(reference_stage(model, plan[0].spec)(batch))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert len(first.edges.store) == 1
+    first.link.release(number)
+    await until(lambda: len(first.edges.store) == 0 and len(second.edges.store) == 0)
+
+
+async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
+    stages: list[Stage], plan: tuple[StagePlan, ...]
+) -> None:
+    first, _ = stages
+    rows = images(2)
+    first.link.send(1, BatchInputs(3, (), rows, (0, 2), keep=False), 1)
+    result = await first.result()
+    assert result.kind is MessageKind.RESULT
+    assert result.payload is not None
+    batch = torch.stack([rows[0], torch.zeros_like(rows[0]), rows[1]])
+    with torch.inference_mode():
+        expected = reference_stage(load_model(MODEL, "random:0", image_size=32), plan[0].spec)(batch)
+    torch.testing.assert_close(result.payload, expected, rtol=1e-3, atol=1e-4)
+
+
+async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) -> None:
+    first, second = stages
+    second.link.send(1, whole(first.edges.holder, 77, 2), 1)
+    second.link.send(2, whole("127.0.0.1:1/abc", 1, 2), 1)
+    async with asyncio.timeout(WAIT_S):
+        lost = dict([await second.heard.lost.get(), await second.heard.lost.get()])
+    assert (lost[1].holders, lost[1].unreachable) == ((first.edges.holder,), ())
+    assert lost[2].unreachable == ("127.0.0.1:1/abc",)
+    first.link.send(3, images(1), 1)
+    assert (await first.result()).kind is MessageKind.RESULT
+    assert second.link.state == "ready"
+
+
+async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: list[Stage]) -> None:
+    first, _ = stages
+    first.edges.store._budget_bytes = 0
+    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
+    result = await first.result()
+    assert result.kind is MessageKind.RESULT
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage], lost: bool) -> None:
+    first, _ = stages
+    first.link.send(1, BatchInputs(1, (), images(1), (0,)), 1)
+    first.link.send(2, BatchInputs(1, (), images(1), (0,), expires_s=60), 1)
+    await first.result()
+    await first.result()
+    assert len(first.edges.store) == 2
+    if lost:
+        first.link.fail(Cause.HANG, "of this test")
+    else:
+        first.link.close()
+    await until(lambda: len(first.edges.store) == (0 if lost else 1))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(MessageKind.KEPT, 1, torch.tensor([5])),
+        Message(MessageKind.INPUT_LOST, 1, torch.tensor([5], dtype=torch.uint8)),
+    ],
+)
+async def test_link_breaks_when_a_worker_answers_what_was_not_asked(stages: list[Stage], message: Message) -> None:
+    first, _ = stages
+    first.link._validator.batch_sent(1, 1, 1, 0)
+    await first.session._channel.send(message)
+    await first.heard.until("broken")
+    assert first.link.cause == "error"

@@ -1,0 +1,29 @@
+"""Producers and consumers in one process; they share no state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import SecretStr
+
+from multiworld_serving.common.edges import EdgeMetrics, Edges
+from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.workers.settings import WorkerSettings
+
+SECRET = "a-secret-of-this-test"
+
+
+@asynccontextmanager
+async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
+    chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **settings)
+    async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
+        yield made
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - any condition
+            await asyncio.sleep(0.005)

@@ -1,0 +1,207 @@
+"""Fetching over real edges: several consumers, wrong tokens, lost tensors, and producers that end, freeze or lie."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import SecretStr
+from torch import Tensor
+
+from multiworld import WorldManager
+from multiworld_serving.common.edges import Edges, HolderUnreachableError, TensorGoneError, pool
+from multiworld_serving.common.wire import (
+    ALL_ROWS,
+    WORLD_BACKEND,
+    Channel,
+    JoinOffer,
+    Message,
+    MessageKind,
+    RowRef,
+    row_refs_tensor,
+)
+from tests.unit.edges.edge_parts import SECRET, edges, until
+
+ROWS = torch.arange(60, dtype=torch.float32).view(4, 15)
+
+
+def kept(producer: Edges, tensor: Tensor = ROWS) -> int:
+    number = producer.store.put("owner", tensor)
+    assert number is not None
+    return number
+
+
+async def fetch(consumer: Edges, holder: str, number: int, *, take: bool = False) -> Tensor:
+    return await consumer.fetch(holder, [RowRef(number, ALL_ROWS)], ROWS.dtype, tuple(ROWS.shape), take=take)
+
+
+async def test_consumers_get_what_the_producer_keeps() -> None:
+    async with edges("p") as producer, edges("a") as first, edges("b") as second:
+        number = kept(producer)
+        found = await asyncio.gather(*(fetch(each, producer.holder, number) for each in (first, second, producer)))
+        assert all(torch.equal(tensor, ROWS) for tensor in found)
+
+
+async def test_fetches_at_the_same_time_share_messages_and_get_their_own_rows() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        numbers = [kept(producer, ROWS + number) for number in range(5)]
+
+        def row(at: int) -> asyncio.Task[Tensor]:
+            refs = [RowRef(numbers[at % 5], at % 4)]
+            return asyncio.create_task(consumer.fetch(producer.holder, refs, ROWS.dtype, (1, 15), take=True))
+
+        found = await asyncio.gather(*(row(at) for at in range(20)))
+        for at, tensor in enumerate(found):
+            assert torch.equal(tensor, ROWS[at % 4][None] + at % 5)
+        await until(lambda: len(producer.store) == 0)
+
+
+async def test_rows_that_are_gone_fail_alone() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        there = kept(producer)
+        numbers = (there, there + 1, there, there + 2)
+        found = await asyncio.gather(
+            *(fetch(consumer, producer.holder, number) for number in numbers), return_exceptions=True
+        )
+        assert [isinstance(each, TensorGoneError) for each in found] == [False, True, False, True]
+
+
+async def test_another_incarnation_or_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with edges("p") as producer, edges("c") as consumer, edges("d", secret="another") as stranger:
+        number = kept(producer)
+        address, _, _ = producer.holder.rpartition("/")
+        with pytest.raises(HolderUnreachableError, match="has ended"):
+            await fetch(consumer, f"{address}/0123456789abcdef", number)
+        with pytest.raises(HolderUnreachableError, match="no edge to"):
+            await fetch(stranger, producer.holder, number)
+        with pytest.raises(HolderUnreachableError):
+            await fetch(consumer, "nonsense", number)
+        assert torch.equal(await fetch(consumer, producer.holder, number), ROWS), "other producers are not affected"
+
+
+async def test_local_processes_and_those_with_the_configured_token_reach_each_other(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("shared-token-of-this-test\nolder-token-of-this-test\n")
+    shared = SecretStr("shared-token-of-this-test")
+    async with (
+        edges("local", secret="of the supervisor", edge_token=shared) as local,
+        edges("external", secret="shared-token-of-this-test") as external,
+        edges("rotated", secret="", token_file=tmp_path / "token") as rotated,
+        edges("late", secret="older-token-of-this-test") as late,
+    ):
+        for producer, consumer in ((local, external), (external, local), (rotated, local), (rotated, late)):
+            assert torch.equal(await fetch(consumer, producer.holder, kept(producer)), ROWS)
+
+
+async def test_fetches_fail_at_once_after_an_edge_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with edges("c") as consumer:
+        with pytest.raises(HolderUnreachableError):
+            await fetch(consumer, "127.0.0.1:1/abc", 1)
+        monkeypatch.setattr(consumer._pool, "open", None)  # would raise a TypeError
+        with pytest.raises(HolderUnreachableError, match="no edge to"):
+            await fetch(consumer, "127.0.0.1:1/abc", 1)
+
+
+async def test_fetch_is_repeated_over_a_new_edge_when_the_edge_breaks() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        number = kept(producer)
+        await fetch(consumer, producer.holder, number)
+        for world in consumer._manager.worlds.values():
+            world.close()
+        assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
+
+
+async def test_fetch_fails_when_the_producer_ends() -> None:
+    async with edges("c") as consumer:
+        async with edges("p") as producer:
+            number, holder = kept(producer), producer.holder
+            await fetch(consumer, holder, number)
+        with pytest.raises(HolderUnreachableError):
+            await fetch(consumer, holder, number)
+
+
+async def test_idle_edge_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_IDLE_S", 0.01)
+    async with edges("p") as producer, edges("c") as consumer:
+        number = kept(producer)
+        for _ in range(2):
+            assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
+            await until(lambda: not consumer._pool._edges and not consumer._manager.worlds)
+        await until(lambda: not producer._server._tasks)
+
+
+async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        number = kept(producer)
+        cancelled = asyncio.create_task(fetch(consumer, producer.holder, number))
+        other = asyncio.create_task(fetch(consumer, producer.holder, number))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert torch.equal(await other, ROWS)
+        assert len(consumer._pool._edges) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Message(MessageKind.TENSOR, 1, ROWS.double()),
+        Message(MessageKind.TENSOR, 1, ROWS[:3]),
+        Message(MessageKind.TENSOR, 1, torch.zeros(4, 16)),
+        Message(MessageKind.TENSOR, 2, ROWS),
+        Message(MessageKind.TENSOR, 1),
+        Message(MessageKind.GONE, 1, ROWS),
+        Message(MessageKind.RESULT, 1, ROWS),
+        None,
+    ],
+)
+async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
+    answer: Message | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_FETCH_S", 30.0 if answer else 0.2)
+    async with edges("c") as consumer, edges("p") as honest, WorldManager(secret=SECRET) as liar:
+        port = liar.listen("127.0.0.1", 0)
+        generations = iter(range(1, 10))
+        tasks = []
+
+        async def lie(name: str, generation: int) -> None:
+            world = await liar.initialize_world(
+                name, 0, 2, WORLD_BACKEND, addr="127.0.0.1", port=port, generation=generation, verify_collectives=False
+            )
+            channel = Channel(world, 1, lambda _: None)
+            await channel.receive()
+            if answer is not None:
+                await channel.send(answer)
+            await asyncio.Event().wait()
+
+        async def offer(_question: str, _host: str) -> bytes:
+            generation = next(generations)
+            name = f"edge:liar:{generation}"
+            tasks.append(asyncio.create_task(lie(name, generation)))
+            return JoinOffer(name, generation).to_json().encode()
+
+        liar.answer("127.0.0.1", port, offer)
+        with pytest.raises(HolderUnreachableError, match="broke"):
+            await fetch(consumer, f"127.0.0.1:{port}/abc", 1)
+        assert torch.equal(await fetch(consumer, honest.holder, kept(honest)), ROWS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        Message(MessageKind.FETCH, 1),
+        Message(MessageKind.FETCH, 1, torch.zeros(1, 3, dtype=torch.int64)),
+        Message(MessageKind.FETCH, 1, torch.zeros(2000, 2, dtype=torch.int64)),
+        Message(MessageKind.TENSOR, 1, row_refs_tensor([RowRef(1, 0)])),
+    ],
+)
+async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        number = kept(producer)
+        world = await consumer._pool.open(producer.holder)
+        await Channel(world, 0, lambda _: None).send(question)
+        await until(lambda: world.state.ended)
+        assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)

@@ -1,0 +1,292 @@
+"""SchedulerDriver with data edges: it sends references, releases what is not needed, and relays what cannot be fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+from torch import Tensor
+
+from multiworld_serving.common.wire import (
+    ALL_ROWS,
+    BatchInputs,
+    JoinRequest,
+    LostInput,
+    Message,
+    MessageKind,
+    RowRef,
+)
+from multiworld_serving.server.errors import InputUnreachableError
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
+from multiworld_serving.server.pipeline.driver import SchedulerDriver
+from multiworld_serving.server.pipeline.driver_context import DriverContext
+from multiworld_serving.server.pipeline.edge_routing import UnreachablePairs
+from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
+from multiworld_serving.server.settings import ServeSettings
+
+IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
+FRONTEND = "10.0.0.9:1/f"
+
+
+@dataclass
+class Line:
+    """A link as the driver sees it, without a world."""
+
+    stage: int
+    index: int
+    edge: str
+    state: str = "ready"
+    generation: int = 1
+    sent: list[tuple[int, Tensor | BatchInputs]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slot = SlotId(self.stage, self.index)
+        self.world_name, self.id = self.slot.name, f"{self.slot.name}#1"
+        self.worker = f"w{self.stage}{self.index}"
+        self.request = JoinRequest(self.worker, "cpu", "here", 1, edge=self.edge)
+
+    def send(self, batch: int, payload: Tensor | BatchInputs, version: int, traced: object = ()) -> None:
+        self.sent.append((batch, payload))
+
+    def release(self, output: int) -> None:
+        self.released.append(output)
+
+    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
+        return (5,)
+
+
+class Bench:
+    """A driver with two stages of one or more replicas. Batches have one request, or two if `pairs`."""
+
+    def __init__(self, replicas: int = 1, edges: bool = True, pairs: bool = False) -> None:
+        settings = ServeSettings(
+            token=SecretStr("a-secret-of-this-test"),
+            join_port=0,
+            hedge_factor=0,
+            max_batch_size=2 if pairs else 1,
+            batching="fixed",
+            batch_timeout_s=60,
+        )
+        self.lines = [
+            Line(stage, index, f"10.0.0.{stage}{index}:1/w" if edges else "")
+            for stage in range(2)
+            for index in range(replicas)
+        ]
+        by_id = {line.id: line for line in self.lines}
+        self.metrics = Metrics()
+        context = DriverContext("m", lambda _: 1, by_id.get, lambda _: None, lambda: None)  # type: ignore[arg-type]
+        self.driver = SchedulerDriver(settings, 2, self.metrics, context)
+        for line in self.lines:
+            self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
+        self._tensor = 0
+
+    async def ask(self, image: Image, fetcher: str | None = "f") -> asyncio.Task[Prediction]:
+        asked = asyncio.create_task(
+            self.driver.predict(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
+        )
+        await asyncio.sleep(0)
+        return asked
+
+    def taken(self, line: Line) -> tuple[int, Any]:
+        assert line.sent, "a batch was sent to this replica"
+        return line.sent.pop(0)
+
+    def kept(self, line: Line, batch: int) -> int:
+        """The worker has computed the batch and keeps the output. Returns its id."""
+        self._tensor += 1
+        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor]), 5, 5, line.stage, 1)
+        self.driver.on_result(line, message)  # type: ignore[arg-type]
+        return self._tensor
+
+    def lost(self, line: Line, batch: int, *holders: str, unreachable: bool = True) -> None:
+        message = LostInput(holders, holders if unreachable else (), "why").message(batch, line.stage, 1)
+        self.driver.on_input_lost(line, message)  # type: ignore[arg-type]
+
+    @property
+    def relayed(self) -> float:
+        found = self.metrics.registry.get_sample_value
+        return sum(
+            found("multiworld_relayed_bytes_total", {"sender": sender}) or 0.0 for sender in ("frontend", "worker")
+        )
+
+
+async def test_only_references_pass_the_leader_and_outputs_are_released() -> None:
+    bench = Bench()
+    first, second = bench.lines
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    batch, inputs = bench.taken(first)
+    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, ALL_ROWS),), (0,))]
+    assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
+    output = bench.kept(first, batch)
+    batch, inputs = bench.taken(second)
+    assert [(each.holder, each.refs) for each in inputs.sources] == [(first.edge, (RowRef(output, ALL_ROWS),))]
+    assert inputs.expires_s > 0, "nobody tells the worker when frontends have fetched the answers"
+    answer = bench.kept(second, batch)
+    found = await asked
+    assert found.kept == KeptRow(second.edge, answer, 0, (5,))
+    assert (first.released, second.released) == ([output], [])
+    assert bench.relayed == 0
+    assert not len(bench.driver._tensors)
+    bench.driver.close()
+
+
+async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
+    bench = Bench(pairs=True)
+    first = bench.lines[0]
+    images = (ImageRef("10.0.0.8:1/g", 3), IMAGE + 4, ImageRef(FRONTEND, 5), ImageRef("10.0.0.8:1/g", 6))
+    asked = [await bench.ask(image) for image in images]
+    _, inputs = bench.taken(first)
+    assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [
+        ("10.0.0.8:1/g", (RowRef(3, ALL_ROWS),), (0,))
+    ]
+    assert inputs.relayed_at == (1,)
+    assert torch.equal(inputs.relayed, (IMAGE + 4)[None])
+    _, inputs = bench.taken(first)
+    assert [(each.holder, each.at) for each in inputs.sources] == [(FRONTEND, (0,)), ("10.0.0.8:1/g", (1,))]
+    bench.driver.close()
+    await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_everything_is_relayed_when_workers_have_no_edges() -> None:
+    bench = Bench(edges=False)
+    first, second = bench.lines
+    asked = await bench.ask(IMAGE)
+    batch, payload = bench.taken(first)
+    assert torch.equal(payload, IMAGE[None])
+    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, torch.ones(1, 5)))  # type: ignore[arg-type]
+    batch, payload = bench.taken(second)
+    assert torch.equal(payload, torch.ones(1, 5))
+    bench.driver.on_result(second, Message(MessageKind.RESULT, batch, torch.full((1, 5), 2.0)))  # type: ignore[arg-type]
+    found = await asked
+    assert found.kept is None
+    assert torch.equal(found.probabilities, torch.full((5,), 2.0))
+    bench.driver.close()
+
+
+async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_again() -> None:
+    bench = Bench(pairs=True)
+    first = bench.lines[0]
+    far, near = await bench.ask(ImageRef(FRONTEND, 1)), await bench.ask(ImageRef("10.0.0.8:1/g", 2))
+    batch, _ = bench.taken(first)
+    bench.lost(first, batch, FRONTEND)
+    with pytest.raises(InputUnreachableError):
+        await far
+    again = await bench.ask(ImageRef(FRONTEND, 5))
+    other = await bench.ask(IMAGE)
+    _, inputs = bench.taken(first)
+    assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
+    assert not inputs.keep, "a request loses one kept output at most"
+    with pytest.raises(InputUnreachableError):  # known now: the worker is not asked again
+        await again
+    bench.driver.close()
+    await asyncio.gather(near, other, return_exceptions=True)
+    assert not first.sent
+
+
+async def test_image_is_handed_back_when_its_worker_has_no_edges() -> None:
+    bench = Bench(edges=False)
+    with pytest.raises(InputUnreachableError):
+        await (await bench.ask(ImageRef(FRONTEND, 5)))
+    assert not bench.lines[0].sent
+    assert bench.driver.scheduler.open_requests == 0
+    bench.driver.close()
+
+
+async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:
+    bench = Bench()
+    first, second = bench.lines
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    output = bench.kept(first, bench.taken(first)[0])
+    batch, _ = bench.taken(second)
+    bench.lost(second, batch, first.edge)
+    assert first.released == [output]
+    batch, inputs = bench.taken(first)
+    assert not inputs.keep
+    bench.driver.on_result(first, Message(MessageKind.RESULT, batch, torch.ones(1, 5)))  # type: ignore[arg-type]
+    batch, payload = bench.taken(second)
+    assert torch.equal(payload, torch.ones(1, 5))
+    other = await bench.ask(ImageRef(FRONTEND, 8))
+    _, inputs = bench.taken(first)
+    assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
+    bench.driver.close()
+    await asyncio.gather(asked, other, return_exceptions=True)
+
+
+async def test_outputs_are_relayed_when_a_worker_of_the_next_stage_has_no_edges() -> None:
+    bench = Bench()
+    first, second = bench.lines
+    second.request = JoinRequest("w10", "cpu", "here", 1)
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    output = bench.kept(first, bench.taken(first)[0])
+    assert (first.released, second.sent) == ([output], [])
+    assert not bench.taken(first)[1].keep
+    other = await bench.ask(ImageRef(FRONTEND, 8))
+    assert not bench.taken(first)[1].keep
+    bench.driver.close()
+    await asyncio.gather(asked, other, return_exceptions=True)
+
+
+async def test_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
+    bench = Bench(replicas=2)
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    holder = next(line for line in bench.lines if line.sent)
+    bench.kept(holder, bench.taken(holder)[0])
+    reader = next(line for line in bench.lines if line.sent)
+    batch, _ = bench.taken(reader)
+    bench.driver.submit_event(ReplicaLost(f"{holder.id}@1", "exit"))
+    bench.lost(reader, batch, holder.edge)
+    again = next(line for line in bench.lines if line.sent)
+    assert (again.stage, again is holder) == (0, False)
+    assert not asked.done()
+    bench.driver.close()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("fetcher", [None, "f"])
+async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str | None) -> None:
+    bench = Bench()
+    first, second = bench.lines
+    if fetcher is not None:
+        bench.driver.frontend_cannot_reach(fetcher, second.edge)
+    asked = await bench.ask(ImageRef(FRONTEND, 7), fetcher)
+    bench.kept(first, bench.taken(first)[0])
+    _, inputs = bench.taken(second)
+    assert not inputs.keep
+    bench.driver.close()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_output_is_released_when_it_comes_too_late() -> None:
+    bench = Bench()
+    first, _ = bench.lines
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    batch, _ = bench.taken(first)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    output = bench.kept(first, batch)
+    assert first.released == [output]
+    bench.driver.close()
+
+
+def test_pairs_are_forgotten_after_a_minute() -> None:
+    now_s = 0.0
+    pairs = UnreachablePairs(lambda: now_s)
+    pairs.add("p", "a")
+    now_s = 50.0
+    pairs.add("p", "b")
+    assert ("p", "a") in pairs
+    assert ("q", "a") not in pairs
+    now_s = 61.0
+    assert ("p", "a") not in pairs
+    assert pairs.any("p")
+    now_s = 111.0
+    assert not pairs.any("p")

@@ -1,0 +1,227 @@
+"""Inputs that stay at the replica that computed them, and inputs that are lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from multiworld_serving.server.scheduling.scheduler import (
+    FailReplica,
+    FreeBatch,
+    KeepOutput,
+    Reject,
+    ReleaseReplica,
+    RequestCancelled,
+    SendBatch,
+)
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, rejected, sends
+
+
+def test_waiting_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
+    driver = SchedulerHarness(stages=2, replicas=1, window=1)
+    at_stage_1 = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
+    second = only(driver.arrive(), SendBatch)
+    driver.done(second, kept=True)
+    driver.ready("s0r1")
+    actions = driver.broken(second.replica)
+    assert of(actions, FreeBatch) == [FreeBatch(second.batch)]
+    again = only(actions, SendBatch)
+    assert (again.stage, again.requests, again.attempt, again.relay) == (0, (2,), 2, True)
+    assert driver.scheduler.counters.inputs_lost == {1: 2}, "the input of the batch in flight is lost too"
+    assert driver.scheduler.counters.requeued == 1
+    assert answered(driver.done(at_stage_1)) == [1], "it had fetched its input"
+
+
+@pytest.mark.parametrize("ends", ["replica lost", "stage raises", "replica hangs", "input lost"])
+def test_batch_in_flight_starts_again_when_its_attempt_fails_after_the_holder_was_lost(ends: str) -> None:
+    driver = SchedulerHarness(stages=2, replicas=2, hang_timeout_s=5.0)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, kept=True), SendBatch)
+    assert driver.broken(first.replica) == []
+    match ends:
+        case "replica lost":
+            actions = driver.broken(second.replica)
+        case "stage raises":
+            actions = driver.failed(second)
+        case "replica hangs":
+            actions = driver.wait(5.0)
+        case _:
+            actions = driver.input_lost(second)
+    again = only(actions, SendBatch)
+    assert (again.stage, again.kind, again.requests, again.attempt) == (0, "first", (1,), 2)
+    assert driver.scheduler.counters.inputs_lost == {1: 1}
+    assert answered(driver.answer_all([again])) == [1]
+
+
+def test_batch_is_rerouted_with_its_input_when_the_holder_is_alive() -> None:
+    driver = SchedulerHarness(stages=2)
+    second = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
+    again = only(driver.broken(second.replica), SendBatch)
+    assert (again.batch, again.stage, again.kind) == (second.batch, 1, "reroute")
+
+
+def test_loss_of_a_replica_does_not_matter_when_its_output_came_with_the_message() -> None:
+    driver = SchedulerHarness(stages=2)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first), SendBatch)
+    driver.broken(first.replica)
+    assert only(driver.broken(second.replica), SendBatch).kind == "reroute"
+
+
+def test_former_holder_does_not_matter_when_the_next_stage_is_done() -> None:
+    driver = SchedulerHarness(stages=3)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, kept=True), SendBatch)
+    actions = driver.done(second, kept=True)
+    third = only(actions, SendBatch)
+    assert only(actions, KeepOutput).replica == second.replica
+    driver.broken(first.replica)
+    assert only(driver.broken(third.replica), SendBatch).kind == "reroute"
+
+
+def test_requests_start_again_when_a_replica_cannot_get_their_input() -> None:
+    driver = SchedulerHarness(stages=2, max_batch_size=2, batch_timeout_s=1.0)
+    second = only(driver.done(only(driver.arrive(2), SendBatch), kept=True), SendBatch)
+    again = only(driver.input_lost(second), SendBatch)
+    assert (again.stage, again.requests, again.relay) == (0, (1, 2), True)
+    assert driver.in_flight.keys() == {(again.batch, again.replica)}, "its place in the window is free"
+    assert answered(driver.answer_all([again])) == [1, 2]
+
+
+def test_requests_that_are_handed_back_do_not_start_again() -> None:
+    driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
+    send = only(driver.arrive(2), SendBatch)
+    driver.handle(RequestCancelled(1))
+    again = only(driver.input_lost(send) + driver.wait(1.0), SendBatch)
+    assert again.requests == (2,)
+    assert driver.handle(RequestCancelled(2)) == [FreeBatch(again.batch)]
+    assert driver.input_lost(again) == []
+
+
+def test_replica_is_not_blamed_when_it_cannot_get_inputs() -> None:
+    driver = SchedulerHarness(max_batch_size=1, max_attempts=100)
+    send = only(driver.arrive(), SendBatch)
+    for _ in range(20):
+        actions = driver.input_lost(send)
+        assert not of(actions, FailReplica)
+        send = only(actions, SendBatch)
+        assert not send.isolated
+
+
+def test_requests_that_lost_an_input_share_no_batch_with_others() -> None:
+    driver = SchedulerHarness(replicas=1, window=2, max_batch_size=4)
+    first = only(driver.arrive(), SendBatch)
+    driver.arrive(5)
+    again = sends(driver.input_lost(first))
+    assert [(send.requests, send.relay) for send in again] == [((1,), True)]
+    following = sends(driver.done(again[0]))
+    assert [(send.requests, send.relay) for send in following] == [((3, 4, 5, 6), False)]
+
+
+def test_request_is_rejected_when_it_lost_its_input_max_attempts_times() -> None:
+    driver = SchedulerHarness(stages=2, max_attempts=3)
+    actions = driver.arrive()
+    for _ in range(2):
+        actions = driver.input_lost(only(driver.done(only(actions, SendBatch)), SendBatch))
+    rejection = only(driver.input_lost(only(actions, SendBatch)), Reject)
+    assert (rejection.request, rejection.reason) == (1, "no_replica")
+    assert rejection.detail == "its input was lost 3 times, the last time at stage 0"
+    assert driver.scheduler.open_requests == 0
+
+
+def test_isolated_request_stays_isolated_when_its_input_is_lost() -> None:
+    driver = SchedulerHarness(stages=2, replicas=3, max_attempts=2)
+    alone = only(driver.broken(only(driver.arrive(), SendBatch).replica), SendBatch)
+    assert alone.isolated
+    again = only(driver.input_lost(alone), SendBatch)
+    assert (again.isolated, again.requests) == (True, (1,))
+
+
+def test_hedge_continues_when_the_input_is_lost_for_the_other_attempt() -> None:
+    driver, first, hedge = hedged()
+    assert driver.input_lost(first) == []
+    actions = driver.broken(hedge.replica)
+    assert only(actions, SendBatch).stage == 0
+    assert driver.scheduler.counters.inputs_lost == {1: 1}
+
+
+def test_late_batch_is_not_hedged_when_its_input_is_lost() -> None:
+    driver, first, hedge = hedged()
+    driver.input_lost(hedge)
+    assert sends(driver.wait(5.0)) == []
+    assert answered(driver.done(first)) == [driver.requests]
+
+
+def test_late_batch_is_not_hedged_when_the_holder_of_its_input_was_lost() -> None:
+    driver = with_service_times()
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, 0.01, kept=True), SendBatch)
+    driver.broken(first.replica)
+    assert sends(driver.wait(5.0)) == []
+    assert answered(driver.done(second)) == [driver.requests]
+
+
+def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -> None:
+    driver = SchedulerHarness(stages=2)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, kept=True), SendBatch)
+    assert driver.draining(first.replica) == []
+    actions = driver.done(second)
+    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
+
+
+def test_draining_replica_is_released_when_the_requests_whose_input_it_keeps_expire() -> None:
+    driver = SchedulerHarness(stages=2)
+    first = only(driver.arrive(timeout_s=1.0), SendBatch)
+    driver.draining(first.replica)
+    assert of(driver.done(first, kept=True), ReleaseReplica) == []
+    actions = driver.wait(1.0)
+    assert rejected(actions) == {1: "deadline"}
+    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
+
+
+def test_late_report_of_a_lost_input_has_no_effect() -> None:
+    driver = SchedulerHarness(stages=2)
+    first = only(driver.arrive(), SendBatch)
+    driver.done(first, kept=True)
+    assert driver.input_lost(first) == []
+    driver.broken("s1r0")
+    assert driver.input_lost(SendBatch(99, 1, "s1r0", (1,), "v1", "first", 1, False, False, 0.0)) == []
+    assert driver.scheduler.open_requests == 1
+
+
+def test_request_starts_under_another_version_when_its_input_is_lost() -> None:
+    driver = SchedulerHarness(stages=2, replicas=1)
+    second = only(driver.done(only(driver.arrive(), SendBatch), kept=True), SendBatch)
+    driver.ready("new0", 0, "v2")
+    driver.ready("new1", 1, "v2")
+    again = only(driver.input_lost(second), SendBatch)
+    assert (again.version, again.replica, again.stage) == ("v2", "new0", 0)
+
+
+@pytest.mark.parametrize(("window", "replicas"), [(1, 1), (2, 1), (3, 2)])
+def test_kept_inputs_are_bounded_by_back_pressure_when_the_next_stage_is_stuck(window: int, replicas: int) -> None:
+    driver = SchedulerHarness(stages=2, replicas=replicas, window=window, max_batch_size=1, hang_timeout_s=1e6)
+    driver.arrive(200)
+    while first_stage := [send for send in driver.in_flight.values() if send.stage == 0]:
+        driver.done(first_stage[0], kept=True)
+    kept = sum(len(replica.held) for replica in driver.scheduler._state.table.replicas.values())
+    # In flight at the next stage, waiting there until it is saturated, and in flight at this stage at that moment.
+    assert replicas * window < kept <= replicas * window + replicas + replicas * window - 1
+    assert driver.scheduler.queue_depth == 200 - kept
+
+
+def with_service_times() -> SchedulerHarness:
+    """Two stages that took 10 ms for many batches."""
+    driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)
+    for _ in range(60):
+        driver.answer_all(driver.arrive())
+    return driver
+
+
+def hedged() -> tuple[SchedulerHarness, SendBatch, SendBatch]:
+    """A batch in flight twice at stage 1, with the input at a replica of stage 0: the first attempt and its hedge."""
+    driver = with_service_times()
+    second = only(driver.done(only(driver.arrive(), SendBatch), 0.01, kept=True), SendBatch)
+    hedge = only(driver.wait(0.5), SendBatch)
+    assert (hedge.kind, hedge.stage) == ("hedge", 1)
+    return driver, second, hedge

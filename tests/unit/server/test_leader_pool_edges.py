@@ -1,0 +1,154 @@
+"""A frontend with data edges: it keeps images, fetches answers, and sends a request again when one of both is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld_serving.common.edges import Edges
+from multiworld_serving.common.wire import ALL_ROWS, RowRef
+from multiworld_serving.server.errors import InputUnreachableError
+from multiworld_serving.server.frontends.frames import Frame, FrameKind
+from multiworld_serving.server.frontends.leader_pool import LeaderPool
+from multiworld_serving.server.frontends.messages import parse_rejection, prediction_fields, rejection_fields
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import KeptRow, Prediction
+from tests.unit.edges.edge_parts import edges
+from tests.unit.server.fake_leaders import FakeLeader, prediction
+
+IMAGE = torch.randint(0, 256, (3, 4, 4), dtype=torch.uint8)
+ANSWERS = torch.rand(2, 5)
+
+
+class EdgeLeader(FakeLeader):
+    """Answers with references to rows of a worker.
+
+    Attributes:
+        kept: where the answers are; None: in the frame.
+        images: what a worker could fetch for each request: None if the image was in the frame.
+    """
+
+    kept: KeptRow | None = None
+    unreachable = False
+    frontend: Edges
+
+    def __init__(self, pool: LeaderPool, frontend: Edges) -> None:
+        super().__init__(pool, 0)
+        self.frontend = frontend
+        self.images: list[torch.Tensor | None] = []
+        self.tells()
+
+    async def request(
+        self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
+    ) -> Frame:
+        reply = await super().request(kind, fields, payload, timeout_s=timeout_s)
+        number = fields["image"]
+        assert (number is None) == bool(payload)
+        self.images.append(None if number is None else self.frontend.store.rows([RowRef(number, ALL_ROWS)]))
+        if self.unreachable and number is not None:
+            raise parse_rejection(rejection_fields(InputUnreachableError("far away")))
+        if self.kept is None or not fields["fetches"]:
+            return reply
+        kept = {**prediction_fields(prediction()), "kept": [*self.kept]}
+        return Frame(FrameKind.PREDICTION, 1, kept, memoryview(b""))
+
+    @property
+    def last_fields(self) -> Mapping[str, Any]:
+        return self.got[-1][1]
+
+
+def pool_with(frontend: Edges | None) -> tuple[LeaderPool, Metrics]:
+    metrics = Metrics()
+    return LeaderPool(5.0, metrics, lambda _: None, edges=frontend), metrics
+
+
+async def predict(pool: LeaderPool) -> Prediction:
+    return await pool.predict(IMAGE, deadline_s=time.monotonic() + 30, request_id="mine")
+
+
+def resubmitted(metrics: Metrics, reason: str) -> float:
+    name = "multiworld_requests_resubmitted_total"
+    return metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+
+async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> None:
+    async with edges("f") as frontend, edges("w") as worker:
+        pool, _ = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        number = worker.store.put("leader", ANSWERS)
+        assert number is not None
+        leader.kept = KeptRow(worker.holder, number, 1, (5,))
+        found = await predict(pool)
+        assert torch.equal(found.probabilities, ANSWERS[1])
+        assert (found.kept, found.attempts) == (None, 1)
+        [image] = leader.images
+        assert image is not None
+        assert torch.equal(image, IMAGE[None])
+        assert len(frontend.store) == 0, "the image is freed with its answer"
+
+
+@pytest.mark.parametrize("gone", [True, False])
+async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fetched(gone: bool) -> None:
+    async with edges("f") as frontend, edges("w") as worker:
+        pool, metrics = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        holder = worker.holder if gone else "127.0.0.1:1/abc"
+        leader.kept = KeptRow(holder, 99, 0, (5,))
+        found = await predict(pool)
+        assert torch.equal(found.probabilities, torch.tensor([0.25, 0.75]))
+        assert found.attempts == 2
+        assert (leader.last_fields["fetches"], leader.last_fields["unreachable"]) == (False, None if gone else holder)
+        assert resubmitted(metrics, "answer_lost") == 1
+
+
+async def test_images_are_sent_for_a_while_when_a_worker_cannot_fetch_one() -> None:
+    async with edges("f") as frontend:
+        pool, metrics = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        leader.unreachable = True
+        await predict(pool)
+        await predict(pool)
+        assert [payload == IMAGE.numpy().tobytes() for _, _, payload in leader.got] == [False, True, True]
+        assert resubmitted(metrics, "relay") == 1
+        leader.unreachable, leader.relay_until_s = False, 0.0
+        await predict(pool)
+        assert leader.images[-1] is not None
+
+
+async def test_everything_is_relayed_without_edges() -> None:
+    async with edges("unused") as unused:
+        pool, _ = pool_with(None)
+        leader = EdgeLeader(pool, unused)
+        pool.links.append(leader)
+        leader.kept = KeptRow("x:1/y", 1, 0, (5,))
+        found = await predict(pool)
+        assert found.kept is None
+        assert leader.images == [None]
+        assert leader.last_fields["fetches"] is False
+
+
+async def test_image_is_sent_when_the_memory_for_edges_is_used_up() -> None:
+    async with edges("f", edge_memory=10) as frontend:
+        pool, _ = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        await predict(pool)
+        assert leader.images == [None]
+
+
+async def test_image_is_kept_a_little_longer_when_its_request_ends_without_an_answer() -> None:
+    async with edges("f") as frontend:
+        pool, _ = pool_with(frontend)
+        leader = EdgeLeader(pool, frontend)
+        pool.links.append(leader)
+        leader.answers = [RuntimeError("of this test")]
+        with pytest.raises(RuntimeError, match="of this test"):
+            await predict(pool)
+        assert len(frontend.store) == 1
