@@ -46,7 +46,7 @@ BAD = {
     ),
     "an earlier protocol": (
         {**GOOD, "protocol": WORKER_PROTOCOL - 1, "release": "0.0.1"},
-        "worker 'w' has release 0.0.1 with protocol 1, .* upgrade this worker",
+        "worker 'w' has release 0.0.1 with protocol 0, .* upgrade this worker",
     ),
     "a later protocol": ({**GOOD, "protocol": WORKER_PROTOCOL + 1}, "upgrade this leader"),
     "no protocol": (

@@ -77,6 +77,7 @@ async def test_status_shows_the_snapshot() -> None:
         "in_flight": 0,
         "batches_done": 0,
         "last_failure": None,
+        "transport": "relay",
     }
 
 
