@@ -334,11 +334,14 @@ class PeerConnection:
 
     def _write_first(self, frame: bytes) -> None:
         """Write a frame before the messages that are not partly written: they may be long, and their order relative to it is irrelevant."""
+        self._insert_first(frame)
+        self._flush()
+
+    def _insert_first(self, frame: bytes) -> None:
         at = int(self._partly_written)
         if at and self._outbox[0].joined:  # a partly written head, which its message must follow
             at += 1
         self._outbox.insert(at, Output(frame))
-        self._flush()
 
     def _write(self) -> int:
         """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""

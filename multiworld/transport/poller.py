@@ -42,9 +42,11 @@ class Poller:
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Call `callback` on the event loop; never if the loop is closed. Does not block."""
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(callback)
+        if loop is None:
+            return
+        here = asyncio._get_running_loop() is loop
+        with contextlib.suppress(RuntimeError):
+            (loop.call_soon if here else loop.call_soon_threadsafe)(callback)
 
     def register(self, fd: int, handler: PollHandler, mask: int) -> None:
         """Call `handler.on_event` for the epoll events in `mask` of this socket. Raises OSError when the kernel refuses."""

@@ -129,14 +129,21 @@ class SharedMemoryConnection(PeerConnection):
         outbox, self._waiting = self._outbox, False
         if isinstance(outbox[0], _RingMessage):
             self._write_piece(outbox[0])
-        first, buffers = outbox[0], [outbox[0].data]
-        for output in islice(outbox, 1, _SENDMSG_BUFFERS):
-            if output.fd >= 0 or isinstance(output, _RingMessage):
+        buffers: list[bytes | memoryview] = []
+        passing: Output | None = None
+        for output in islice(outbox, _SENDMSG_BUFFERS):
+            if isinstance(output, _RingMessage) or (passing is not None and output.fd >= 0):
                 break
+            if output.fd >= 0:
+                passing = output
             buffers.append(output.data)
-        if first.fd < 0:
+        if passing is None:
             return self._sock.sendmsg(buffers)
-        return self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [first.fd]))])
+        # The descriptor is passed with the first byte, so it arrives before its frame.
+        rights = array.array("i", [passing.fd])
+        sent = self._sock.sendmsg(buffers, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        passing.fd = -1
+        return sent
 
     def _write_piece(self, message: _RingMessage) -> None:
         """Copy the next piece into the ring and put its frame before the rest. Raises BlockingIOError when no slot is free."""
@@ -285,10 +292,15 @@ class SharedMemoryConnection(PeerConnection):
         self._poller.call_soon(partial(_write_releases, weakref.ref(self)))
 
     def write_releases(self) -> None:
-        """Report the dropped views to the peer."""
+        """Report the dropped views to the peer, if no message has taken the reports along."""
         with self._lock:
-            while self._released and self.end_reason is None:
-                self._write_first(HEAD.pack(RELEASE, 0, self._released.popleft(), b""))
+            if self._released and self.end_reason is None:
+                self._flush()
+
+    def _flush(self) -> None:
+        while self._released:
+            self._insert_first(HEAD.pack(RELEASE, 0, self._released.popleft(), b""))
+        super()._flush()
 
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
