@@ -4,8 +4,9 @@
     python -m benchmarks.send_recv --sizes 1024 65536 --rounds 3 --seconds 0.2
 
 The variants are measured in turn within one run. `c10d` is `torch.distributed.send` and `recv` with its global Gloo group. `plain` and
-`checked` are worlds without and with verification. One-way time is half of a round trip. Throughput is measured with a stream of messages
-with four in flight, in one world and in several worlds at the same time.
+`checked` are worlds without and with verification; the tensor is copied. `in place` is a tensor that is made with `World.allocate` and
+received as a view: only its headers are written. MULTIWORLD_SHARED_MEMORY_BYTES=0 measures all by TCP. One-way time is half of a round
+trip. Throughput is measured with a stream of messages with four in flight, in one world and in several worlds at the same time.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from benchmarks.ranks import LOOPS, run, started, table
 from multiworld import Operation, WorldManager
 
 WAYS = ("c10d", "plain", "checked")
+IN_PLACE = "in place"
 _WINDOW = 4
 
 
@@ -42,6 +44,22 @@ async def ping_pong(manager: WorldManager, way: str, rank: int, size: int, count
                 await here.recv(tensor, peer, way)
             else:
                 await here.send(tensor, peer, way)
+        times.append((time.perf_counter() - began_s) / 2)
+    return statistics.median(times)
+
+
+async def ping_pong_in_place(manager: WorldManager, rank: int, size: int, count: int) -> float:
+    """Median one-way time in seconds of a tensor that no process copies, with its allocation and release."""
+    peer, world = 1 - rank, manager.world("plain")
+    times = []
+    for _ in range(count):
+        began_s = time.perf_counter()
+        for receives in (rank == 1, rank == 0):
+            if receives:
+                view = await world.recv_view(lambda _header, _size_bytes: None, peer)
+                view.release()
+            else:
+                await world.start_send_message(b"", world.allocate((size,), torch.uint8), peer).finish()
         times.append((time.perf_counter() - began_s) / 2)
     return statistics.median(times)
 
@@ -102,6 +120,7 @@ async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace
         for size in options.sizes:
             count = max(10, min(5000, int(options.seconds / (60e-6 + size / 1e9))))
             talks = {way: partial(ping_pong, manager, way, rank, size, count) for way in WAYS}
+            talks[IN_PLACE] = partial(ping_pong_in_place, manager, rank, size, count)
             one_way = await _in_turns(options.rounds, talks, sync)
             sets = {**{way: [way] for way in WAYS}, f"{options.worlds} worlds": names}
             streams = {
@@ -109,14 +128,14 @@ async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace
                 for label, worlds in sets.items()
             }
             rate = await _in_turns(options.rounds, streams, sync)
-            latencies.append([size, *(f"{one_way[way] * 1e6:.1f}" for way in WAYS)])
-            latencies[-1] += [f"{one_way[way] / one_way['c10d']:.2f}" for way in WAYS[1:]]
+            latencies.append([size, *(f"{one_way[way] * 1e6:.1f}" for way in (*WAYS, IN_PLACE))])
+            latencies[-1] += [f"{one_way[way] / one_way['c10d']:.2f}" for way in (*WAYS[1:], IN_PLACE)]
             throughputs.append([size, *(f"{rate[label] / 1e6:.1f}" for label in sets)])
             throughputs[-1] += [f"{100 * (1 - rate[label] / rate['c10d']):+.1f} %" for label in list(sets)[1:]]
         if rank == 0:
             table(
                 f"One-way time in microseconds, medians of {options.rounds} rounds",
-                ("bytes", *WAYS, "plain / c10d", "checked / c10d"),
+                ("bytes", *WAYS, IN_PLACE, "plain / c10d", "checked / c10d", "in place / c10d"),
                 latencies,
             )
             labels = (*WAYS, f"{options.worlds} worlds")
@@ -131,7 +150,12 @@ async def main(rank: int, port: int, c10d_port: int, options: argparse.Namespace
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 1 << 13, 1 << 16, 1 << 20, 1 << 22, 1 << 26])
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1 << 10, 1 << 13, 1 << 16, 1 << 20, 3 << 20, 6422528, 12 << 20, 1 << 26],
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn, about")
     parser.add_argument("--worlds", type=int, default=8, help="how many worlds stream at once")

@@ -27,8 +27,10 @@ from multiworld.errors import (
     WorldNotFoundError,
 )
 from multiworld.events import WorldEvent
+from multiworld.executor import Transport
 from multiworld.manager import WorldManager
 from multiworld.ops.operation import Operation
+from multiworld.ops.views import View
 from multiworld.world import World, WorldState
 
 try:
@@ -43,6 +45,8 @@ __all__ = [
     "JoinError",
     "MultiWorldError",
     "Operation",
+    "Transport",
+    "View",
     "WatchDog",
     "World",
     "WorldClosedError",

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import Store
 
+from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.monitor import HeartbeatConfig
+from multiworld.transport.segments import SegmentPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class WorldConfig:
         verify_collectives: compare the fingerprints of every collective before its data is sent (multiworld/collectives/fingerprint.py).
             The same at all members.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
+        segments: the shared memory of this process; None uses TCP also between members on one host.
+        local_acceptor: accepts data connections from members on this host, on a Unix socket; None if no such socket could be opened.
     """
 
     name: str
@@ -41,6 +45,8 @@ class WorldConfig:
     store: Store | None = None
     verify_collectives: bool = False
     bind_host: str = ""
+    segments: SegmentPool | None = None
+    local_acceptor: Acceptor | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:

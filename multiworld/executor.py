@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,16 @@ from multiworld.ops.operation import Operation, Plan, SubOperation
 from multiworld.ops.pending import OperationWorld, PendingOperations
 from multiworld.transport.connection import PeerConnection, Transfer
 from multiworld.transport.poller import Poller, poller_of
+from multiworld.transport.segments import SegmentPool
+from multiworld.transport.shared import SharedMemoryConnection
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
+
+
+class Transport(StrEnum):
+    """How two members of a world exchange data."""
+
+    SHARED_MEMORY = "shared memory"
+    TCP = "tcp"
 
 
 class OperationExecutor(PendingOperations):
@@ -50,14 +60,20 @@ class OperationExecutor(PendingOperations):
         self._nccl_queue = SerialQueue(self._pool)  # a communicator takes its operations one at a time
         self._scheduler = CollectiveScheduler(self, lock, self._pool, verify_collectives=verify_collectives)
 
-    def open(self, group: ProcessGroup, socks: dict[int, socket.socket], poller: Poller) -> None:
-        """Allow operations to start. Takes ownership of `socks`, the connected sockets by rank.
+    def open(
+        self, group: ProcessGroup, socks: dict[int, socket.socket], poller: Poller, segments: SegmentPool | None
+    ) -> None:
+        """Allow operations to start. Takes ownership of `socks`, the connected sockets by rank; a Unix socket needs `segments`.
 
         Raises OSError when the kernel cannot poll them; all of them are closed then.
         """
         try:
             for peer, sock in socks.items():
-                self._connections[peer] = PeerConnection(peer, sock, self._lock, self, poller)
+                if sock.family == socket.AF_UNIX and segments is not None:
+                    connection: PeerConnection = SharedMemoryConnection(peer, sock, self._lock, self, poller, segments)
+                else:
+                    connection = PeerConnection(peer, sock, self._lock, self, poller)
+                self._connections[peer] = connection
         except OSError:
             self._close_connections()
             for sock in socks.values():
@@ -65,6 +81,14 @@ class OperationExecutor(PendingOperations):
             raise
         self._group = group
         self._poller = poller
+
+    @property
+    def transports(self) -> dict[int, Transport]:
+        """How this member is connected to each of the others, by rank."""
+        return {
+            peer: Transport.SHARED_MEMORY if isinstance(connection, SharedMemoryConnection) else Transport.TCP
+            for peer, connection in self._connections.items()
+        }
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
@@ -147,7 +171,7 @@ class OperationExecutor(PendingOperations):
     def _start_receive(self, operation: Operation) -> None:
         """Post a receive on its connection."""
         plan = operation.plan
-        transfer = Transfer(operation, encode_signature(plan.signature), accept=plan.accept)
+        transfer = Transfer(operation, encode_signature(plan.signature), accept=plan.accept, view=plan.view)
         if plan.buffer is not None:
             transfer.set_data(plan.buffer())
         self._connections[plan.peer].receive(transfer, plan.tag)

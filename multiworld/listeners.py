@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from multiworld.control.loop import WatchDog
 from multiworld.errors import AskError, JoinError
 from multiworld.membership.acceptor import NO_ANSWER, Acceptor, bind
+from multiworld.membership.local_socket import bind_local
 from multiworld.membership.monitor import HeartbeatConfig
 from multiworld.texts import shown
 from multiworld.world import World
@@ -82,6 +83,8 @@ class ListenerRegistry:
     def __init__(self, secret: bytes, heartbeat: HeartbeatConfig) -> None:
         self._secrets: tuple[bytes, ...] = (secret,)
         self._heartbeat = heartbeat
+        self._local: Acceptor | None = None
+        self._local_failed = False
         self._listeners: dict[tuple[str, int], Listener] = {}
 
     def at(self, addr: str, port: int) -> Listener:
@@ -114,11 +117,26 @@ class ListenerRegistry:
             listener = self._listeners[host, acceptor.port] = Listener(acceptor)
         return listener
 
+    def open_local(self, folder: str, watchdog: WatchDog) -> Acceptor | None:
+        """Return the acceptor of members on this host, on a Unix socket in `folder`; open it if necessary. None if that failed once."""
+        if self._local is None and not self._local_failed:
+            try:
+                sock = bind_local(folder)
+            except OSError as error:
+                self._local_failed = True
+                logger.warning("members on this host are connected by TCP: no Unix socket in %s: %s", folder, error)
+                return None
+            self._local = Acceptor(watchdog, sock, self._secrets, self._heartbeat)
+            watchdog.call_soon(self._local.open)
+        return self._local
+
     def set_accepted_secrets(self, secrets: tuple[bytes, ...]) -> None:
         """Accept only clients that know one of these secrets from now on, on all ports. Existing connections stay open."""
         self._secrets = secrets
         for listener in self._listeners.values():
             listener.acceptor.secrets = secrets
+        if self._local is not None:
+            self._local.secrets = secrets
 
     def remove_world(self, world: World) -> None:
         """Remove an ended world from its listener."""
@@ -133,6 +151,9 @@ class ListenerRegistry:
     def detach_all(self) -> list[Listener]:
         """Remove and return all listeners. They are still open; the caller must close them."""
         listeners, self._listeners = list(self._listeners.values()), {}
+        if self._local is not None:
+            listeners.append(Listener(self._local))
+            self._local = None
         return listeners
 
 

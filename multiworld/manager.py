@@ -11,11 +11,12 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from multiworld.communicator import WorldCommunicator
@@ -26,7 +27,9 @@ from multiworld.events import EventStream, WorldEvent
 from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
 from multiworld.listeners import Answerer, Listener, ListenerRegistry, listening_host, resolved_host
 from multiworld.membership.generations import Generations
+from multiworld.membership.local_socket import default_runtime_dir
 from multiworld.membership.monitor import HeartbeatConfig
+from multiworld.transport.segments import SegmentPool
 from multiworld.world import World, WorldState
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ DEFAULT_PORT = 29500
 """The port of rank 0 when none is given. Many worlds may share it."""
 _MAX_ENDED = 1000
 """How many ended worlds are kept by name."""
+_SHARED_MEMORY_BYTES = 1 << 28
 _CLEANUP_S = 10.0
 _WATCHDOG_S = 5.0
 
@@ -66,6 +70,11 @@ class WorldManager:
             turns this off, for programs that compute or block on their event loop, or run it only at times.
         bind_host: the local address of connections to other members, and the address at which they reach us. Empty lets the kernel
             choose, by the route to rank 0.
+        shared_memory_bytes: limit of the shared memory for tensors that this process sends to members on its host. With 0 they are
+            connected by TCP. None takes the environment variable MULTIWORLD_SHARED_MEMORY_BYTES, else 256 MiB.
+        runtime_dir: the folder under which the Unix socket for members on this host is made, in a folder of this user. Containers that
+            share a host and this folder are connected so. None takes MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, else the folder for
+            temporary files.
     """
 
     def __init__(
@@ -78,7 +87,13 @@ class WorldManager:
         verify_collectives: bool = True,
         bind_host: str = "",
         loop_stall_timeout_s: float | None = None,
+        shared_memory_bytes: int | None = None,
+        runtime_dir: str | None = None,
     ) -> None:
+        if shared_memory_bytes is None:
+            shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
+        self._segments = SegmentPool(shared_memory_bytes) if shared_memory_bytes else None
+        self._runtime_dir = runtime_dir if runtime_dir is not None else default_runtime_dir()
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(
             heartbeat_interval_s, heartbeat_timeout_s if enable_monitor else float("inf"), loop_stall_timeout_s
@@ -130,6 +145,17 @@ class WorldManager:
             return False
         world = self._worlds.get(world_name)
         return world is None or world.state.ended
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized contiguous tensor on the CPU that is sent to members on this host without a copy, whole or in part.
+
+        It lies in shared memory if it has at least 64 KiB and `shared_memory_bytes` is not used up, else in ordinary memory. Do not
+        change it after it was sent: its receivers may read it. The memory is used again when all tensors that use it here are dropped
+        and all receivers have released it. A tensor of more than 64 MiB is copied when it is sent.
+        """
+        return (
+            torch.empty(tuple(shape), dtype=dtype) if self._segments is None else self._segments.allocate(shape, dtype)
+        )
 
     # -- opening -------------------------------------------------------------------------------------------------------------
 
@@ -217,6 +243,9 @@ class WorldManager:
             listener = self._listeners.open(host, config.port, self._running_watchdog)
             config = replace(config, generation=self._generations.take(config.name, config.generation))
         watchdog = self._running_watchdog()
+        if self._segments is not None and config.size > 1:
+            local = self._listeners.open_local(self._runtime_dir, watchdog)
+            config = replace(config, segments=self._segments, local_acceptor=local)
         self._announced.discard(config.name)
         world = self._worlds[config.name] = World(config, watchdog, listener.acceptor if listener else None, self)
         if listener is not None:
@@ -373,6 +402,8 @@ class WorldManager:
             for listener in leftovers.listeners:
                 leftovers.watchdog.call_soon(listener.acceptor.close)
             leftovers.watchdog.stop(wait_s)
+        if self._segments is not None:
+            self._segments.close()
         self._events.publish(None)
         _open_managers.discard(self)
 

@@ -15,10 +15,11 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -26,15 +27,16 @@ from multiworld.config import WorldConfig
 from multiworld.control.loop import Timer, WatchDog
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.process_group import abort_process_group
-from multiworld.executor import OperationExecutor
+from multiworld.executor import OperationExecutor, Transport
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.bootstrap import AnyMonitor, Bootstrap
 from multiworld.membership.monitor import HostSession, MembershipMonitor
 from multiworld.membership.store import ControlStore
 from multiworld.ops import p2p
-from multiworld.ops.messages import recv_message, send_message
+from multiworld.ops.messages import recv_message, recv_view, send_message
 from multiworld.ops.operation import Operation, Plan
 from multiworld.ops.validation import Ranks
+from multiworld.ops.views import View
 from multiworld.transport.poller import Poller, poller_of
 
 logger = logging.getLogger(__name__)
@@ -116,6 +118,21 @@ class World:
     def __repr__(self) -> str:
         return f"<World {self.name!r} generation={self.generation} rank={self.rank}/{self.size} {self.state}>"
 
+    @property
+    def transports(self) -> dict[int, Transport]:
+        """How this member is connected to each of the others, by rank. Empty until the world is ready, and with NCCL only."""
+        return self._executor.transports
+
+    @property
+    def transport(self) -> Transport:
+        """`SHARED_MEMORY` if this member is connected so to all others, else `TCP`."""
+        return Transport.SHARED_MEMORY if {*self.transports.values()} == {Transport.SHARED_MEMORY} else Transport.TCP
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See `WorldManager.allocate`."""
+        segments = self._config.segments
+        return torch.empty(tuple(shape), dtype=dtype) if segments is None else segments.allocate(shape, dtype)
+
     async def open(self) -> None:
         """Join the other members and build the group.
 
@@ -142,7 +159,7 @@ class World:
             if error := self.ending():
                 raise error
             assert self._poller is not None
-            self._executor.open(group, take_socks(), self._poller)
+            self._executor.open(group, take_socks(), self._poller, self._config.segments)
             self.state = WorldState.READY
             self._listener.on_world_changed(self)  # under the lock, so that READY is reported before the end
 
@@ -209,6 +226,23 @@ class World:
         If `accept` raises ValueError, the world breaks with cause `error`; see multiworld/ops/messages.py.
         """
         await self._executor.start(recv_message(self.ranks, accept, src, tag), timeout_s).finish()
+
+    async def recv_view(
+        self,
+        check: Callable[[bytes, int], object],
+        src: int,
+        *,
+        tag: int = 0,
+        timeout_s: float | None = None,
+    ) -> View:
+        """Receive a message of unknown size without a copy, if the sender has allocated its payload with `allocate` on this host.
+
+        Otherwise the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message: the world breaks
+        with cause `error`.
+        """
+        view = View(check)
+        await self._executor.start(recv_view(self.ranks, view, src, tag), timeout_s).finish()
+        return view
 
     def start(self, plan: Plan, *, timeout_s: float | None = None) -> Operation:
         """Start an operation from a plan (multiworld/ops/p2p.py, multiworld/collectives) and return at once."""

@@ -1,4 +1,4 @@
-"""A TCP connection between two processes for joining, heartbeats, failure reports and leave messages. Never blocks.
+"""A connection between two processes for joining, heartbeats, failure reports and leave messages. Never blocks.
 
 Use this module on the thread of the control loop only.
 """
@@ -41,8 +41,9 @@ class ControlConnection:
         self.owner = owner
         self.last_received_s = watchdog.now_s
         self.stall_clock = StallClock()
-        self.local_host: str = sock.getsockname()[0]
-        self.peer_host: str = sock.getpeername()[0]
+        tcp = sock.family != socket.AF_UNIX
+        self.local_host: str = sock.getsockname()[0] if tcp else "this host"
+        self.peer_host: str = sock.getpeername()[0] if tcp else "this host"
         self._watchdog = watchdog
         self._sock = sock
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
@@ -50,7 +51,8 @@ class ControlConnection:
         self._open = True
         self._closing = False
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tcp:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watchdog.connections.add(self)
         watchdog.register(sock, selectors.EVENT_READ, self._on_event)
 

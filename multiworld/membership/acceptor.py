@@ -5,7 +5,9 @@ Everything except `bind` runs on the control loop's thread. The number, the inpu
 are limited.
 """
 
+import contextlib
 import logging
+import os
 import selectors
 import socket
 from collections.abc import Callable, Sequence
@@ -143,9 +145,11 @@ class PendingConnection:
 
 
 class Acceptor:
-    """One listening port. A connection for a world that is not open yet waits, so members may start in any order.
+    """One listening port or Unix socket. A connection for a world that is not open yet waits, so members may start in any order.
 
     Attributes:
+        address: of the listening socket; the path of a Unix socket, which `close` deletes.
+        port: of the listening socket; 0 for a Unix socket.
         secrets: a client must know one of these. Replace the whole sequence to change them; existing connections stay open.
         on_question: answers queries; with None they are refused.
     """
@@ -153,7 +157,8 @@ class Acceptor:
     def __init__(
         self, watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes], heartbeat: HeartbeatConfig
     ) -> None:
-        self.port: int = sock.getsockname()[1]
+        self.address = sock.getsockname()
+        self.port: int = self.address[1] if sock.family != socket.AF_UNIX else 0
         self.secrets = secrets
         self.on_question: QuestionHandler | None = None
         self._watchdog = watchdog
@@ -175,6 +180,9 @@ class Acceptor:
             self._heartbeat_timer.cancel()
         self._watchdog.unregister(self._sock)
         self._sock.close()
+        if isinstance(self.address, str):
+            with contextlib.suppress(OSError):
+                os.unlink(self.address)
         for pending in [*self._authenticated, *self._unauthenticated]:
             pending.close()
 

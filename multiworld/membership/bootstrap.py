@@ -238,7 +238,9 @@ class Bootstrap:
         """Create the mesh connector if the world needs data connections. Runs on the control loop's thread, before a member may connect."""
         config = self._config
         if config.size > 1 and set(config.backends.values()) != {NCCL}:
-            self.mesh = MeshConnector(self._watchdog, self._member, config.secret, config.heartbeat, config.bind_host)
+            self.mesh = MeshConnector(
+                self._watchdog, self._member, config.secret, config.heartbeat, config.bind_host, config.local_acceptor
+            )
 
     def _close_mesh_if_ended(self) -> None:
         """Close the mesh connector if the world ended before it was created."""

@@ -1,11 +1,14 @@
 """Connects the members of a forming world to each other: each connects to all lower ranks and accepts all higher ranks.
 
+Members on one host connect through the Unix socket of the process (local_socket.py), the others by TCP.
 Rank 0 accepts on the port of its control connections. Every other member except the last opens a port for this, publishes it in the
 world's store, and closes it when all are connected. The handshake is the same as on a control connection and covers the world, the
 generation and both ranks.
 """
 
 import contextlib
+import logging
+import os
 import socket
 import threading
 import time
@@ -22,6 +25,8 @@ from multiworld.membership.monitor import HeartbeatConfig
 from multiworld.membership.store import ControlStore
 from multiworld.texts import shown
 
+logger = logging.getLogger(__name__)
+
 _ATTEMPT_S = 5.0
 """Timeout of each socket operation while connecting to a member."""
 _PAUSE_S = 0.1
@@ -35,10 +40,17 @@ class MeshConnector:
     Args:
         member: our own world, rank, size and generation.
         bind_host: the local address of the connections that we open; empty lets the kernel choose.
+        local_acceptor: accepts the members on this host on a Unix socket; None for TCP only.
     """
 
     def __init__(
-        self, watchdog: WatchDog, member: Hello, secret: bytes, heartbeat: HeartbeatConfig, bind_host: str = ""
+        self,
+        watchdog: WatchDog,
+        member: Hello,
+        secret: bytes,
+        heartbeat: HeartbeatConfig,
+        bind_host: str = "",
+        local_acceptor: Acceptor | None = None,
     ) -> None:
         self.world = member.world
         self.generation = member.generation
@@ -47,6 +59,7 @@ class MeshConnector:
         self._secret = secret
         self._heartbeat = heartbeat
         self._bind_host = bind_host
+        self._local_acceptor = local_acceptor
         self._changed = threading.Condition()
         self._socks: dict[int, socket.socket] = {}
         self._connecting: socket.socket | None = None
@@ -56,9 +69,11 @@ class MeshConnector:
     # -- accepting (on the control loop's thread) --------------------------------------------------------------------------
 
     def accept_on(self, acceptor: Acceptor) -> None:
-        """Accept data connections on the port of `acceptor` from now on."""
+        """Accept data connections on the port of `acceptor`, and on the Unix socket, from now on."""
         acceptor.add_target(self)
         self._unregister = lambda: acceptor.remove_target(self)
+        if self._local_acceptor is not None:
+            self._local_acceptor.add_target(self)
 
     def rejection(self, hello: Hello) -> str | None:
         """Return the reason to refuse this connection; None to accept it."""
@@ -98,9 +113,16 @@ class MeshConnector:
         if 0 < self._member.rank < self._member.size - 1:
             port = self._open_port(local_host)
             store.set(_key(self._member.rank), f"{port} {local_host}")
+        local = self._local_acceptor
+        if self._member.rank < self._member.size - 1:
+            store.set(_local_key(self._member.rank), "" if local is None else local.address)
         for rank in range(self._member.rank):
-            address = host if rank == 0 else _address(store.get(_key(rank)))
-            self.admit(rank, self._connect_with_retries(rank, address, until_s))
+            path = "" if local is None else os.fsdecode(store.get(_local_key(rank)))
+            sock = self._connect_locally(rank, path) if path else None
+            if sock is None:
+                address = host if rank == 0 else _address(store.get(_key(rank)))
+                sock = self._connect_with_retries(rank, address, until_s)
+            self.admit(rank, sock)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._socks) == self._member.size - 1, timeout_s)
             self._raise_if_closed()
@@ -131,7 +153,7 @@ class MeshConnector:
 
         def start() -> None:
             acceptor.open()
-            acceptor.add_target(self)
+            self.accept_on(acceptor)
             self._unregister = acceptor.close
             if self._closed:
                 self._stop_accepting()
@@ -142,6 +164,19 @@ class MeshConnector:
     def _stop_accepting(self) -> None:
         unregister, self._unregister = self._unregister, lambda: None
         unregister()
+        if self._local_acceptor is not None:
+            self._local_acceptor.remove_target(self)
+
+    def _connect_locally(self, rank: int, path: str) -> socket.socket | None:
+        """Connect to a member by its Unix socket. Returns None if it is not on this host, or in a container that does not share the socket.
+
+        Only processes under the same kernel can connect so.
+        """
+        try:
+            return self._connect(rank, path)
+        except (OSError, FrameError, ValueError) as error:  # ValueError: the path cannot be that of a socket
+            logger.debug("world=%s: rank %d is not reached by its Unix socket: %s", self.world, rank, error)
+            return None
 
     def _connect_with_retries(self, rank: int, address: tuple[str, int], until_s: float) -> socket.socket:
         while True:
@@ -157,16 +192,19 @@ class MeshConnector:
                     detail = f"rank {rank} cannot be reached at {address[0]}:{address[1]}: {error}"
                     raise JoinError(self.world, detail) from error
 
-    def _connect(self, rank: int, address: tuple[str, int]) -> socket.socket:
+    def _connect(self, rank: int, address: tuple[str, int] | str) -> socket.socket:
+        """Connect to `address`, a str for a Unix socket, and authenticate."""
         handshake = ClientHandshake(self._secret, replace(self._member, peer=rank))
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        local = isinstance(address, str)
+        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
         try:
             with self._interruptible(sock):
                 sock.settimeout(_ATTEMPT_S)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._bind_host:
-                    sock.bind((self._bind_host, 0))
+                if not local:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._bind_host:
+                        sock.bind((self._bind_host, 0))
                 sock.connect(address)
                 sock.sendall(handshake.hello(_next_frame(sock)).encode())
                 answer = _next_frame(sock)
@@ -196,6 +234,10 @@ class MeshConnector:
 
 def _key(rank: int) -> str:
     return f"multiworld/address/{rank}"
+
+
+def _local_key(rank: int) -> str:
+    return f"multiworld/local/{rank}"
 
 
 def _address(value: bytes) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from multiworld.ops.operation import Plan
 from multiworld.ops.p2p import send
 from multiworld.ops.validation import Ranks, check_tag
+from multiworld.ops.views import View
 
 MAX_HEADER_BYTES = 48
 
@@ -42,3 +43,10 @@ def recv_message(ranks: Ranks, accept: Callable[[bytes, int], Tensor], src: int,
     ranks.check_peer("recv_message", src)
     check_tag("recv_message", tag)
     return Plan(name="recv", signature="", peer=src, tag=tag, accept=accept)
+
+
+def recv_view(ranks: Ranks, view: View, src: int, tag: int) -> Plan:
+    """Plan a receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
+    ranks.check_peer("recv_view", src)
+    check_tag("recv_view", tag)
+    return Plan(name="recv", signature="", peer=src, tag=tag, view=view)

@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from multiworld.ops.views import View
+
 logger = logging.getLogger(__name__)
 
 Status = Literal["pending", "done", "failed"]
@@ -34,7 +36,7 @@ class Plan:
         peer: the other rank of a send or receive; -1 for a collective.
         tag, size_bytes: tag and size of a send or receive.
         buffer: for a send or receive, returns the contiguous tensor to send from or to receive into, on the host if `staged`.
-        header, accept: for a message with a header; see multiworld/ops/messages.py.
+        header, accept, view: for a message with a header; see multiworld/ops/messages.py.
         algorithm: for a collective over the connections of the world: copies its data to the host and returns the algorithm to run.
         splits_bytes: for an all-to-all, the bytes sent to each rank and the bytes expected from each rank.
     """
@@ -51,6 +53,7 @@ class Plan:
     buffer: Callable[[], Tensor] | None = None
     header: bytes | None = None
     accept: Callable[[bytes, int], Tensor] | None = None
+    view: View | None = None
     algorithm: Callable[[], Algorithm] | None = None
     splits_bytes: tuple[list[int], list[int]] | None = None
 

@@ -1,4 +1,4 @@
-"""A TCP connection between two members of a world that carries messages in both directions. No method blocks.
+"""A connection between two members of a world that carries messages in both directions through a socket. No method blocks.
 
 Flow control uses receive credits: a receiver announces that it waits for a message with a given tag, and the sender writes a message only
 after this announcement. Data is written from the memory of the sent tensor and read into the memory of the receiving tensor, without a
@@ -21,6 +21,7 @@ from torch import Tensor
 from multiworld.execution.failures import ConnectionLostError
 from multiworld.ops.buffers import byte_view
 from multiworld.ops.operation import Operation, SubOperation
+from multiworld.ops.views import View
 from multiworld.transport.poller import Poller
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, credit_head, decode_signature
 
@@ -61,17 +62,38 @@ class Transfer:
         operation: the operation, or the part of a collective, that completes with this transfer.
         head: for a send, the complete head; for a receive, the expected signature (`encode_signature`).
         memory: bytes of the sent or receiving tensor; keeps the tensor alive. None while the data is being copied from a device.
+        data: the tensor that `memory` belongs to.
         accept: for a receive without memory, returns it when a head has arrived; see multiworld/ops/messages.py.
+        view: for a receive without memory that takes a view: gets the data; see multiworld/ops/messages.py.
     """
 
     operation: Operation | SubOperation
     head: bytes
     memory: memoryview | None = None
+    data: Tensor | None = None
     accept: Callable[[bytes, int], Tensor] | None = None
+    view: View | None = None
 
     def set_data(self, data: Tensor) -> None:
         """Use the memory of `data`, a contiguous tensor on the host."""
+        self.data = data
         self.memory = byte_view(data)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """Bytes to write.
+
+    Attributes:
+        operation: completes when the bytes are written.
+        joined: the next output must follow directly (head and message).
+        fd: descriptor to pass with the bytes; -1 for none.
+    """
+
+    data: bytes | memoryview
+    operation: Operation | SubOperation | None = None
+    joined: bool = False
+    fd: int = -1
 
 
 class PeerConnection:
@@ -95,10 +117,10 @@ class PeerConnection:
         self._sends: dict[int, deque[Transfer]] = {}
         self._credits: dict[int, int] = {}  # tag → unused receive credits from the peer
         self._total_credits = 0
-        # Bytes, the operation that completes when they are written, and whether the next entry must follow directly (head and message).
-        self._outbox: deque[tuple[bytes | memoryview, Operation | SubOperation | None, bool]] = deque()
-        # Part of the first outbox entry, or its head, is already written: nothing may be inserted before it.
+        self._outbox: deque[Output] = deque()
+        # Part of the first output, or its head, is already written: nothing may be inserted before it.
         self._partly_written = False
+        self._waiting = False  # the first output waits for the peer, not for the socket
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._head_bytes = 0  # bytes of an incomplete head in the scratch buffer
@@ -114,12 +136,7 @@ class PeerConnection:
         """Receive the next message with this tag. Raises ConnectionLostError when the connection has ended."""
         self._raise_if_ended()
         self._receives.setdefault(tag, deque()).append(transfer)
-        # Credits go before messages that are not partly written: messages may be long, and their order relative to credits is irrelevant.
-        at = int(self._partly_written)
-        if at and self._outbox[0][2]:  # a partly written head, which its message must follow
-            at += 1
-        self._outbox.insert(at, (credit_head(tag), None, False))
-        self._flush()
+        self._write_first(credit_head(tag))
 
     def send(self, transfer: Transfer, tag: int) -> None:
         """Queue a message; it is written when the peer has granted a credit and `transfer.memory` is set.
@@ -138,11 +155,7 @@ class PeerConnection:
         while transfers and tag in self._credits and transfers[0].memory is not None:
             transfer = transfers.popleft()
             self._add_credits(tag, -1)
-            if transfer.memory:
-                self._outbox.append((transfer.head, None, True))
-                self._outbox.append((transfer.memory, transfer.operation, False))
-            else:
-                self._outbox.append((transfer.head, transfer.operation, False))
+            self._enqueue(transfer)
         if transfers is not None and not transfers:
             del self._sends[tag]
         self._flush()
@@ -192,7 +205,7 @@ class PeerConnection:
             while remaining > 0 and self.end_reason is None:
                 buffers = self._read_buffers(remaining)
                 try:
-                    count = self._sock.recvmsg_into(buffers)[0]
+                    count = self._receive_into(buffers)
                 except BlockingIOError:
                     return
                 except OSError as error:
@@ -239,42 +252,67 @@ class PeerConnection:
             elif kind == MESSAGE:
                 at += self._start_message(tag, size, signature, self._scratch_view[at:end])
             else:
-                self._fail_protocol(f"it sent invalid data: a head of kind {kind}")
+                self._on_frame(kind, tag, size, signature)
         self._head_bytes = end - at if self.end_reason is None else 0
         if self._head_bytes and at:
             self._scratch_view[: self._head_bytes] = self._scratch_view[at:end]
 
+    def _receive_into(self, buffers: list[memoryview]) -> int:
+        """Read from the socket. Returns how many bytes."""
+        return self._sock.recvmsg_into(buffers)[0]
+
+    def _on_frame(self, kind: int, tag: int, size: int, field: bytes) -> None:
+        """Handle a frame that this connection does not know."""
+        self._fail_protocol(f"it sent invalid data: a head of kind {kind}")
+
     def _start_message(self, tag: int, size: int, signature: bytes, following: memoryview) -> int:
         """Start to receive a message. `following` has the bytes read after its head. Returns how many of them belong to the message."""
-        transfers = self._receives.get(tag)
-        if not transfers:
-            self._fail_protocol(f"it sent a message with tag {tag}, for which no receive is pending")
+        transfer = self._match(tag, size, signature)
+        if transfer is None:
             return 0
-        transfer = transfers[0]
-        if transfer.accept is not None:
-            try:
-                transfer.set_data(transfer.accept(signature, size))
-            except ValueError as error:
-                self._fail_protocol(str(error))
-                return 0
-            transfer.head = signature
-        memory = transfer.memory
-        assert memory is not None
-        if size != len(memory) or signature != transfer.head:
-            sent, expected = decode_signature(signature), decode_signature(transfer.head)
-            self._fail_protocol(f"it sent {sent} where {expected} was expected")
-            return 0
-        transfers.popleft()
-        if not transfers:
-            del self._receives[tag]
+        assert transfer.memory is not None
         taken = min(size, len(following))
         if taken:
-            memory[:taken] = following[:taken]
+            transfer.memory[:taken] = following[:taken]
         if taken == size:
             self._owner.on_transferred(transfer.operation)
         else:
             self._incoming, self._filled = transfer, taken
         return taken
+
+    def _match(
+        self, tag: int, size: int, signature: bytes, place: Callable[[View], Tensor] = View.allocate
+    ) -> Transfer | None:
+        """Take the receive of an announced message, with its memory. Returns None after a violation of the protocol.
+
+        Args:
+            place: returns the memory of a receive that takes a view.
+        """
+        transfers = self._receives.get(tag)
+        if not transfers:
+            self._fail_protocol(f"it sent a message with tag {tag}, for which no receive is pending")
+            return None
+        transfer = transfers[0]
+        if transfer.memory is None:
+            try:
+                if transfer.view is not None:
+                    transfer.view.accept(signature, size)
+                    transfer.set_data(place(transfer.view))
+                elif transfer.accept is not None:
+                    transfer.set_data(transfer.accept(signature, size))
+            except ValueError as error:
+                self._fail_protocol(str(error))
+                return None
+            transfer.head = signature
+        assert transfer.memory is not None
+        if size != len(transfer.memory) or signature != transfer.head:
+            sent, expected = decode_signature(signature), decode_signature(transfer.head)
+            self._fail_protocol(f"it sent {sent} where {expected} was expected")
+            return None
+        transfers.popleft()
+        if not transfers:
+            del self._receives[tag]
+        return transfer
 
     def _add_credits(self, tag: int, more: int) -> None:
         count = self._credits.pop(tag, 0) + more
@@ -286,12 +324,35 @@ class PeerConnection:
 
     # -- writing -----------------------------------------------------------------------------------------------------------------
 
+    def _enqueue(self, transfer: Transfer) -> None:
+        """Queue the outputs of a message."""
+        if transfer.memory:
+            self._outbox.append(Output(transfer.head, joined=True))
+            self._outbox.append(Output(transfer.memory, transfer.operation))
+        else:
+            self._outbox.append(Output(transfer.head, transfer.operation))
+
+    def _write_first(self, frame: bytes) -> None:
+        """Write a frame before the messages that are not partly written: they may be long, and their order relative to it is irrelevant."""
+        self._insert_first(frame)
+        self._flush()
+
+    def _insert_first(self, frame: bytes) -> None:
+        at = int(self._partly_written)
+        if at and self._outbox[0].joined:  # a partly written head, which its message must follow
+            at += 1
+        self._outbox.insert(at, Output(frame))
+
+    def _write(self) -> int:
+        """Write the first outputs. Returns how many bytes. Raises BlockingIOError when they have to wait."""
+        return self._sock.sendmsg([output.data for output in islice(self._outbox, _SENDMSG_BUFFERS)])
+
     def _flush(self) -> None:
         remaining = _EVENT_BYTES
         outbox = self._outbox
         while outbox and remaining > 0:
             try:
-                sent = self._sock.sendmsg([buffer for buffer, _, _ in islice(outbox, _SENDMSG_BUFFERS)])
+                sent = self._write()
             except BlockingIOError:
                 break
             except OSError as error:
@@ -299,18 +360,19 @@ class PeerConnection:
                 return
             remaining -= sent
             completed = []
-            while outbox and sent >= len(outbox[0][0]):
-                buffer, operation, self._partly_written = outbox.popleft()
-                sent -= len(buffer)
-                if operation is not None:
-                    completed.append(operation)
+            while sent and sent >= len(outbox[0].data):
+                output = outbox.popleft()
+                self._partly_written = output.joined
+                sent -= len(output.data)
+                if output.operation is not None:
+                    completed.append(output.operation)
             if sent:
-                buffer, operation, joined = outbox[0]
-                outbox[0] = memoryview(buffer)[sent:], operation, joined
+                output = outbox[0]
+                outbox[0] = Output(memoryview(output.data)[sent:], output.operation, output.joined)
                 self._partly_written = True
             for operation in completed:  # after the outbox is updated, because the owner may send more
                 self._owner.on_transferred(operation)
-        mask = select.EPOLLIN | select.EPOLLOUT if outbox else select.EPOLLIN
+        mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._waiting else select.EPOLLIN
         if mask != self._mask and self.end_reason is None:
             self._mask = mask
             self._poller.modify(self._sock.fileno(), mask)
@@ -352,7 +414,7 @@ class PeerConnection:
         for queue in (*self._receives.values(), *self._sends.values()):
             transfers += queue
         pending = [transfer.operation for transfer in transfers]
-        pending += [operation for _, operation, _ in self._outbox if operation is not None]
+        pending += [output.operation for output in self._outbox if output.operation is not None]
         self._incoming = None
         for dropped in (self._receives, self._sends, self._credits, self._outbox):
             dropped.clear()

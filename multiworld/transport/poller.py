@@ -5,9 +5,11 @@ therefore be closed, and a message sent, while its event loop is blocked or has 
 """
 
 import asyncio
+import contextlib
 import os
 import select
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -36,6 +38,15 @@ class Poller:
         """Whether the event loop is running. If not, nothing serves the registered sockets."""
         loop = self._loop()
         return loop is not None and loop.is_running()
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Call `callback` on the event loop; never if the loop is closed. Does not block."""
+        loop = self._loop()
+        if loop is None:
+            return
+        here = asyncio._get_running_loop() is loop
+        with contextlib.suppress(RuntimeError):
+            (loop.call_soon if here else loop.call_soon_threadsafe)(callback)
 
     def register(self, fd: int, handler: PollHandler, mask: int) -> None:
         """Call `handler.on_event` for the epoll events in `mask` of this socket. Raises OSError when the kernel refuses."""

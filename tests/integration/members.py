@@ -173,7 +173,7 @@ class Script(TorturePart, ElasticPart):
         """Stop this process once, before or after it has opened its first peer connection."""
         connect = MeshConnector._connect
 
-        def freeze(self: MeshConnector, rank: int, address: tuple[str, int]) -> socket.socket:
+        def freeze(self: MeshConnector, rank: int, address: tuple[str, int] | str) -> socket.socket:
             MeshConnector._connect = connect  # type: ignore[method-assign]
             sock = connect(self, rank, address) if connected else None
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,13 @@ BIG = 10_000_000
 PATIENT_S = 30.0
 PULSE_S = 2.0
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
+
+
+@pytest.fixture
+async def manager(request: pytest.FixtureRequest) -> AsyncIterator[WorldManager]:
+    shared_memory_bytes = getattr(request, "param", None)
+    async with WorldManager(heartbeat_timeout_s=PULSE_S, shared_memory_bytes=shared_memory_bytes) as made:
+        yield made
 
 
 # -- concurrent messages --------------------------------------------------------------------------------------------------------
@@ -194,6 +201,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
+@pytest.mark.parametrize("manager", [0, None], ids=["tcp", "shared memory"], indirect=True)
 async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message(
     spawn: Spawn,
     manager: WorldManager,
@@ -211,7 +219,7 @@ async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message
     if sends:
         operation = manager.communicator.irecv(torch.zeros(BIG), 1, "w")
         victim.start("send", world="w", dst=0, count=BIG)
-        await until(lambda: ours._filled > 0)
+        await until(lambda: ours._filled > 0 or getattr(ours, "_slotted_bytes", 0) > 0)
         victim.signal(signum)
     else:
         victim.start("recv", world="w", src=0, count=BIG)
@@ -219,7 +227,7 @@ async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message
         victim.signal(signal.SIGSTOP)
         await victim.stopped()
         operation = manager.communicator.isend(torch.zeros(BIG), 1, "w")
-        await until(lambda: ours._partly_written)
+        await until(lambda: ours._partly_written or ours._waiting)
         victim.signal(signum)
     with pytest.raises(BrokenWorldException) as raised:
         await operation

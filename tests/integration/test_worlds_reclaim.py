@@ -24,6 +24,9 @@ CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
 GROWTH_KIB = 16_384
 """Memory fluctuation that is not a leak; leaking `CYCLES` worlds with their groups, threads and stacks would exceed it."""
 
+LARGE = 1_000_000
+"""Elements of a float32 tensor that is sent through shared memory, in several pieces if it is copied."""
+
 PATIENT_S = 10.0
 """Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
@@ -92,15 +95,19 @@ async def test_repeatedly_closed_worlds_leak_nothing() -> None:
 
 
 async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
-    """On the host, with pending operations; the name is reused at once."""
+    """On the host, with pending operations, also of tensors in shared memory; the name is reused at once."""
     async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
         port = manager.listen()
         peers = [await spawn() for _ in range(5 + CYCLES // 2)]
         before: dict[str, int] = {}
+        copied = torch.zeros(LARGE)
         for number, peer in enumerate(peers):
             assert await form("w", port, manager, peer) == number + 1
             receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(1000), 1, "w"))
-            await asyncio.sleep(0)
+            for tag, tensor in enumerate((copied, manager.allocate((LARGE,), torch.float32)), 1):
+                peer.start("recv", world="w", src=0, count=LARGE, tag=tag)
+                manager.communicator.isend(tensor, 1, "w", tag=tag)
+            await asyncio.sleep(0.001 * (number % 10))  # the messages are cut at different points
             peer.kill()
             with pytest.raises(BrokenWorldException):
                 await receiving
@@ -108,7 +115,12 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
             await reclaimed(manager)
             if number == 4:
                 before = held()
+        del tensor
         await assert_flat(before)
+        segments = manager._segments
+        assert segments is not None
+        assert not any(segment.leases for segment in segments._segments.values())
+        assert segments.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
 
 
 async def test_repeatedly_cancelled_operations_leak_nothing() -> None:

@@ -1,0 +1,232 @@
+"""Shared memory of one process: memfd segments that a tensor can be produced in and sent from without a copy.
+
+A segment has no name, so nothing is left when a process is killed. Its size is sealed, so a consumer that maps it cannot get SIGBUS, and
+only the mapping of the producer can be written (F_SEAL_FUTURE_WRITE, Linux 5.1 and newer). It contains data only: who uses it is counted
+here, from messages.
+"""
+
+import errno
+import fcntl
+import logging
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES = 1 << 16
+"""Smaller tensors are sent through the socket; measured with `benchmarks.send_recv`."""
+_MAX_SEGMENTS = 128
+"""Limit of segments per process; each needs two file descriptors."""
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+class Segment:
+    """A memfd that this process has mapped. Closed when no reference and no tensor inside it is left.
+
+    Attributes:
+        owned: a tensor, or a connection, of this process uses the segment.
+        leases: how many sent messages lie in the segment that their receivers have not released.
+        retired: the segment is freed, not used again, when it is unused. A receiver whose connection has ended may still read it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.owned = True
+        self.leases = 0
+        self.retired = False
+        self.fd = os.memfd_create("multiworld", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        self.close.atexit = False
+        os.posix_fallocate(self.fd, 0, size)  # reports missing memory now; a later access would end the process
+        self.memory = mmap.mmap(self.fd, size)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+
+
+class SegmentPool:
+    """The segments of a process. All methods may be called from any thread.
+
+    Args:
+        budget_bytes: limit of the size of all segments together.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._forget()
+        _pools.add(self)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Size of all segments, in use or kept for the next tensor."""
+        return self._reserved_bytes
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialized contiguous tensor in a segment; in ordinary memory if it is small or the budget is used up."""
+        size = math.prod(shape) * dtype.itemsize
+        segment = self.take(size) if size >= MIN_BYTES else None
+        if segment is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        buffer = memoryview(segment.memory)  # the storage of the tensor keeps it alive
+        weakref.finalize(buffer, self._on_tensor_dropped, self._dropped, segment).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(dtype).view(tuple(shape))
+
+    def take(self, size: int) -> Segment | None:
+        """Take an unused segment of at least `size` bytes, `owned` by the caller; None if there is no memory for it."""
+        capacity = _capacity(size)
+        with self._lock:
+            self._reap()
+            if kept := self._kept.get(capacity):
+                segment = kept.pop()
+                segment.owned = True
+                return segment
+            self._make_room(capacity)
+            full = self._count >= _MAX_SEGMENTS or self._reserved_bytes + capacity > self._budget_bytes
+            if full:
+                return None
+            self._reserved_bytes += capacity
+            self._count += 1
+        try:
+            segment = Segment(capacity)
+        except OSError as error:
+            logger.warning("no shared memory for %d bytes, the data is copied: %s", size, error)
+            with self._lock:
+                self._reserved_bytes -= capacity
+                self._count -= 1
+            return None
+        with self._lock:
+            self._segments[segment.address] = segment
+        return segment
+
+    def find(self, tensor: Tensor) -> tuple[Segment, int] | None:
+        """The segment in which the contiguous `tensor` lies, and its offset there in bytes; None if it lies elsewhere."""
+        segment = self._segments.get(tensor.untyped_storage().data_ptr())
+        return None if segment is None else (segment, tensor.data_ptr() - segment.address)
+
+    def lease(self, segment: Segment) -> None:
+        """A message in the segment is sent: it must not be used again before `release`."""
+        with self._lock:
+            segment.leases += 1
+
+    def release(self, segment: Segment, *, retire: bool = False) -> None:
+        """End a lease. `retire`: the receiver did not release it, so the segment is freed when it is unused."""
+        with self._lock:
+            segment.leases -= 1
+            segment.retired |= retire
+            self._settle(segment)
+
+    def drop(self, segment: Segment) -> None:
+        """The owner needs the segment no more. Its receiver may still have it mapped, so it is not used again."""
+        with self._lock:
+            segment.owned = False
+            segment.retired = True
+            self._settle(segment)
+
+    def close(self) -> None:
+        """Free the unused segments, and each of the others when its tensor and its receivers have released it."""
+        with self._lock:
+            self._reap()
+            for segment in list(self._segments.values()):
+                segment.retired = True
+            for kept in self._kept.values():
+                while kept:
+                    self._free(kept.pop())
+
+    # -- under the lock ------------------------------------------------------------------------------------------------------
+
+    def _on_tensor_dropped(self, dropped: deque[Segment], segment: Segment) -> None:
+        """No tensor uses the segment any more. Called by the garbage collector, on any thread, maybe inside any method."""
+        dropped.append(segment)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._reap()
+            finally:
+                self._lock.release()
+
+    def _reap(self) -> None:
+        while self._dropped:
+            segment = self._dropped.popleft()
+            segment.owned = False
+            self._settle(segment)
+
+    def _settle(self, segment: Segment) -> None:
+        """Keep an unused segment for the next tensor, or free it if it is retired."""
+        if segment.owned or segment.leases or segment.address not in self._segments:
+            return
+        if segment.retired:
+            self._free(segment)
+        else:
+            self._kept.setdefault(segment.size, []).append(segment)
+
+    def _free(self, segment: Segment) -> None:
+        del self._segments[segment.address]
+        self._reserved_bytes -= segment.size
+        self._count -= 1
+        segment.close()
+
+    def _make_room(self, size: int) -> None:
+        """Free kept segments of other sizes until one of `size` bytes is within the limits."""
+        for kept in self._kept.values():
+            while kept and (self._count >= _MAX_SEGMENTS or self._reserved_bytes + size > self._budget_bytes):
+                self._free(kept.pop())
+
+    def _forget(self) -> None:
+        """Start without segments. In a forked child, those of the parent must not be used again."""
+        for segment in getattr(self, "_segments", {}).values():
+            segment.close()
+        self._segments: dict[int, Segment] = {}  # by address
+        self._kept: dict[int, list[Segment]] = {}  # unused, by size
+        self._dropped: deque[Segment] = deque()
+        self._reserved_bytes = 0
+        self._count = 0  # of segments, with those that are being made
+
+    def forget_in_child(self) -> None:
+        """In a forked child: release the copies of the parent's descriptors and start without segments."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._forget()
+
+
+_pools: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for pool in list(_pools):
+        pool.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def check_segment(fd: int, offset: int, size: int) -> None:
+    """Check a descriptor from another process: a memfd whose size is sealed and that has `size` bytes at `offset`.
+
+    Raises ValueError otherwise. Then neither a read nor a mapping of these bytes can fail or block later.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ValueError("it sent a descriptor that is not shared memory") from None
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise ValueError("it sent shared memory whose size can change")
+    if offset < 0 or offset + size > (length := os.fstat(fd).st_size):
+        raise ValueError(f"it sent {size} bytes at {offset} of a segment of {length}")
+
+
+def _capacity(size: int) -> int:
+    """Size of the segment for `size` bytes: a multiple of a quarter of the next lower power of two, so that segments fit again."""
+    step = max(1 << (size - 1).bit_length() - 3, mmap.PAGESIZE)
+    return -(-size // step) * step

@@ -1,0 +1,399 @@
+"""Connections through shared memory: what is copied, what is released when, and what is refused."""
+
+import array
+import asyncio
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld import WorldManager
+from multiworld.membership.local_socket import bind_local
+from multiworld.ops.messages import recv_view, send_message
+from multiworld.ops.operation import Operation
+from multiworld.ops.views import View
+from multiworld.transport.connection import Transfer
+from multiworld.transport.poller import poller_of
+from multiworld.transport.segments import MIN_BYTES, SegmentPool
+from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedMemoryConnection
+from multiworld.transport.wire import (
+    HEAD,
+    IN_PLACE,
+    IN_RING,
+    MESSAGE,
+    NUMBERS,
+    PIECE,
+    PIECE_DONE,
+    PLACE,
+    RECV_READY,
+    RELEASE,
+    RING,
+)
+from tests.unit.library.test_multiworld_line import RANKS, End, Owner, heard
+from tests.waiting import until
+
+MIB = 1 << 20
+BUDGET = 64 * MIB
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class LocalEnd(End):
+    """A connection through shared memory and the calls of its world."""
+
+    def __init__(self, sock: socket.socket, budget_bytes: int = BUDGET) -> None:
+        self.owner = Owner()
+        self.lock = threading.RLock()
+        self.pool = SegmentPool(budget_bytes)
+        poller = poller_of(asyncio.get_running_loop())
+        self.line = SharedMemoryConnection(1, sock, self.lock, self.owner, poller, self.pool)
+
+    def send_message(self, payload: Tensor) -> Operation:
+        plan = send_message(RANKS, b"header", payload, 1, 0)
+        operation = Operation(plan, None, asyncio.get_running_loop().create_future(), self.owner)
+        transfer = Transfer(operation, HEAD.pack(MESSAGE, 0, payload.nbytes, b"header"))
+        transfer.set_data(payload)
+        with self.lock:
+            self.line.send(transfer, 0)
+        return operation
+
+    def view(self) -> tuple[View, Operation]:
+        view = View(lambda _header, _size_bytes: None)
+        operation = Operation(
+            recv_view(RANKS, view, 1, 0), None, asyncio.get_running_loop().create_future(), self.owner
+        )
+        with self.lock:
+            self.line.receive(Transfer(operation, b"", view=view), 0)
+        return view, operation
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[LocalEnd, LocalEnd]]:
+    one, other = map(LocalEnd, socket.socketpair())
+    yield one, other
+    for end in (one, other):
+        end.line.close()
+
+
+@pytest.fixture
+async def end() -> AsyncIterator[tuple[LocalEnd, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    made = LocalEnd(ours)
+    theirs.setblocking(False)
+    with theirs:
+        yield made, theirs
+        made.line.close()
+
+
+def random_bytes(size: int) -> Tensor:
+    return torch.randint(0, 255, (size,), dtype=torch.uint8)
+
+
+def allocated(end: LocalEnd, size: int) -> Tensor:
+    tensor = end.pool.allocate((size,), torch.uint8)
+    return tensor.copy_(random_bytes(size))
+
+
+def leases(end: LocalEnd) -> int:
+    return sum(segment.leases for segment in end.pool._segments.values())
+
+
+@pytest.mark.parametrize("size", [MIN_BYTES - 1, MIN_BYTES, SLOT_BYTES, RING_BYTES + 1, 9 * MIB])
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(
+    pair: tuple[LocalEnd, LocalEnd], size: int, in_place: bool
+) -> None:
+    tensors = [allocated(each, size) if in_place else random_bytes(size) for each in pair]
+    targets = [torch.zeros(size, dtype=torch.uint8) for _ in pair]
+    sends = [each.send(tensor) for each, tensor in zip(pair, tensors, strict=True)]
+    receives = [each.receive(target) for each, target in zip(pair, targets, strict=True)]
+    for each, send, receive in zip(pair, sends, receives, strict=True):
+        await each.until_completed(send, receive)
+    assert torch.equal(targets[0], tensors[1])
+    assert torch.equal(targets[1], tensors[0])
+    await until(lambda: leases(pair[0]) + leases(pair[1]) == 0)
+
+
+async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dropped(
+    pair: tuple[LocalEnd, LocalEnd],
+) -> None:
+    one, other = pair
+    tensor = allocated(one, MIB)
+    expected, address = tensor.clone(), tensor.data_ptr()
+    view, received = other.view()
+    sent = one.send_message(tensor[5:])  # not at the start of a page
+    await one.until_completed(sent)
+    await other.until_completed(received)
+    assert view.shared
+    assert torch.equal(view.data, expected[5:])
+    assert view.header.rstrip(b"\0") == b"header"
+    part = view.data[7:].view(torch.uint8)
+    part.add_(1)  # changes only the memory of the receiver
+    assert torch.equal(tensor, expected)
+    del tensor, sent, view, received
+    other.owner.completed.clear()
+    one.owner.completed.clear()
+    assert one.pool.allocate((MIB,), torch.uint8).data_ptr() != address
+    del part
+    await until(lambda: leases(one) == 0)
+    assert address in {one.pool.allocate((MIB,), torch.uint8).data_ptr() for _ in range(2)}
+
+
+async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sender_end(
+    pair: tuple[LocalEnd, LocalEnd],
+) -> None:
+    one, other = pair
+    tensor = allocated(one, MIB)
+    expected = tensor.clone()
+    view, received = other.view()
+    sent = one.send_message(tensor)
+    await other.until_completed(received)
+    await one.until_completed(sent)
+    one.line.close()
+    one.owner.completed.clear()
+    del tensor, sent
+    assert one.pool.reserved_bytes == 0  # no tensor may lie in a segment that a lost receiver may still read
+    one.pool.allocate((MIB,), torch.uint8).fill_(1)
+    assert torch.equal(view.data, expected)
+    view.release()
+    view.release()
+
+
+async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = LocalEnd(ours, budget_bytes=MIB), LocalEnd(theirs)
+    kept = one.pool.allocate((MIB,), torch.uint8)
+    assert one.pool.find(kept) is not None
+    tensor = one.pool.allocate((3 * MIB,), torch.uint8).copy_(random_bytes(3 * MIB))
+    assert one.pool.find(tensor) is None
+    view, received = other.view()
+    sent = one.send_message(tensor)
+    await one.until_completed(sent)
+    await other.until_completed(received)
+    assert not view.shared
+    assert torch.equal(view.data, tensor)
+    assert one.pool.reserved_bytes <= MIB
+    for each in (one, other):
+        each.line.close()
+
+
+def test_sizes_change_within_the_budget_when_kept_segments_are_unused() -> None:
+    pool = SegmentPool(4 * MIB)
+    for size in (MIB, 2 * MIB, 4 * MIB, 3 * MIB, MIB):
+        assert pool.find(pool.allocate((size,), torch.uint8)) is not None
+        assert pool.reserved_bytes <= 4 * MIB
+    pool.close()
+    assert pool.reserved_bytes == 0
+
+
+def test_forked_child_does_not_use_the_segments_of_its_parent() -> None:
+    pool = SegmentPool(BUDGET)
+    address = pool.allocate((MIB,), torch.uint8).data_ptr()  # kept for the next tensor
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if pool.reserved_bytes == 0 and not pool._kept else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pool.allocate((MIB,), torch.uint8).data_ptr() == address
+
+
+# -- hostile peers -------------------------------------------------------------------------------------------------------------
+
+
+def memfd(size: int, seals: int = SEALS) -> int:
+    fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def pass_fd(sock: socket.socket, data: bytes, fd: int) -> None:
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    os.close(fd)
+
+
+def place(offset: int = 0) -> bytes:
+    return HEAD.pack(PLACE, 0, 1, NUMBERS.pack(offset))
+
+
+def in_place(size: int = MIB) -> bytes:
+    return HEAD.pack(IN_PLACE, 0, size, b"")
+
+
+def piece(number: int, size: int) -> bytes:
+    return HEAD.pack(PIECE, 0, size, NUMBERS.pack(number))
+
+
+RING_HEAD = HEAD.pack(RING, 0, RING_BYTES, b"")
+RING_MESSAGE = HEAD.pack(IN_RING, 0, MIB, b"")
+
+
+def regular_file(tmp_path: Path) -> int:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, MIB)
+    return fd
+
+
+HOSTILE_SEGMENTS = [
+    pytest.param("file", place(), "not shared memory", id="regular file"),
+    pytest.param("socket", place(), "not shared memory", id="socket"),
+    pytest.param("unsealed", place(), "size can change", id="unsealed"),
+    pytest.param("growing", place(), "size can change", id="not sealed against truncation"),
+    pytest.param("small", place(), "of a segment of", id="too small"),
+    pytest.param("good", place(1), "of a segment of", id="offset out of range"),
+    pytest.param("good", place(2**64 - 1), "of a segment of", id="offset overflows"),
+    pytest.param("good", place() + place(), "two segments", id="two places"),
+]
+
+
+@pytest.mark.parametrize(("kind", "frame", "reason"), HOSTILE_SEGMENTS)
+async def test_world_breaks_when_the_peer_passes_a_wrong_segment(
+    end: tuple[LocalEnd, socket.socket], tmp_path: Path, kind: str, frame: bytes, reason: str
+) -> None:
+    made, peer = end
+    made.view()
+    await heard(peer, HEAD.size)
+    before = len(os.listdir("/proc/self/fd"))
+    fd = {
+        "file": lambda: regular_file(tmp_path),
+        "socket": lambda: os.dup(peer.fileno()),
+        "unsealed": lambda: memfd(MIB, seals=0),
+        "growing": lambda: memfd(MIB, seals=fcntl.F_SEAL_GROW),
+        "small": lambda: memfd(MIB - 1),
+        "good": lambda: memfd(MIB),
+    }[kind]()
+    pass_fd(peer, frame + in_place(), fd)
+    await until(lambda: bool(made.owner.protocol_errors))
+    assert reason in made.owner.protocol_errors[0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        pytest.param(in_place(), "without its segment", id="no place"),
+        pytest.param(place() + in_place(), "sent none", id="no descriptor"),
+        pytest.param(RING_HEAD, "sent none", id="ring without descriptor"),
+        pytest.param(HEAD.pack(RING, 0, 1 << 50, b""), "a ring of", id="ring of another size"),
+        pytest.param(RING_MESSAGE, "not ready", id="message without ring"),
+        pytest.param(piece(0, 1), "no message", id="piece without message"),
+        pytest.param(HEAD.pack(PIECE_DONE, 0, 0, b""), "does not have", id="piece that was never sent"),
+        pytest.param(HEAD.pack(RELEASE, 0, 1, b""), "does not have", id="lease that was never given"),
+        pytest.param(HEAD.pack(200, 0, 1, b""), "invalid data", id="unknown kind"),
+    ],
+)
+async def test_world_breaks_when_the_peer_sends_a_frame_out_of_order(
+    end: tuple[LocalEnd, socket.socket], frames: bytes, reason: str
+) -> None:
+    made, peer = end
+    made.view()
+    peer.send(frames)
+    await until(lambda: bool(made.owner.protocol_errors))
+    assert reason in made.owner.protocol_errors[0]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param(piece(1, SLOT_BYTES), id="number too high"),
+        pytest.param(piece(0, SLOT_BYTES + 1), id="longer than a slot"),
+        pytest.param(piece(0, 0), id="empty"),
+        pytest.param(piece(0, SLOT_BYTES) + piece(0, SLOT_BYTES), id="number repeated"),
+        pytest.param(b"".join(piece(n, SLOT_BYTES) for n in range(2)) + piece(2, 1), id="more than announced"),
+    ],
+)
+async def test_world_breaks_when_a_piece_does_not_fit_the_message(
+    end: tuple[LocalEnd, socket.socket], frames: bytes
+) -> None:
+    made, peer = end
+    made.view()
+    pass_fd(peer, RING_HEAD + RING_MESSAGE, memfd(RING_BYTES))
+    peer.send(frames)
+    await until(lambda: bool(made.owner.protocol_errors))
+    assert "piece" in made.owner.protocol_errors[0]
+
+
+async def test_world_breaks_when_descriptors_come_without_frames(end: tuple[LocalEnd, socket.socket]) -> None:
+    made, peer = end
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        pass_fd(peer, HEAD.pack(RECV_READY, 0, 0, b""), memfd(MIB))
+    await until(lambda: bool(made.owner.protocol_errors))
+    made.line.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_lease_is_kept_when_the_peer_never_releases_it_and_ends_with_the_connection(
+    end: tuple[LocalEnd, socket.socket],
+) -> None:
+    made, peer = end
+    tensor = allocated(made, MIB)
+    operation = made.send(tensor)
+    peer.send(HEAD.pack(RECV_READY, 0, 0, b""))
+    await made.until_completed(operation)
+    assert leases(made) == 1
+    peer.close()
+    await until(lambda: made.line.end_reason is not None)
+    assert leases(made) == 0
+    made.owner.completed.clear()
+    del tensor, operation
+    assert made.pool.reserved_bytes == 0
+
+
+# -- the Unix socket -----------------------------------------------------------------------------------------------------------
+
+
+def sockets(runtime_dir: Path) -> list[Path]:
+    return list(runtime_dir.glob("*/*"))
+
+
+@pytest.mark.parametrize("switched_off", [True, False], ids=["switched off", "not in the same container"])
+async def test_members_use_tcp_when_one_of_them_cannot_reach_the_socket(tmp_path: Path, switched_off: bool) -> None:
+    async with (
+        WorldManager(runtime_dir=str(tmp_path)) as one,
+        WorldManager(runtime_dir=str(tmp_path), shared_memory_bytes=0 if switched_off else None) as other,
+    ):
+        port = one.listen()
+        opening = asyncio.create_task(one.initialize_world("w", 0, 2, port=port))
+        await until(lambda: bool(sockets(tmp_path)))
+        sockets(tmp_path)[0].unlink()
+        worlds = [await other.initialize_world("w", 1, 2, port=port), await opening]
+        assert {world.transport for world in worlds} == {"tcp"}
+        received = torch.empty(MIB, dtype=torch.uint8)
+        sent = one.allocate((MIB,), torch.uint8).fill_(3)
+        await asyncio.gather(worlds[1].send(sent, 1), worlds[0].recv(received, 0))
+        assert torch.equal(sent, received)
+
+
+async def test_members_use_shared_memory_when_they_share_a_host(tmp_path: Path) -> None:
+    async with WorldManager(runtime_dir=str(tmp_path)) as one, WorldManager(runtime_dir=str(tmp_path)) as other:
+        port = one.listen()
+        worlds = await asyncio.gather(
+            *(manager.initialize_world("w", rank, 2, port=port) for rank, manager in enumerate((one, other)))
+        )
+        assert [world.transport for world in worlds] == ["shared memory"] * 2
+        assert worlds[0].transports == {1: "shared memory"}
+    assert not sockets(tmp_path)
+
+
+def test_socket_is_refused_when_its_folder_is_not_private(tmp_path: Path) -> None:
+    bind_local(str(tmp_path)).close()
+    next(tmp_path.iterdir()).chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        bind_local(str(tmp_path))
+    with pytest.raises(OSError, match="too long"):
+        bind_local(str(tmp_path / ("x" * 120)))
+
+
+def test_socket_of_a_killed_process_is_deleted_by_the_next_one(tmp_path: Path) -> None:
+    abandoned, alive = bind_local(str(tmp_path)), bind_local(str(tmp_path))
+    abandoned.close()
+    for sock in (Path(name) for name in next(tmp_path.iterdir()).iterdir()):
+        os.utime(sock, (0, 0))
+    with bind_local(str(tmp_path)) as third, alive:
+        names = {str(path) for path in next(tmp_path.iterdir()).iterdir()}
+        assert names == {alive.getsockname(), third.getsockname()}
