@@ -19,8 +19,9 @@ from collections.abc import AsyncIterator
 
 import torch
 
-from benchmarks.ranks import LOOPS, quantile, run, start, table
+from benchmarks.ranks import LOOPS, run, start, table
 from multiworld import BrokenWorldException, WorldEvent, WorldManager
+from multiworld_serving.testing.load.statistics import quantile
 
 STATES = ("idle", "in recv", "in all_reduce")
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.ranks import LOOPS, context, quantile, run, start, started, table
+from benchmarks.ranks import LOOPS, context, run, start, started, table
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
 from multiworld.elastic.allreduce import ring
 from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
 from multiworld.elastic.allreduce.reduction import Reduction
 from multiworld.elastic.allreduce.ring import direct_all_reduce, ring_all_reduce
+from multiworld_serving.testing.load.statistics import quantile
 
 CASES = {"1 x 64 MB": (1, 64 << 20), "64 x 1 MB": (64, 1 << 20), "1000 x 16 KB": (1000, 16 << 10)}
 WAYS = ("one by one", "async_op", "elastic")

@@ -18,16 +18,12 @@ import uvloop
 
 from benchmarks.connections import Connections, Outcome, request_bytes
 from benchmarks.ranks import table
+from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 
 GROWTH_MIB = 64
 """Allowed growth of resident memory under overload, in MiB: the queue, partly received bodies, and free memory that malloc keeps."""
-
-
-def resident_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) / 1024
 
 
 async def run(service: LocalService, options: argparse.Namespace) -> bool:
@@ -40,10 +36,10 @@ async def run(service: LocalService, options: argparse.Namespace) -> bool:
         outcome = await connections.closed_loop(request, clients, options.seconds / 3)
         rows.append([f"closed, {clients} clients", f"{outcome.goodput:.1f}", *_row(outcome)])
         best = max(best, outcome, key=lambda each: each.goodput)
-    before_mib = resident_mib(service.pid)
+    before_mib = resources(service.pid).resident_mib
     rate = options.factor * best.goodput
     over = await connections.open_loop(request, rate, options.seconds)
-    after_mib = resident_mib(service.pid)
+    after_mib = resources(service.pid).resident_mib
     rows.append([f"open, {rate:.0f}/s, deadline {options.deadline:g} s", f"{over.goodput:.1f}", *_row(over)])
     columns = ("load", "answers/s", "200", "429", "504", "other", "median ms of 200", "of 429", "Retry-After s")
     table(f"{options.model}, {options.stages} stages of {options.replicas}", columns, rows)

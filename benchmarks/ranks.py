@@ -60,11 +60,6 @@ def started(
             process.join()
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def spread(values: Sequence[float]) -> str:
     """The values as text: `median (lowest to highest)`."""
     return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"

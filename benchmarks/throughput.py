@@ -32,9 +32,10 @@ import uvloop
 
 from benchmarks.bare_loop import BareLoop, bare_loop
 from benchmarks.connections import Connections, Outcome, request_bytes
-from benchmarks.ranks import quantile, table
+from benchmarks.ranks import table
 from benchmarks.servers import Running, ours, peer, stop_on_sigterm
 from multiworld_serving.testing.load.images import image_file, photo
+from multiworld_serving.testing.load.statistics import quantile
 
 THIS = "this"
 """Prefix of the names of this service's variants."""

@@ -1,6 +1,7 @@
 """Description of a stage, from which a worker builds it: validated, and sent as JSON."""
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ class StageSpec:
     def blocks(self) -> tuple[str, ...]:
         """Names of its blocks."""
         return architecture(self.model).blocks[self.first_block : self.end_block]
+
+    @property
+    def part(self) -> str:
+        """16 hexadecimal digits that identify this part of the model, whichever version of the weights it has."""
+        return hashlib.sha256(dataclasses.replace(self, version="any").to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """One JSON object, which `from_json` reads back into an equal spec."""

@@ -30,6 +30,7 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.replica_ids import (
     activate,
+    busy_events,
     draining_events,
     link_id,
     lost_events,
@@ -302,6 +303,11 @@ class Leader:
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `BatchListener`."""
         self._driver.on_input_lost(link, message)
+
+    def on_busy(self, link: WorkerLink) -> None:
+        """See `BatchListener`."""
+        for event in busy_events(link):
+            self._driver.submit_event(event)
 
     # -- versions --------------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest, WireError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
+from multiworld_serving.workers.join_turns import Joining, JoinTurns
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
 from multiworld_serving.workers.session import Session
@@ -56,7 +57,7 @@ def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
 
 
 class LeaderConnection:
-    """Joins one leader, serves it, and rejoins. Connections of a worker share only the engine.
+    """Joins one leader, serves it, and rejoins. Connections of a worker share the engine, its stages, and the turns of joining.
 
     Args:
         manager: used by this connection only, because two leaders may use the same world name.
@@ -71,6 +72,7 @@ class LeaderConnection:
         engine: Engine,
         manager: WorldManager,
         stop: asyncio.Event,
+        turns: JoinTurns,
         metrics: WorkerMetrics,
         traces: ComputeTraces | None = None,
         edges: Edges | None = None,
@@ -80,6 +82,7 @@ class LeaderConnection:
         self._engine = engine
         self._manager = manager
         self._stop = stop
+        self._turns = turns
         self._metrics = guarded(metrics)
         self._traces = guarded(traces) if traces is not None else None
         self._edges = edges
@@ -120,12 +123,16 @@ class LeaderConnection:
     async def serve_once(self) -> bool:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
         await _check_thread_start()
-        offer = await self._ask()
-        self._wait_s = offer.wait_ms / 1000
-        if not offer.world:
-            return False
-        world = await self._join(offer)
-        self._session = session = Session(world, self._engine, self._stop.set, self._metrics, self._traces, self._edges)
+        with self._turns.joining() as joining:
+            offer = await self._ask(joining)
+            self._wait_s = offer.wait_ms / 1000
+            return bool(offer.world) and await self._serve_in(await self._join(offer), joining)
+
+    async def _serve_in(self, world: World, joining: Joining) -> bool:
+        """Serve in this world until it ends. Returns whether a stage was served."""
+        self._session = session = Session(
+            world, self._engine, self._stop.set, self._metrics, self._traces, joining.assigned, self._edges
+        )
         self._metrics.world_joined()
         try:
             ending = await session.run()
@@ -164,21 +171,27 @@ class LeaderConnection:
                 f"can reach",
             ) from error
 
-    async def _ask(self) -> JoinOffer:
+    async def _ask(self, joining: Joining) -> JoinOffer:
         settings, edge = self._settings, "" if self._edges is None else self._edges.holder
-        request = JoinRequest(settings.name, settings.device, settings.advertise_host, os.getpid(), edge)
+
+        async def question() -> str:
+            hint = await joining.begin_turn()
+            return JoinRequest(
+                settings.name, settings.device, settings.advertise_host, os.getpid(), *hint, edge
+            ).to_json()
+
         try:
             answer = await ask(
                 self._leader.host,
                 self._leader.port,
-                request.to_json(),
-                secret=self._settings.secret,
-                timeout_s=self._settings.join_timeout_s,
-                bind_host=self._settings.bind_host or "",
+                question,
+                secret=settings.secret,
+                timeout_s=settings.join_timeout_s,
+                bind_host=settings.bind_host or "",
             )
         except PermissionError as error:
             message = f"the leader at {self._leader} rejects this worker's token: {error}"
-            if len(self._settings.leaders) > 1:  # keep serving the other leaders
+            if len(settings.leaders) > 1:  # keep serving the other leaders
                 raise AskError(message) from error
             raise UserError(message) from error
         return JoinOffer.from_json(answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.device import check_device
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.gpu import GpuSampler, nvml_reader
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -53,6 +55,7 @@ def run(settings: WorkerSettings) -> int:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
+    gc.freeze()  # the garbage collector need not scan torch's modules again
     tracing = start_tracing(settings.otlp_endpoint, service="multiworld-worker", instance=settings.name)
     with close_on_exit(tracing), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, device, tracing))
@@ -76,7 +79,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, metrics)
-            connections = list[LeaderConnection]()
+            connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
             for leader in settings.leaders:
                 manager = await stack.enter_async_context(
@@ -89,7 +92,9 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                         loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
                     )
                 )
-                connections.append(LeaderConnection(leader, settings, engine, manager, stop, metrics, traces, edges))
+                connections.append(
+                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges)
+                )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:
         (ending, *_) = (error for error in errors.exceptions if isinstance(error, StuckError))
@@ -156,6 +161,7 @@ async def _start_metrics_port(
 
     def refresh() -> None:
         metrics.busy(engine.busy)
+        metrics.stages(len(engine.stages))
         if watch is not None:
             metrics.gpu(str(device), watch.latest())
 

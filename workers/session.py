@@ -12,7 +12,7 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld.texts import shown
-from multiworld_serving.common.config import check_memory
+from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import (
     MAX_INPUTS_HEAD_BYTES,
@@ -23,13 +23,13 @@ from multiworld_serving.common.wire import (
     Header,
     Message,
     MessageKind,
-    StageAssignment,
     TraceContext,
     WireError,
     trace_contexts,
 )
-from multiworld_serving.models import ModelError, OptimizedStage, Tuning, stage_input_dtype
+from multiworld_serving.models import ModelError, StageSpec, stage_input_dtype
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (
     OUT_OF_MEMORY_EXIT_S,
     arm_exit_timer,
@@ -40,11 +40,12 @@ from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.incoming_inputs import InputLostError, fetch_inputs
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.observability.traces import ComputeTraces
+from multiworld_serving.workers.stage_loader import StageLoader
 
 logger = logging.getLogger(__name__)
 
-_COPIES_OF_WEIGHTS = 3
-"""Held at once while a stage is loaded: the received bytes, the parsed tensors, and the stage's parameters."""
+_BUSY_REPORT_S = 1.0
+"""How often the leader is told that its batches wait for those of other leaders; several times in a `hang_timeout_s`."""
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
@@ -71,6 +72,7 @@ class Session:
     Args:
         world: ready, of size 2; the leader is rank 0.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
+        on_assigned: called when the leader assigns a stage, before it is loaded.
         edges: of this process; None: all tensors go through the leader.
     """
 
@@ -81,6 +83,7 @@ class Session:
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
+        on_assigned: Callable[[StageSpec], object] = lambda spec: None,
         edges: Edges | None = None,
     ) -> None:
         self.serving = False
@@ -92,6 +95,8 @@ class Session:
         self.queue = engine.new_queue()
         self._world = world
         self._on_restart = on_restart
+        self._on_assigned = on_assigned
+        self._loader = StageLoader(engine, self.queue, world.name)
         self._metrics = metrics or WorkerMetrics()
         self._traces = traces
         self._edges = edges
@@ -100,7 +105,7 @@ class Session:
         self._channel = Channel(world, LEADER_RANK, self._check)
         self._slots = asyncio.Semaphore(1)
         self._incoming: IncomingAssignment | None = None
-        """The assignment whose weights are being received."""
+        """The assignment whose stage is not loaded yet, and whose weights have not all arrived."""
         self._inputs: dict[tuple[int, int], _ExpectedInput] = {}
         """By version and stage: the stages that are assigned and not unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,6 +117,7 @@ class Session:
             WorldClosedError: this process closed the world.
         """
         left = False
+        self._start(self._report_waiting())
         try:
             await self._serve()
         except BrokenWorldException as ending:
@@ -129,6 +135,7 @@ class Session:
             if self._edges is not None:
                 # Frontends may still fetch the last answers if the leader closed the world on purpose.
                 self._edges.store.drop_owner(self, expiring=not left)
+            release_free_memory()
 
     async def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
@@ -146,6 +153,14 @@ class Session:
                 self._slots.release()
                 self._handle(message)
 
+    async def _report_waiting(self) -> None:
+        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung."""
+        with contextlib.suppress(BrokenWorldException, WorldClosedError):
+            while True:
+                await asyncio.sleep(_BUSY_REPORT_S)
+                if self.queue.waits_for_others:
+                    await self._channel.send(Message(MessageKind.BUSY))
+
     def _check(self, header: Header) -> None:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
@@ -155,9 +170,9 @@ class Session:
                 header.require_batch(torch.uint8, (), 1, self._expected_input(header).max_inputs_bytes)
             case MessageKind.RELEASE if self._edges is not None:
                 header.require_batch(torch.int64, (), 1, MAX_RELEASED)
-            case MessageKind.ASSIGN:
+            case MessageKind.ASSIGN if self._incoming is None:
                 header.require_text()
-            case MessageKind.WEIGHTS if self._incoming is not None:
+            case MessageKind.WEIGHTS if self._incoming is not None and self._incoming.is_fetching:
                 header.require_batch(torch.uint8, (), 1, self._incoming.missing_bytes)
             case MessageKind.TRACE:
                 header.require_batch(torch.uint8, (), 0, MAX_TRACE_BYTES)
@@ -182,10 +197,12 @@ class Session:
                 self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(
                     stage_input_dtype(spec), shape, 1, most
                 )
+                self._on_assigned(spec)
+                self.queue.expect(incoming.assignment.version)
+                self._start(self._serve_assignment(incoming))
             case MessageKind.WEIGHTS if self._incoming is not None:
                 if self._incoming.add(message):
-                    complete, self._incoming = self._incoming, None
-                    self._start(self._serve_assignment(complete))
+                    self._incoming = None
             case MessageKind.RELEASE if self._edges is not None and message.payload is not None:
                 self._edges.store.release(message.payload.tolist(), self)
             case MessageKind.TRACE:
@@ -194,6 +211,7 @@ class Session:
                 logger.info("world=%s unloaded version number %d", self._world.name, message.version)
                 self.queue.unload(message.version)
                 self._inputs = {key: expected for key, expected in self._inputs.items() if key[0] != message.version}
+                release_free_memory()
             case MessageKind.RESTART:
                 logger.info("world=%s the leader asks for a restart", self._world.name)
                 self._on_restart()
@@ -207,63 +225,47 @@ class Session:
         return task
 
     async def _serve_assignment(self, incoming: IncomingAssignment) -> None:
-        """Load a stage, report the outcome to the leader, and compile the stage if asked for. Other stages keep serving meanwhile."""
-        weights = incoming.take_weights()
+        """Load a stage and report the outcome to the leader. Other stages keep serving meanwhile."""
         try:
-            load_s, made = await self._load(incoming, weights)
+            stage, load_s = await self._obtain(incoming)
+        except (BrokenWorldException, WorldClosedError):
+            return
         except Exception as error:
             logger.exception("world=%s the stage cannot be loaded", self._world.name)
             await self._fail(incoming, error)
             return
-        assignment, spec = incoming.assignment, incoming.spec
+        assignment, spec, made = incoming.assignment, incoming.spec, stage.optimized
+        self.queue.serve(assignment.version, stage)
         self._metrics.stage_loaded(spec.index)
         if not self.serving:
             self.serving = True
             # One more slot than the leader's window: a leader that exceeds its window blocks only its own link.
             for _ in range(assignment.window):
                 self._slots.release()
-        self._log_loaded(incoming, load_s, made)
+        self._log_loaded(incoming, load_s, stage)
+        release_free_memory()
         ready = {"warm_up_s": round(load_s, 3), "execution_mode": str(made.mode), "why": made.why}
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             await self._channel.send(incoming.reply(MessageKind.READY, json.dumps(ready)))
-        if assignment.optimize == "compile" and made.mode.method != "compiled":
-            await self._compile(incoming, weights)
 
-    def _log_loaded(self, incoming: IncomingAssignment, load_s: float, made: OptimizedStage) -> None:
-        spec = incoming.spec
-        logger.info(
-            "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s loaded in %.2f s execution_mode=%s (%s)",
-            *(self._world.name, self._world.generation, spec.index, spec.num_stages),
-            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], load_s, made.mode, made.why),
-        )
+    async def _obtain(self, incoming: IncomingAssignment) -> tuple[LoadedStage, float]:
+        async def fetch() -> None:
+            incoming.is_fetching = True
+            await self._channel.send(incoming.message(MessageKind.FETCH))
 
-    async def _compile(self, incoming: IncomingAssignment, weights: bytes) -> None:
-        """Compile a stage in the background, while the loaded one serves, then replace the loaded one."""
-        assignment, spec = incoming.assignment, incoming.spec
-        if not await self.queue.compile(
-            spec, weights, incoming.sample_shape, assignment.max_batch_size, _tuning(assignment)
-        ):
-            return
-        if not self.queue.has_stage(assignment.version, spec.index):
-            return
         try:
-            load_s, made = await self._load(incoming, weights)
-        except Exception:
-            logger.exception("world=%s stage=%d continues without compiled code", self._world.name, spec.index)
-        else:
-            self._log_loaded(incoming, load_s, made)
+            return await self._loader.obtain(incoming, fetch)
+        finally:
+            if self._incoming is incoming:
+                self._incoming = None
 
-    async def _load(self, incoming: IncomingAssignment, weights: bytes) -> tuple[float, OptimizedStage]:
-        assignment = incoming.assignment
-        if self.serving:  # the kernel's OOM killer would end the stages that serve as well
-            check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
-        return await self.queue.load(
-            assignment.version,
-            incoming.spec,
-            weights,
-            incoming.sample_shape,
-            assignment.max_batch_size,
-            _tuning(assignment),
+    def _log_loaded(self, incoming: IncomingAssignment, load_s: float, stage: LoadedStage) -> None:
+        spec, made = incoming.spec, stage.optimized
+        how = f"loaded in {load_s:.2f} s" if load_s else "is in memory already"
+        logger.info(
+            "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s %s execution_mode=%s (%s)",
+            *(self._world.name, self._world.generation, spec.index, spec.num_stages),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
         )
 
     async def _fail(self, incoming: IncomingAssignment, error: Exception) -> None:
@@ -340,10 +342,6 @@ class Session:
             return None
         number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
         return None if number is None else torch.tensor([number])
-
-
-def _tuning(assignment: StageAssignment) -> Tuning:
-    return Tuning(assignment.precision, assignment.optimize, assignment.tuning_ms / 1e3)
 
 
 def _describe(error: Exception) -> str:

@@ -8,25 +8,22 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 FIELD_PATTERN = re.compile(r'(?<!\S)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|\S+)')
 NOISY_LOGGERS = ("httpx", "httpcore", "asyncio", "PIL")
 
 
-def configure_logging(
-    level: str, format: Literal["text", "json"] = "text", *, process: str = "", stream: TextIO | None = None
-) -> None:
+def configure_logging(level: str, format: Literal["text", "json"] = "text", *, process: str = "") -> None:
     """Send all log records to standard error.
 
     Args:
         level: minimum level, "debug" to "error".
         format: "text" or "json".
         process: name of this process, part of every line, which tells apart workers that share a terminal.
-        stream: output stream; standard error by default.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)

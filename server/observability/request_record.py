@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
-import uuid
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
@@ -37,7 +37,7 @@ class RequestRecord:
     @classmethod
     def begin(cls, scope: Scope, version: str) -> RequestRecord:
         """Create the record of this request. Its id is the client's if that is short and printable, else a new one."""
-        record = scope[_SCOPE_KEY] = cls(uuid.uuid4().hex, version, id_is_generated=True)
+        record = scope[_SCOPE_KEY] = cls(f"{random.getrandbits(128):032x}", version, id_is_generated=True)
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record.adopt_client_id(given.decode("latin-1"))
         return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from multiworld_serving.server.predictor import FailureSnapshot
@@ -66,14 +66,12 @@ class Placement:
     def of_stage(self, stage: int | None) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
-    def choose(self, host: str = "") -> Slot:
+    def choose(self, host: str = "", elsewhere: Collection[int] = (), former: Collection[int] = ()) -> Slot:
         """Choose the slot for a joining worker on `host`.
 
-        Takes a free slot of the stage with the fewest replicas (serving or joining); among equals, of the stage with the fewest
-        replicas on that host, because a host may fail as a whole; then of the earliest stage. If that stage has no free slot, the
-        worker becomes a spare or gets an extra slot.
+        If that stage has no free slot, the worker becomes a spare or gets an extra slot.
         """
-        stage = min(range(self.num_stages), key=lambda stage: self._taken(stage, host))
+        stage = self.choose_stage(host, elsewhere, former)
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
@@ -87,6 +85,29 @@ class Placement:
         self.all.append(slot)
         self.all.sort(key=lambda slot: (slot.stage, slot.index))
         return slot
+
+    def choose_stage(self, host: str = "", elsewhere: Collection[int] = (), former: Collection[int] = ()) -> int:
+        """Choose the stage for a joining worker on `host`, which serves the stages `elsewhere` for other leaders, or served `former`.
+
+        A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
+        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the fewest
+        replicas on that host, because a host may fail as a whole, then the earliest.
+        """
+
+        def rank(stage: int) -> tuple[bool, bool, int, bool, int]:
+            replicas, on_host = self._taken(stage, host)
+            shared = stage in elsewhere and self._has_free_slot(stage)
+            return replicas > 0, not shared, replicas, stage not in elsewhere and stage not in former, on_host
+
+        return min(range(self.num_stages), key=rank)
+
+    def awaits_others(self, host: str, elsewhere: Collection[int]) -> bool:
+        """Whether a worker gets another place than it has with other leaders only because workers of other stages have not joined yet."""
+        if not elsewhere:
+            return False
+        if len(elsewhere) == self.num_stages > 1:  # it is a spare there
+            return len(self.spares) < self.spares_wanted and any(slot.free for slot in self.all)
+        return self.choose_stage(host, elsewhere) not in elsewhere and any(map(self._has_free_slot, elsewhere))
 
     @property
     def fully_replicated(self) -> bool:
@@ -113,8 +134,11 @@ class Placement:
         return next((link for link in self.links() if link.worker == worker), None)
 
     def promote_spares(self) -> Iterator[tuple[Slot, WorkerLink]]:
-        """Move ready spares into free slots, first of the stage with the fewest ready replicas. Yields each spare that was moved."""
-        while (spare := next((slot for slot in self.spares if slot.ready), None)) is not None:
+        """Move ready spares into free slots, first of the stage with the fewest ready replicas. Yields each spare that was moved.
+
+        The order of the workers' names decides, so that several leaders choose the same spare.
+        """
+        while (spare := _first_by_name(slot for slot in self.spares if slot.ready)) is not None:
             empty = min(
                 (slot for slot in self.all if slot.free), key=lambda slot: self._ready_in(slot.stage), default=None
             )
@@ -130,10 +154,16 @@ class Placement:
         return (stage for stage in range(self.num_stages) if all(slot.free for slot in self.of_stage(stage)))
 
     def reassignment_candidate(self) -> WorkerLink | None:
-        """A replica of the stage with the most ready replicas, to be moved to a stage without workers; None if no stage has two."""
+        """A replica of the stage with the most ready replicas, to be moved to a stage without workers; None if no stage has two.
+
+        The order of the workers' names decides, so that several leaders choose the same worker.
+        """
         stage = max(range(self.num_stages), key=self._ready_in)
-        ready = [slot.link for slot in self.of_stage(stage) if slot.link is not None and slot.ready]
-        return ready[-1] if len(ready) > 1 else None
+        first = _first_by_name(slot for slot in self.of_stage(stage) if slot.ready)
+        return first.link if first is not None and self._ready_in(stage) > 1 else None
+
+    def _has_free_slot(self, stage: int) -> bool:
+        return any(slot.free for slot in self.of_stage(stage))
 
     def _taken(self, stage: int, host: str) -> tuple[int, int]:
         """The number of replicas of a stage, and how many of them are on that host."""
@@ -146,6 +176,11 @@ class Placement:
 
     def _ready_in(self, stage: int | None) -> int:
         return sum(slot.ready for slot in self.all if slot.stage == stage)
+
+
+def _first_by_name(slots: Iterable[Slot]) -> Slot | None:
+    """The slot whose worker has the first name in alphabetical order."""
+    return min(slots, key=lambda slot: slot.link.worker if slot.link is not None else "", default=None)
 
 
 def ready_links(slots: Iterable[Slot]) -> list[WorkerLink]:

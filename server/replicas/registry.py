@@ -24,6 +24,9 @@ _HEALTHY_BATCHES = 10
 _HEALTHY_S = 10.0
 """After this many batches or seconds a worker counts as healthy, and the circuit breaker's count of its failures starts anew."""
 _RETRY_WHILE_DRAINING_S = 1.0
+_OTHERS_JOIN_S = 6.0
+"""After a leader has started, its workers join within this time: the longest pause between their attempts is 5 s."""
+_RETRY_WHILE_OTHERS_JOIN_S = 0.25
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 
@@ -78,6 +81,7 @@ class WorkerRegistry:
         """Timers that remove the slot of a failed worker."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._listening_since_s = float("-inf")
 
     def listen(self) -> None:
         """Listen for workers. Raises OSError if the port is not available."""
@@ -85,6 +89,7 @@ class WorkerRegistry:
         if settings.join_fd is not None:
             sock = socket.socket(fileno=os.dup(settings.join_fd))
         self.port = self._manager.listen(settings.join_host, settings.join_port, sock)
+        self._listening_since_s = time.monotonic()
 
     def stop(self) -> None:
         """Admit no more workers."""
@@ -130,6 +135,8 @@ class WorkerRegistry:
             return _RETRY_WHILE_DRAINING_S
         former = self.placement.live_link_of(request.worker)
         if former is None:
+            if self._awaits_others(request):
+                return _RETRY_WHILE_OTHERS_JOIN_S
             if next(self.placement.stages_without_worker(), None) is not None:
                 return 0.0  # a stage has no worker: even a failing worker cannot make it worse
             return self._breaker.wait_s(request.worker, time.monotonic())
@@ -145,8 +152,21 @@ class WorkerRegistry:
             )
         return self._settings.heartbeat_timeout_s
 
+    def _awaits_others(self, request: JoinRequest) -> bool:
+        """Whether the worker should wait until others have joined, so that it serves the stage that it serves for other leaders."""
+        if not request.is_shared or time.monotonic() - self._listening_since_s > _OTHERS_JOIN_S:
+            return False
+        return self.placement.awaits_others(request.host, self._stages_known(request))
+
+    def _stages_known(self, request: JoinRequest) -> frozenset[int]:
+        """The stages of `request.parts`; none of a model that is partitioned differently."""
+        parts = request.parts.split(",")
+        return frozenset(plan.spec.index for plan in self.plan.stages if plan.spec.part in parts)
+
     def _admit(self, request: JoinRequest, host: str) -> WorkerLink:
-        slot = self.placement.choose(request.host)
+        known, none = self._stages_known(request), frozenset[int]()
+        elsewhere, former = (known, none) if request.is_shared else (none, known)
+        slot = self.placement.choose(request.host, elsewhere, former)
         slot.link = link = WorkerLink(
             plans=self.plan.stages_for(slot.stage),
             slot=slot.id,

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.scheduling.events import Event, ReplicaDraining, ReplicaId, ReplicaLost, ReplicaReady
+from multiworld_serving.server.scheduling.events import (
+    Event,
+    ReplicaBusy,
+    ReplicaDraining,
+    ReplicaId,
+    ReplicaLost,
+    ReplicaReady,
+)
 from multiworld_serving.server.versions.version_table import VersionTable
 
 
@@ -44,6 +51,11 @@ def activate(link: WorkerLink, versions: VersionTable) -> Iterator[Event]:
 def draining_events(link: WorkerLink) -> list[Event]:
     """The events when the link accepts no new batches."""
     return [ReplicaDraining(replica) for replica in replica_ids(link)]
+
+
+def busy_events(link: WorkerLink) -> list[Event]:
+    """The events when the worker computes for other leaders."""
+    return [ReplicaBusy(replica) for replica in replica_ids(link)]
 
 
 def lost_events(link: WorkerLink) -> list[Event]:

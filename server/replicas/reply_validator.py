@@ -85,7 +85,7 @@ class ReplyValidator:
                 raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
             case MessageKind.READY | MessageKind.FAILED:
                 header.require_text()
-            case MessageKind.LEAVING:
+            case MessageKind.FETCH | MessageKind.BUSY | MessageKind.LEAVING:
                 header.require_no_payload()
             case _:
                 raise WireError(f"unexpected {header.kind.name} from a worker: only a leader may send it")

@@ -56,6 +56,9 @@ class BatchListener(Protocol):
     def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
         """The worker could not fetch the input of a batch in flight."""
 
+    def on_busy(self, link: "WorkerLink") -> None:
+        """The worker computes for other leaders, and batches in flight on this link wait."""
+
 
 class WorkerLink:
     """The connection to one worker: one world in one generation.
@@ -263,32 +266,33 @@ class WorkerLink:
         self.loaded_versions |= {plan.number for plan in plans}
 
     async def _assign_stage(self, plan: StagePlan) -> None:
-        """Send one stage to the worker and compare its output for the self-test input with the reference."""
+        """Send one stage to the worker, unless it has it already, and compare its output for the self-test input with the reference."""
         channel = self._channel
         assert channel is not None
         self._enter_startup("loading")
         assignment = plan.assignment(self._max_batch_size, self._window)
         await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=plan.number))
-        for piece in plan.weights_chunks():
-            await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
-        self._enter_startup("warming")
-        await self._expect(MessageKind.READY, plan)
+        if (await self._expect((MessageKind.FETCH, MessageKind.READY), plan)).kind is MessageKind.FETCH:
+            for piece in plan.weights_chunks():
+                await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
+            self._enter_startup("warming")
+            await self._expect((MessageKind.READY,), plan)
         self._enter_startup("checking")
         self._validator.stage_loaded(plan)
         self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
         await channel.send(
             Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
         )
-        answer = await self._expect(MessageKind.RESULT, plan)
+        answer = await self._expect((MessageKind.RESULT,), plan)
         if wrong := plan.check_self_test(answer.payload):
             raise SelfTestError(f"stage {plan.spec.index}: the join self-test failed: {wrong}")
 
-    async def _expect(self, kind: MessageKind, plan: StagePlan) -> Message:
+    async def _expect(self, kinds: tuple[MessageKind, ...], plan: StagePlan) -> Message:
         message = await self._reply()
         if message.kind is MessageKind.LEAVING:
             raise SelfTestError("the worker left before it was ready")
-        if message.kind not in (kind, MessageKind.FAILED):
-            raise WireError(f"expected {kind.name}, got {message.kind.name}")
+        if message.kind not in (*kinds, MessageKind.FAILED):
+            raise WireError(f"expected {' or '.join(kind.name for kind in kinds)}, got {message.kind.name}")
         number, stage = plan.number, plan.spec.index
         if (message.version, message.stage) != (number, stage):
             raise WireError(
@@ -301,7 +305,9 @@ class WorkerLink:
     async def _reply(self) -> Message:
         """The worker's next reply while it loads a stage. Until it serves, only this method reads the channel."""
         if self._replies is None:
-            return await self._receive()
+            while (received := await self._receive()).kind is MessageKind.BUSY:
+                pass
+            return received
         message = await self._replies.get()
         if message is None:
             raise LinkEndedError(f"{self.worker} was lost while it loaded a version ({self.cause or 'it is leaving'})")
@@ -318,23 +324,19 @@ class WorkerLink:
         while True:
             message = await self._receive()
             match message.kind:
-                case MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
-                    not message.batch and self._replies is not None
+                case MessageKind.FETCH | MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
+                    not message.batch
                 ):
                     self._take_reply(message)
-                case MessageKind.RESULT | MessageKind.KEPT if message.batch:
+                case MessageKind.RESULT | MessageKind.KEPT:
                     self.batches_done += 1
                     self._batches.on_result(self, message)
-                case MessageKind.FAILED if message.batch:
+                case MessageKind.FAILED:
                     self._batches.on_failed(self, message)
-                case MessageKind.INPUT_LOST if message.batch:
+                case MessageKind.INPUT_LOST:
                     self._batches.on_input_lost(self, message)
-                case MessageKind.READY | MessageKind.RESULT | MessageKind.FAILED if (
-                    not message.batch and self.state == "draining"
-                ):
-                    logger.debug(
-                        "world=%s ignored %s of a version whose load was cancelled", self.id, message.kind.name
-                    )
+                case MessageKind.BUSY:
+                    self._batches.on_busy(self)
                 case MessageKind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)
@@ -348,11 +350,15 @@ class WorkerLink:
         return message
 
     def _take_reply(self, message: Message) -> None:
-        """Pass a reply to `_reply`. Raises WireError if the previous reply is not read yet."""
-        assert self._replies is not None
-        if not self._replies.empty():
+        """Pass a reply to `_reply`. Raises WireError if none is expected, or if the previous one is not read yet."""
+        if self._replies is not None and self._replies.empty():
+            self._replies.put_nowait(message)
+        elif self._replies is not None:
             raise WireError(f"unexpected {message.kind.name}: the leader has not asked for another reply")
-        self._replies.put_nowait(message)
+        elif self.state != "draining":
+            raise WireError(f"unexpected {message.kind.name}")
+        else:  # the version's load was cancelled
+            logger.debug("world=%s ignored %s", self.id, message.kind.name)
 
     def _post(self, message: Message) -> None:
         task = asyncio.get_running_loop().create_task(self._send(message))

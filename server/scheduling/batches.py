@@ -131,6 +131,8 @@ class Replica:
     """Consecutive batches that raised here and succeeded on another replica."""
     answered_s: float = float("-inf")
     """When it returned a batch last."""
+    hang_timer_since_s: float = float("-inf")
+    """When a batch was sent to it while it had none, or when it returned one last."""
     last_used: int = 0
 
 

@@ -47,6 +47,13 @@ class ReplicaDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaBusy:
+    """The replica's worker is alive, but computes for other leaders; the batches in flight wait."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaLost:
     """The link of this replica has ended. `cause` is multiworld's: exit, hang, transport, left, timeout, aborted."""
 
@@ -107,6 +114,7 @@ Event: TypeAlias = (
     RequestArrived
     | RequestCancelled
     | ReplicaReady
+    | ReplicaBusy
     | ReplicaDraining
     | ReplicaLost
     | BatchDone

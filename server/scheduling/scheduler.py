@@ -29,7 +29,8 @@ The rules:
   which blames nobody). A lost input is never sent again: its requests are requeued, unless an attempt in flight succeeds. They share no
   batch with others from then on, and their outputs come with the results. A request that loses `max_attempts` inputs is rejected as
   no_replica. A draining replica is released when it keeps no input.
-- A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
+- A replica with batches in flight that returns none for `hang_timeout_s` is failed. Time in which its worker reports that it computes for
+  other leaders does not count, up to `MAX_BUSY` times `hang_timeout_s`. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, at the rate at which full batches are answered, is rejected on arrival: see
   `admission.py`.
@@ -62,6 +63,7 @@ from multiworld_serving.server.scheduling.events import (
     Drain,
     Event,
     InputLost,
+    ReplicaBusy,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -89,6 +91,7 @@ __all__ = [
     "Reject",
     "Rejection",
     "ReleaseReplica",
+    "ReplicaBusy",
     "ReplicaDraining",
     "ReplicaLost",
     "ReplicaReady",
@@ -207,6 +210,9 @@ class Scheduler:
                 self._cancelled(event)
             case ReplicaReady():
                 self._replica_ready(event)
+            case ReplicaBusy():
+                if (replica := self._state.table.replicas.get(event.replica)) is not None:
+                    self._state.table.postpone_hang(replica, self._state.now_s)
             case ReplicaDraining():
                 self._replica_draining(event)
             case ReplicaLost():

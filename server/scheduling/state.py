@@ -15,6 +15,9 @@ from multiworld_serving.server.scheduling.estimates.throughput import Throughput
 from multiworld_serving.server.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.scheduling.priority_map import PriorityMap
 
+MAX_BUSY = 2
+"""The time that a worker may compute for other leaders, as a multiple of `hang_timeout_s`: a worker that never returns must be failed."""
+
 
 class SchedulerState:
     """The state of one scheduler. Its parts (dispatcher, batch lifecycle, …) have no state of their own.
@@ -192,7 +195,7 @@ class ReplicaTable:
         """Record that a batch was sent, and start the hang timer if it is the only one in flight."""
         attempt.replica.pool.add_attempt(attempt)
         if len(attempt.replica.in_flight) == 1:
-            self.hang_deadlines.set(attempt.replica, attempt.sent_s + self._config.hang_timeout_s)
+            self._start_hang_timer(attempt.replica, attempt.sent_s)
 
     def record_returned(self, attempt: Attempt, now_s: float) -> float:
         """Record that the replica returned a batch, and restart the hang timer.
@@ -205,10 +208,21 @@ class ReplicaTable:
         worked_s = now_s - max(attempt.sent_s, replica.answered_s)
         replica.answered_s = now_s
         if replica.in_flight:
-            self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
+            self._start_hang_timer(replica, now_s)
         else:
             self.hang_deadlines.discard(replica)
         return worked_s
+
+    def postpone_hang(self, replica: Replica, now_s: float) -> None:
+        """The replica's batches wait for those of other leaders: restart the hang timer, within the limit of `MAX_BUSY`."""
+        if replica.in_flight:
+            timeout_s = self._config.hang_timeout_s
+            latest_s = replica.hang_timer_since_s + (1 + MAX_BUSY) * timeout_s
+            self.hang_deadlines.set(replica, min(now_s + timeout_s, latest_s))
+
+    def _start_hang_timer(self, replica: Replica, now_s: float) -> None:
+        replica.hang_timer_since_s = now_s
+        self.hang_deadlines.set(replica, now_s + self._config.hang_timeout_s)
 
     def drop_unused_versions(self) -> None:
         """Remove the versions without replicas if another one is current. Their queues must be empty."""

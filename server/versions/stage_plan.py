@@ -1,9 +1,10 @@
 """A version of the model split into stages, with the weights to send and the join self-test of each stage."""
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
@@ -43,6 +44,7 @@ class StagePlan:
         self_test_input: one row, uint8 for the first stage, else float32.
         self_test_output: the output of this stage for `self_test_input`, computed on this machine in float32.
         tuning: precision and optimization that workers use.
+        weights_sha256: hash of `weights` in hexadecimal digits.
     """
 
     spec: StageSpec
@@ -53,14 +55,26 @@ class StagePlan:
     self_test_output: Tensor
     number: int = 1
     tuning: Tuning = NO_TUNING
+    weights_sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights_sha256", hashlib.sha256(self.weights).hexdigest())
 
     def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
         """The message that tells a worker to load this stage."""
         shape = "x".join(map(str, self.input_shape))
         tuning = self.tuning
         return StageAssignment(
-            *(self.spec.to_json(), len(self.weights), shape, max_batch_size, window, self.number),
-            *(tuning.precision, tuning.optimize, round(tuning.limit_s * 1e3)),
+            spec=self.spec.to_json(),
+            weights_bytes=len(self.weights),
+            weights_sha256=self.weights_sha256,
+            input_shape=shape,
+            max_batch_size=max_batch_size,
+            window=window,
+            version=self.number,
+            precision=tuning.precision,
+            optimize=tuning.optimize,
+            tuning_ms=round(tuning.limit_s * 1e3),
         )
 
     def weights_chunks(self) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from multiworld.errors import MultiWorldError
 from tests.chaos.elastic_model import explains, operand, sets_of_participants
 from tests.chaos.elastic_schedule import INITIAL_MEMBERS, Call, Schedule, Step
 from tests.integration.members import Member, Spawn, members
+from tests.torture.worlds import seconds
 
 WORLD = "w"
 PULSE_S = 4.0
@@ -370,12 +371,6 @@ def main() -> int:
         ", ".join(f"{n} {what}" for what, n in sorted(happened.items())),
     )
     return 0
-
-
-def seconds(text: str) -> float:
-    """Raises ValueError."""
-    units = {"s": 1, "m": 60, "h": 3600}
-    return float(text[:-1]) * units[text[-1]] if text[-1:] in units else float(text)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from multiworld_client import AsyncClient, Client
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -63,7 +63,7 @@ def external_frontend(
             stderr=stderr,
         )
     try:
-        until(lambda: f"{name} serves http=" in log.read_text())
+        wait_until(lambda: f"{name} serves http=" in log.read_text())
         address = log.read_text().split(f"{name} serves http=")[1].split()[0]
         yield f"http://{address}", process
     finally:
@@ -73,13 +73,6 @@ def external_frontend(
 
 def wait_until_serving(service: LocalService, slot: int, since: int) -> None:
     service.wait_for(lambda line: line.message.startswith(f"frontend-{slot} serves"), WAIT_S, after=since)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @dataclass
@@ -93,7 +86,7 @@ class Calls:
     def until_answered(self, more: int) -> None:
         """Wait for this many further answers."""
         wanted = self.answered + more
-        until(lambda: self.answered >= wanted or bool(self.failures))
+        wait_until(lambda: self.answered >= wanted or bool(self.failures))
 
 
 @contextlib.contextmanager

@@ -7,15 +7,13 @@ import asyncio
 import itertools
 import random
 import signal
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multiworld import BrokenWorldException, Cause, WorldManager
-from tests.integration.members import Member, Spawn, form, members
+from tests.integration.members import Member, Spawn, form
 from tests.integration.parts import OPERATIONS, Part, expected
 
 BIG = 1_000_000
@@ -82,12 +80,6 @@ def _sample() -> list[Fault]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     faults = _matrix() if metafunc.config.getoption("--full", default=False) else _sample()
     metafunc.parametrize("fault", faults, ids=str)
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
-        yield make
 
 
 async def test_world_breaks_at_all_survivors_and_their_other_world_continues(spawn: Spawn, fault: Fault) -> None:

@@ -10,12 +10,10 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from tests.integration.members import Member, Spawn, form, members
+from tests.integration.members import Member, Spawn, form
 
 FREEZES = int(os.environ.get("MULTIWORLD_TEST_FREEZES", "12"))
 SEED = int(os.environ.get("MULTIWORLD_TEST_SEED", "0"))
@@ -28,11 +26,7 @@ OPERATIONS = ("broadcast", "scatter", "all_gather", "gather", "reduce", "all_to_
 
 pytestmark = pytest.mark.timeout(120 + 10 * FREEZES)
 
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, verify_collectives=False, heartbeat_timeout_s=3.0) as make:
-        yield make
+MEMBER_SETTINGS = {"verify_collectives": False, "heartbeat_timeout_s": 3.0}
 
 
 @pytest.mark.parametrize(

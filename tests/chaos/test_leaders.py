@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,6 +12,7 @@ from multiworld_serving.testing.load.clients import record_reference_answers
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import assert_nothing_lost, run_load
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -35,14 +35,7 @@ def wait_for_leaders(service: LocalService, count: int, without: int = 0) -> Non
             return 0
         return sum(leader["state"] == "ready" for leader in leaders)
 
-    until(lambda: ready() == count)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: ready() == count)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
@@ -71,6 +64,29 @@ def test_requests_wait_when_the_only_other_leader_is_killed_too(service: LocalSe
     assert sum("poison" not in sample.error for sample in load.failed) == 0, load.failed[:3]
 
 
+def layout(service: LocalService, leader: int, after: int) -> dict[str, str]:
+    """The stage of each worker that has joined this leader since this line of the log."""
+    return {
+        line["worker"]: line["stage"]
+        for line in service.lines[after:]
+        if line["process"] == f"leader-{leader}" and line["worker"] and line.message.endswith(" joining")
+    }
+
+
+def test_restarted_leader_places_each_worker_on_the_stage_that_it_has_in_memory(service: LocalService) -> None:
+    layouts = [layout(service, 0, 0)]
+    for slot in (0, 1):
+        begin, pid = len(service.lines), service.child_pids("leader")[slot]
+        os.kill(pid, signal.SIGKILL)
+        wait_for_leaders(service, 2, without=pid)
+        wait_until(lambda slot=slot, begin=begin: len(layout(service, slot, begin)) == 4)  # type: ignore[misc]
+        layouts.append(layout(service, slot, begin))
+        loaded = [line.message for line in service.lines[begin:] if line["execution_mode"]]
+        assert loaded
+        assert all("is in memory already" in message for message in loaded)
+    assert layouts[1:] == layouts[:-1]
+
+
 def test_version_is_loaded_by_all_leaders_and_by_one_that_starts_later(service: LocalService) -> None:
     operators = service.metrics_url.removesuffix("/metrics")
     assert main(["load-version", "random:7", "--operations-url", operators]) == 0
@@ -78,7 +94,7 @@ def test_version_is_loaded_by_all_leaders_and_by_one_that_starts_later(service: 
     pid = service.child_pids("leader")[0]
     with run_load(service, clients=4) as load:
         os.kill(pid, signal.SIGKILL)
-        until(
+        wait_until(
             lambda: (
                 [leader["version"] for leader in service.status()["leaders"] if leader["pid"] != pid]
                 == ["random:7"] * 2
@@ -96,8 +112,3 @@ def test_failed_load_leaves_all_leaders_on_the_old_version(service: LocalService
     before = {leader["version"] for leader in service.status()["leaders"]}
     assert main(["load-version", "no-such-weights", "--operations-url", operators]) != 0
     assert {leader["version"] for leader in service.status()["leaders"]} == before
-
-
-def test_worker_serves_the_same_stage_for_both_leaders(service: LocalService) -> None:
-    text = httpx.get(f"{service.url}/status", timeout=60.0).json()
-    assert {replica["state"] for stage in text["stages"] for replica in stage["replicas"]} == {"ready"}

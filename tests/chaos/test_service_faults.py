@@ -1,14 +1,17 @@
-"""Workers of a running service are killed, frozen or told to leave: no request fails, and they come back."""
+"""Workers of a running service are killed, frozen or told to leave: no request fails, they come back, and the log tells it."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from multiworld_serving.testing.chaos.system.processes import resources
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.local_service import LocalService, LogLine
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault
 
@@ -22,9 +25,8 @@ def test_local_workers_are_forked_and_have_process_titles(service: LocalService)
     assert not [line for line in service.lines if "fork server" in line.message]
 
 
-@pytest.mark.parametrize(("name", "cause"), [("kill", "exit"), ("freeze", "hang")], ids=["killed", "frozen"])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, name: str, cause: str) -> None:
+def assert_no_request_fails(service: LocalService, stage: int, name: str, cause: str) -> None:
+    """Inject the fault into replica 0 of the stage under load."""
     failures = service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause)
     with run_load(service, clients=16) as load:
         fault = make_fault(service, name, (stage, 0))
@@ -32,6 +34,63 @@ def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, na
     assert_nothing_lost(service, load)
     assert service.metric("multiworld_world_failures_total", stage=str(stage), cause=cause) == failures + 1
     assert service.metric("multiworld_redundancy") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "stage"),
+    [("kill", "exit", 0), ("freeze", "hang", 0), ("kill", "exit", 1)],
+    ids=["killed-0", "frozen-0", "killed-1"],
+)
+def test_no_request_fails_when_a_worker_is(service: LocalService, stage: int, name: str, cause: str) -> None:
+    assert_no_request_fails(service, stage, name, cause)
+
+
+def test_log_and_terminal_show_the_history_of_a_frozen_worker(service: LocalService, tmp_path: Path) -> None:
+    """The log fields of the leader document its whole history, and the terminal shows it as well."""
+    generation = int(service.status()["stages"][1]["replicas"][0]["generation"])
+    seen = tmp_path / "watch.txt"
+    command = [sys.executable, "-m", "multiworld_serving.cli.main", "status", "--watch", "--url", service.url]
+    with seen.open("w") as output:
+        watch = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            assert_no_request_fails(service, 1, "freeze", "hang")
+            service.wait_until_complete(90)
+            wait_for_a_tick = threading.Event()
+            wait_for_a_tick.wait(3)  # the terminal is updated within a second
+            assert watch.poll() is None
+            watch.send_signal(signal.SIGINT)
+            assert watch.wait(30) == 130
+        finally:
+            watch.kill()
+            watch.wait()
+    lines = service.lines
+    of_generation = {"world": r"s1\.r0", "generation": str(generation)}
+    started = index(lines, -1, **of_generation, stage="1", replica="0")
+    worker = str(lines[started]["worker"])
+    assert lines[started]["pid"]
+    assert lines[started]["device"] == "cpu"
+    ready = index(lines, started, **of_generation, worker=worker, message=".*checking->ready.*")
+    broken = index(lines, ready, **of_generation, worker=worker, cause="hang", level="warning")
+    assert float(lines[broken]["after_s"]) > 0
+    back = index(lines, broken, world=r"s1\.r0", generation=str(generation + 1), message=".*joining.*")
+    again = index(lines, back, world=r"s1\.r0", message=".*checking->ready.*")
+    assert int(lines[again]["generation"]) > generation, "a busy machine may need two attempts"
+    for line in lines[broken:]:
+        if "rerouted" in line.message and line["stage"] == "1":
+            assert line["world"] == "s1.r1"
+            assert line["batch"] is not None
+    shown = seen.read_text()
+    assert "broken" in shown
+    assert "stage 1 replica 0" in shown
+    assert "rejoined and serves" in shown
+
+
+def index(lines: list[LogLine], after: int, **fields: object) -> int:
+    """Index of the first line with these fields after another index."""
+    for at in range(after + 1, len(lines)):
+        if all(re.fullmatch(str(value), str(lines[at][name])) for name, value in fields.items()):
+            return at
+    raise AssertionError(f"no line with {fields} after {lines[after].message!r}")
 
 
 def test_no_request_fails_when_one_worker_of_each_stage_is_killed(service: LocalService) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -58,14 +59,16 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
     assert service.metric("multiworld_world_failures_total", cause="exit") == 3, "only those of the previous test"
 
 
-@pytest.mark.parametrize("frontends", [1, 2])
-def test_accepted_requests_are_answered_when_the_service_stops(frontends: int) -> None:
+@pytest.mark.parametrize(("frontends", "signum"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_accepted_requests_are_answered_when_the_service_stops(frontends: int, signum: signal.Signals) -> None:
     running = LocalService(
         model="resnet18", weights="random:0", image_size=64, stages=2, replicas=1, frontends=frontends
     )
     with running as service, run_load(service, clients=16) as load:
         assert answers(service, 5) == [200] * 5
-        assert service.stop() == 0
+        pids = [service.pid, *service.worker_pids().values()]
+        assert service.stop(signum) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     stopping = [line for line in service.lines if line.message.startswith("stopping: waiting")][:frontends]
     accepted = sum(int(line.message.split("waiting for ")[1].split()[0]) for line in stopping)
     assert accepted

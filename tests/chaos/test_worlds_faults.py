@@ -5,31 +5,19 @@ import contextlib
 import random
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, WorldEvent, WorldManager, WorldState
-from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
+from tests.integration.members import PATIENCE_S, Member, Spawn, form
 from tests.integration.proxy import HOST, Line, line_to
 
 UNSENDABLE = 3_000_000  # float32: 12 MB cannot be sent before the receiver receives
 
 PULSE_S = 2.0
 """Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
-        yield make
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
-        yield made
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -95,10 +94,3 @@ def test_worker_exits_with_2_when_its_token_is_wrong(service: LocalService) -> N
     lines = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
     assert len(lines) == 1
     assert "token" in lines[0]
-
-
-def test_interrupted_service_answers_pending_requests_and_exits_soon() -> None:
-    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as running:
-        pids = list(running.worker_pids().values())
-        assert running.stop(signal.SIGINT) == 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in [running.pid, *pids])

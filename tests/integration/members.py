@@ -33,6 +33,7 @@ import torch
 import multiworld
 import multiworld.elastic
 from multiworld import WorldManager
+from multiworld.execution import process_group
 from multiworld.membership.mesh import MeshConnector
 from multiworld.membership.store import ControlStore
 from tests.integration.elastic_part import ElasticPart
@@ -163,6 +164,10 @@ class Script(TorturePart, ElasticPart):
             os.kill(os.getpid(), signal.SIGSTOP)
 
         ControlStore.set = freeze  # type: ignore[method-assign]
+
+    async def limit_gloo_connect(self, timeout_s: float) -> None:
+        """Let Gloo's constructor give up earlier; it cannot be interrupted, and this process waits for it at its exit."""
+        process_group._CONNECT_S = timeout_s
 
     async def freeze_while_connecting(self, connected: bool) -> None:
         """Stop this process once, before or after it has opened its first peer connection."""

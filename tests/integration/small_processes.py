@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -138,10 +138,3 @@ def no_child_left() -> Iterator[None]:
     before = children()
     yield
     assert children() <= before
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Poll until the condition holds: a forked process may report before the supervisor receives its pid."""
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110  there is no event
-            await asyncio.sleep(0.01)

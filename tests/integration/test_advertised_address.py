@@ -13,6 +13,7 @@ from multiworld_serving.common.config import UserError, load
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinOffer, JoinRequest
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.join_turns import JoinTurns
 from multiworld_serving.workers.leader_connection import LeaderConnection
 from multiworld_serving.workers.main import run
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -28,7 +29,9 @@ async def member_of(port: int) -> AsyncIterator[None]:
     settings = load(WorkerSettings, {"leader": f"127.0.0.1:{port}", "advertise_host": "gpu7", "join_timeout_s": "0.5"})
     engine, stop = Engine(torch.device("cpu")), asyncio.Event()
     async with WorldManager(verify_collectives=False) as manager:
-        tie = LeaderConnection(Address("127.0.0.1", port), settings, engine, manager, stop, WorkerMetrics())
+        tie = LeaderConnection(
+            Address("127.0.0.1", port), settings, engine, manager, stop, JoinTurns(), WorkerMetrics()
+        )
         task = asyncio.create_task(tie.run())
         try:
             yield

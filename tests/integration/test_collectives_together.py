@@ -134,7 +134,8 @@ def test_operation_within_its_timeout_leaves_no_timer(crew: Crew, checked: bool)
 
 
 async def test_bootstrap_timeout_does_not_limit_operations() -> None:
-    """The bootstrap timeout was 15 s; a member that starts a collective later than that is slow, not failed."""
+    """A member that starts a collective later than the bootstrap timeout is slow, not failed."""
+    bootstrap_timeout_s = 4.0
     async with WorldManager() as first, WorldManager() as second:
         port = first.listen()
 
@@ -159,9 +160,11 @@ async def test_bootstrap_timeout_does_not_limit_operations() -> None:
 
         async def work(manager: WorldManager, rank: int, kind: str, checked: bool) -> None:
             name = f"{kind}-{checked}"
-            await manager.initialize_world(name, rank, 2, port=port, timeout=15, verify_collectives=checked)
+            await manager.initialize_world(
+                name, rank, 2, port=port, timeout=bootstrap_timeout_s, verify_collectives=checked
+            )
             if rank == 1:
-                await asyncio.sleep(15.5)
+                await asyncio.sleep(bootstrap_timeout_s + 0.5)
             await operations(manager, rank, name)[kind]()  # type: ignore[operator]
 
         kinds = operations(first, 0, "")

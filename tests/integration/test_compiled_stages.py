@@ -34,6 +34,7 @@ from multiworld_serving.models.optimize import compiling
 from multiworld_serving.models.optimize.padded_stage import batch_sizes
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.stage_store import LoadedStage
 from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
 
 pytestmark = [
@@ -101,7 +102,8 @@ async def test_engine_serves_cached_compiled_code_immediately(packages: Compiled
     queue = engine.new_queue()
     try:
         tuning = Tuning(optimize="compile")
-        _, made = await queue.load(1, request.spec, request.weights, request.sample_shape, LARGEST, tuning)
+        made = await queue.load(request.spec, request.weights, request.sample_shape, LARGEST, tuning)
+        queue.serve(1, LoadedStage(request.spec, made))
         assert str(made.mode) == "compiled/float32"
         output, _, _ = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
         assert len(output) == 2

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from multiworld.elastic import DesyncError, ElasticRendezvous, EvictedError, RendezvousError, ViewChangeError
-from tests.integration.members import PATIENCE_S, Member, Spawn, members
+from tests.integration.members import PATIENCE_S, Member, Spawn
 from tests.integration.proxy import HOST, Proxy
+from tests.waiting import until
 
 PULSE_S = 2.0
 """Heartbeat timeout of the members: longer than the delays of a busy machine."""
@@ -19,12 +20,6 @@ COUNTS = [300_000, 5, 300_000, 1000, 300_000, 300_000, 20, 300_000]
 """Some use the ring, in several chunks, and some the world's own all-reduce."""
 RING_MIN_BYTES = 1_000_000
 WEIGHTS = (1.0, 10.0, 100.0, 1000.0)
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path) as make:
-        yield make
 
 
 @contextlib.asynccontextmanager
@@ -137,9 +132,7 @@ async def test_frozen_member_is_evicted_and_rejoins_at_a_boundary_when_it_wakes(
 
         await everybody[0].do("elastic_leave", world="w")
         coming = everybody[0].start("elastic_join", world="w", port=holder.port)
-        async with asyncio.timeout(PATIENCE_S):
-            while not holder.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: holder.waiting("w"))
         again = await asyncio.gather(*reduce_all(everybody[1:], counts=[10]))
         assert [outcome["size"] for outcome in again] == [2, 2], "no member is admitted before a boundary"
         views = await asyncio.gather(*(member.do("elastic_update", world="w") for member in everybody[1:]))
@@ -227,9 +220,7 @@ async def test_minority_does_not_continue_when_cut_off_from_the_rendezvous(spawn
             await asyncio.gather(*joining)
             assert all(outcome["success"] for outcome in await asyncio.gather(*reduce_all(everybody, counts=[10])))
             proxy.freeze()
-            async with asyncio.timeout(PATIENCE_S):
-                while len(holder.view("w").members) == 3:  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(holder.view("w").members) != 3)
             tasks = reduce_all(everybody)
             with pytest.raises((RendezvousError, ViewChangeError, EvictedError)):
                 await tasks[0]

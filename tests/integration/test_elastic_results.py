@@ -34,7 +34,7 @@ from multiworld.elastic.allreduce.ring import ring_all_reduce
 from multiworld.elastic.protocol.messages import View
 from multiworld.elastic.state_file import StateFile
 from tests.integration.crew import Crew
-from tests.integration.members import PATIENCE_S
+from tests.waiting import until
 
 OPS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PROD": ReduceOp.PRODUCT}
 
@@ -233,9 +233,7 @@ async def test_newcomers_wait_for_a_boundary_and_members_keep_their_order() -> N
         if first.rank:
             first, second = second, first
         coming = asyncio.create_task(late.join("w", port=rendezvous.port))
-        async with asyncio.timeout(PATIENCE_S):
-            while not rendezvous.waiting("w"):  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: rendezvous.waiting("w"))
         assert [
             o.world_size
             for o in await asyncio.gather(*(w.all_reduce_with_retry(torch.ones(1)) for w in (first, second)))
@@ -403,9 +401,7 @@ async def test_slow_disk_delays_only_its_own_world_and_its_replies(
     monkeypatch.setattr(os, "fsync", fsync)
     async with ElasticRendezvous(state_file=tmp_path / "state") as rendezvous, ElasticManager() as manager:
         joining = asyncio.create_task(manager.join("w", port=rendezvous.port))
-        async with asyncio.timeout(PATIENCE_S):
-            while not began.is_set():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.01)
+        await until(began.is_set)
         question = json.dumps({"elastic": "other", "member": {"id": "m", "host": "h", "port": 1}, "resume": False})
         assert "link" in json.loads(await ask("127.0.0.1", rendezvous.port, question))
         assert not ended.is_set(), "the rendezvous server was blocked"
@@ -424,9 +420,7 @@ async def test_oldest_worlds_without_members_are_dropped_when_there_are_too_many
         async def come_and_go(name: str) -> int:
             number = (await manager.join(name, port=rendezvous.port)).view_number
             await manager.leave(name)
-            async with asyncio.timeout(PATIENCE_S):
-                while rendezvous.connected(name):  # noqa: ASYNC110 - nothing tells of it
-                    await asyncio.sleep(0.01)
+            await until(lambda: not rendezvous.connected(name))
             return number
 
         assert [await come_and_go(name) for name in ("a", "a", "b", "c")] == [1, 2, 1, 3], "view numbers only increase"

@@ -19,6 +19,7 @@ from multiworld_serving.models.optimize import TOLERANCE
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.compute.transfers import transfers_for
 
 pytestmark = [
@@ -60,9 +61,10 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
     (spec,) = split_model(model, 1)
     queue, shape = engine.new_queue(), stage_input_shape(spec, model.preprocessing.crop_size)
     weights = safetensors.torch.save(stage_weights(model, spec))
-    await queue.load(1, spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
+    made = await queue.load(spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
+    queue.serve(1, stage := LoadedStage(spec, made))
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
-    answers = await asyncio.gather(*(queue.compute(1, 0, batch) for batch in batches))
+    answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))
     expected = reference_stage(model, spec)
     for batch, (output, _, _) in zip(batches, answers, strict=True):
         with torch.inference_mode():

@@ -24,7 +24,7 @@ from multiworld_serving.common.wire import (
     MessageKind,
     StageAssignment,
 )
-from multiworld_serving.models import Tuning, load_model, reference_stage
+from multiworld_serving.models import StageSpec, Tuning, load_model, reference_stage
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
@@ -57,12 +57,16 @@ class Heard:
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    busy: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_link_state(self, link: WorkerLink) -> None:
         self.states.put_nowait(link.state)
 
     def on_result(self, link: WorkerLink, message: Message) -> None:
         self.results.put_nowait(message)
+
+    def on_busy(self, link: WorkerLink) -> None:
+        self.busy.set()
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         self.failures.put_nowait((message.batch, message.text()))
@@ -259,7 +263,8 @@ async def test_session_ends_when_more_weights_arrive_than_announced(pair: Pair, 
         def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
             return dataclasses.replace(super().assignment(max_batch_size, window), weights_bytes=4)
 
-    await pair.session(pair.link(Lying(**vars(plan[0]))))
+    fields = {field.name: getattr(plan[0], field.name) for field in dataclasses.fields(StagePlan) if field.init}
+    await pair.session(pair.link(Lying(**fields)))
     ending = await pair.tasks[-1]
     assert isinstance(ending, BrokenWorldException)
     assert "WEIGHTS: expected torch.uint8, 1 to 4 rows" in ending.detail
@@ -308,12 +313,20 @@ async def test_link_never_serves_when_the_weights_do_not_load(pair: Pair, plan: 
 
 
 async def take_order(channel: Channel) -> None:
-    """Read one assignment and its weights as a worker does, and discard them."""
-    left = StageAssignment.from_json((await channel.receive()).text()).weights_bytes
+    """Read one assignment, fetch its weights as a worker does, and discard them."""
+    message = await channel.receive()
+    left = StageAssignment.from_json(message.text()).weights_bytes
+    await fetch(channel, message)
     while left:
         piece = (await channel.receive()).payload
         assert piece is not None
         left -= piece.nbytes
+
+
+async def fetch(channel: Channel, message: Message) -> None:
+    """Ask for the weights of this assignment."""
+    stage = StageSpec.from_json(StageAssignment.from_json(message.text()).spec).index
+    await channel.send(Message(MessageKind.FETCH, stage=stage, version=message.version))
 
 
 async def scripted_worker(pair: Pair, link: WorkerLink) -> Channel:
@@ -354,9 +367,8 @@ async def test_link_breaks_when_a_loading_worker_answers_twice(
     link = pair.link(plan[0])
     channel = await serving_script(pair, link, plan[0])
     loading = asyncio.create_task(link.load(second[:1]))
-    await (
-        channel.receive()
-    )  # Read the assignment but not its weights, so that both answers are sent before the leader asks anything.
+    # Do not read the weights, so that both answers are sent before the leader asks anything.
+    await fetch(channel, await channel.receive())
     with contextlib.suppress(
         BrokenWorldException
     ):  # the second answer breaks the world, possibly before it is received
@@ -516,7 +528,7 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
     await pair.session(link)
     await pair.heard.until("ready")
     if why == "no memory":
-        monkeypatch.setattr("multiworld_serving.workers.session.check_memory", none_left)
+        monkeypatch.setattr("multiworld_serving.workers.stage_loader.check_memory", none_left)
     async with asyncio.timeout(WAIT_S):
         with pytest.raises(SelfTestError, match=BAD_VERSIONS[why]):
             await link.load((bad,))
@@ -565,16 +577,18 @@ async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
     link = pair.link(plan[0])
     session = await pair.session(link)
     await pair.heard.until("ready")
-    proceed, load = asyncio.Event(), session.queue.load
+    begun, proceed, load = asyncio.Event(), asyncio.Event(), session.queue.load
 
     async def load_later(*args: Any) -> object:
+        begun.set()
         await proceed.wait()
         return await load(*args)
 
     monkeypatch.setattr(session.queue, "load", load_later)
     loading = asyncio.create_task(link.load(second[:1]))
-    await session.leave()
     async with asyncio.timeout(WAIT_S):
+        await begun.wait()
+        await session.leave()
         with pytest.raises(LinkEndedError):
             await loading
         proceed.set()

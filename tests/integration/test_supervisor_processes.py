@@ -30,8 +30,8 @@ from tests.integration.small_processes import (
     end_of,
     freeze,
     no_child_left,
-    until,
 )
+from tests.waiting import until
 
 ONE_SIGN_OF_LIFE = """
 import socket

@@ -65,7 +65,7 @@ async def stages(plan: tuple[StagePlan, ...]) -> AsyncIterator[list[Stage]]:
         for each in plan:
             worker = await stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
             own, heard = await stack.enter_async_context(edges(f"w{each.spec.index}")), Heard()
-            request = JoinRequest(f"w{each.spec.index}", "cpu", "here", 1, own.holder)
+            request = JoinRequest(f"w{each.spec.index}", "cpu", "here", 1, edge=own.holder)
             slot = SlotId(each.spec.index, 0)
             link = WorkerLink(plans=(each,), slot=slot, generation=1, request=request, listener=heard, batches=heard)
             running = link.run(leader, "127.0.0.1", port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)

@@ -7,8 +7,6 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,23 +27,12 @@ from multiworld.control.handshake import NONCE_BYTES
 from multiworld.execution.process_group import UnsupportedBackendError
 from multiworld.membership.acceptor import bind
 from multiworld.membership.monitor import HostSession
-from tests.integration.members import PATIENCE_S, Spawn, form, members
+from tests.integration.members import PATIENCE_S, Spawn, form
 
 PATIENT_S = 10.0
 PULSE_S = 2.0
 """Heartbeat timeout: longer than the delays of a busy machine, and short enough for a test to wait for it."""
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
-        yield make
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
-        yield made
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
 
 
 async def exchange(manager: WorldManager, world: str, peer_answers: asyncio.Task[object]) -> None:

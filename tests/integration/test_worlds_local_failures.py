@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +17,12 @@ from multiworld.elastic.agent import suspect_of
 from multiworld.elastic.protocol.messages import MemberInfo, View
 from multiworld.ops import p2p as messages
 from multiworld.ops.operation import Plan
-from tests.integration.members import PATIENCE_S, Spawn, form, members
+from tests.integration.members import PATIENCE_S, Spawn, form
 
 PATIENT_S = 20.0
 ERRORS = [MemoryError(), ValueError("refused"), TypeError("refused")]
 
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
-        yield make
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 @pytest.fixture

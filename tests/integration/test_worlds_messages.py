@@ -6,9 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +18,14 @@ from multiworld.control.frames import FrameReader
 from multiworld.control.handshake import ClientHandshake, Hello
 from multiworld.transport import connection as line
 from tests.integration.crew import Crew
-from tests.integration.members import PATIENCE_S, Member, Spawn, form, members
+from tests.integration.members import PATIENCE_S, Member, Spawn, form
+from tests.waiting import until
 
 BIG = 10_000_000
 """float32: 40 MB, larger than all buffers on the path."""
 PATIENT_S = 30.0
 PULSE_S = 2.0
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PULSE_S) as make:
-        yield make
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager(heartbeat_timeout_s=PULSE_S) as made:
-        yield made
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PULSE_S}
 
 
 # -- concurrent messages --------------------------------------------------------------------------------------------------------
@@ -238,12 +227,6 @@ async def test_survivor_gets_cause_and_rank_when_its_peer_fails_during_a_message
     coming = neighbour.start("recv", world="v", src=0)
     await manager.communicator.send(torch.ones(4), 1, "v")
     assert await coming == [1.0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the loop has to run for it
-            await asyncio.sleep(0)
 
 
 def _descriptors() -> int:

@@ -1,31 +1,18 @@
 """Members in separate processes form worlds, exchange messages and close them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from multiworld import JoinError, WorldClosedError, WorldExistsError, WorldManager, WorldNotFoundError, WorldState
-from tests.integration.members import Spawn, form, members
+from tests.integration.members import Spawn, form
 
 BIG = 3_000_000  # float32: 12 MB, larger than any socket buffer
 
 PATIENT_S = 10.0
 """Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
-        yield make
-
-
-@pytest.fixture
-async def manager() -> AsyncIterator[WorldManager]:
-    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as made:
-        yield made
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 async def test_values_arrive_between_two_members(spawn: Spawn, manager: WorldManager) -> None:

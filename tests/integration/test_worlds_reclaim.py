@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
-from tests.integration.members import PATIENCE_S, Spawn, form, members, resources
+from tests.integration.members import PATIENCE_S, Spawn, form, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
 """Number of worlds to create and end; enough to see a leak of one thread or descriptor per cycle. 1000 takes some minutes."""
@@ -26,12 +26,7 @@ GROWTH_KIB = 16_384
 
 PATIENT_S = 10.0
 """Heartbeat timeout: long, because no test here is about heartbeats and the machine may be busy."""
-
-
-@pytest.fixture
-async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
-    async with members(tmp_path, heartbeat_timeout_s=PATIENT_S) as make:
-        yield make
+MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
 async def assert_flat(before: dict[str, int]) -> None:
@@ -48,6 +43,16 @@ async def assert_flat(before: dict[str, int]) -> None:
                 after = held()
     assert not grown(), (before, after)
     assert after["rss_kib"] < before["rss_kib"] + GROWTH_KIB, (before, after)
+
+
+async def assert_leaks_nothing(cycle: Callable[[], Awaitable[None]]) -> None:
+    """Run the cycle a few times as warm-up, then `CYCLES` times."""
+    for _ in range(10):
+        await cycle()
+    before = held()
+    for _ in range(CYCLES):
+        await cycle()
+    await assert_flat(before)
 
 
 async def reclaimed(*managers: WorldManager) -> None:
@@ -123,12 +128,7 @@ async def test_repeatedly_cancelled_operations_leak_nothing() -> None:
                 await sending
             await reclaimed(guest, host)
 
-        for _ in range(10):
-            await cycle()
-        before = held()
-        for _ in range(CYCLES):
-            await cycle()
-        await assert_flat(before)
+        await assert_leaks_nothing(cycle)
 
 
 async def test_repeatedly_failed_joins_leak_nothing() -> None:
@@ -143,12 +143,7 @@ async def test_repeatedly_failed_joins_leak_nothing() -> None:
             await asyncio.gather(hosting, return_exceptions=True)
             await reclaimed(guest)
 
-        for _ in range(10):
-            await cycle()
-        before = held()
-        for _ in range(CYCLES):
-            await cycle()
-        await assert_flat(before)
+        await assert_leaks_nothing(cycle)
 
 
 async def test_cleanup_frees_everything_and_the_manager_stays_usable() -> None:
@@ -231,8 +226,9 @@ async def test_world_is_freed_when_its_builder_thread_cannot_start(monkeypatch: 
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
 async def test_program_exits_cleanly_while_a_world_forms(spawn: Spawn, published: bool) -> None:
-    """A thread is inside a group's constructor at this point and may not return for a while."""
+    """A thread is inside a group's constructor at this point and may not return for some seconds."""
     member, victim = await spawn(), await spawn()
+    await member.do("limit_gloo_connect", timeout_s=1.0)
     await victim.do("freeze_while_forming", published=published)
     port = await member.do("listen")
     member.start("join", world="w", rank=0, size=2, port=port, backend="c10d-gloo")

@@ -7,6 +7,7 @@ the other core idle and take twice as long.
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,11 @@ _FLOCK = struct.Struct("hhqqi4x")
 _OVERSUBSCRIBED = 2
 """More runnable threads than this per processor count as oversubscribed."""
 
+_MUCH_WAITING, _LITTLE_WAITING = 0.15, 0.03
+"""Share of a batch's time spent waiting for a core, above which contention begins and below which it ends."""
+_NEWEST = 0.1
+"""Weight of the newest batch in the average of that share."""
+
 
 def oversubscribed() -> bool:
     """Whether other programs compete for the cores. Threads that synchronise with each other then also wait to be scheduled, and one
@@ -25,6 +31,43 @@ def oversubscribed() -> bool:
         runnable = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
         return runnable > _OVERSUBSCRIBED * (os.cpu_count() or 1)
     return False
+
+
+def run_queue_ns() -> int:
+    """Nanoseconds that the calling thread was ready to run and waited for a core; always 0 if the kernel does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return 0
+
+
+class CoreContention:
+    """Whether other programs take the cores from a thread while it computes.
+
+    Args:
+        waited_ns: returns how long the calling thread has waited for a core.
+        clock_ns: returns the time.
+    """
+
+    def __init__(
+        self, waited_ns: Callable[[], int] = run_queue_ns, clock_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self.high = False
+        """Whether the thread has waited for much of its time in the last batches."""
+        self._waited_ns = waited_ns
+        self._clock_ns = clock_ns
+        self._share = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure one batch, computed by the calling thread in the block."""
+        waited_ns, began_ns = self._waited_ns(), self._clock_ns()
+        try:
+            yield
+        finally:
+            took_ns = max(1, self._clock_ns() - began_ns)
+            share = min(1.0, (self._waited_ns() - waited_ns) / took_ns)
+            self._share += _NEWEST * (share - self._share)
+            self.high = self._share > (_LITTLE_WAITING if self.high else _MUCH_WAITING)
 
 
 class SharedCores:
@@ -37,25 +80,38 @@ class SharedCores:
         index: this worker's byte, from 0 to `workers` - 1, unique per process.
         workers: number of workers that share.
         total: number of cores to share.
-        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle.
+        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle. The same is done, with at
+            most half of the cores, while other programs take the cores from this worker's thread: two threads that wait for each other
+            after every operation use several times the CPU time of one then.
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(
-        self, path: str, index: int, workers: int, total: int, oversubscribed: Callable[[], bool] = oversubscribed
+        self,
+        path: str,
+        index: int,
+        workers: int,
+        total: int,
+        oversubscribed: Callable[[], bool] = oversubscribed,
+        contention: CoreContention | None = None,
     ) -> None:
         self._index = index
         self._others = [other for other in range(workers) if other != index]
         self._total = total
         self._oversubscribed = oversubscribed
+        self._contention = contention or CoreContention()
         # Opened once: closing any descriptor of a file releases all locks that the process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
         """Thread counts that `acquire_cores` may yield, ascending."""
-        return tuple(sorted({max(1, self._total // count) for count in range(1, len(self._others) + 2)}))
+        return tuple(sorted({max(1, self._total // count) for count in range(1, self._most_shares + 1)}))
+
+    @property
+    def _most_shares(self) -> int:
+        return max(2, len(self._others) + 1)
 
     @contextmanager
     def acquire_cores(self) -> Iterator[int]:
@@ -63,8 +119,12 @@ class SharedCores:
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
-            others = len(self._others) if self._oversubscribed() else self._busy_others()
-            yield max(1, self._total // (1 + others))
+            if self._contention.high:
+                shares = self._most_shares
+            else:
+                shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
+            with self._contention.measure():
+                yield max(1, self._total // shares)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
 

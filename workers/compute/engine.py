@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from multiworld_serving.models import (
 )
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.fair_queue import FairQueue
+from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
 from multiworld_serving.workers.compute.transfers import transfers_for
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
@@ -44,11 +45,15 @@ class _Job:
 class Engine:
     """Runs jobs one at a time on one daemon thread, so that a model that never returns does not block the process's exit.
 
-    Callers submit jobs through an `EngineQueue`. Queues with jobs are served round-robin, one job each, so no leader starves another.
+    Callers submit jobs through an `EngineQueue`, one for each leader. Batches of several queues get equal shares of the time, however
+    many and how large they are (see `FairQueue`). Loading is not counted, so that a leader that loads a stage is served meanwhile.
 
     Args:
         cores: cores shared with other workers of this machine; None computes on torch's number of threads.
         compiler: loads and creates compiled stages; None uses none.
+
+    Attributes:
+        stages: the stages that are loaded, shared by all queues.
     """
 
     def __init__(
@@ -58,8 +63,8 @@ class Engine:
         self.transfers = transfers_for(device)
         self.compiler = compiler
         self._cores = cores
-        self._ready_queues: deque[EngineQueue] = deque()
-        """Queues with jobs, in the order in which they are served."""
+        self.stages = StageStore()
+        self._jobs: FairQueue[EngineQueue, _Job] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
         self._current: EngineQueue | None = None
@@ -87,6 +92,11 @@ class Engine:
         """Seconds that the current job of this queue has been running; 0 if none is."""
         with self._changed:
             return time.monotonic() - self._current_since_s if self._current is queue else 0.0
+
+    def waits_for_others(self, queue: "EngineQueue") -> bool:
+        """Whether jobs of this queue wait while a job of another queue runs."""
+        with self._changed:
+            return self._current not in (None, queue) and self._jobs.has_jobs(queue)
 
     def is_loading(self, queue: "EngineQueue") -> bool:
         """Whether a job of this queue is running that loads a stage rather than computes a batch."""
@@ -118,32 +128,27 @@ class Engine:
         """Run `call` on the engine's thread and return its result. Raises what `call` raises."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._changed:
-            if not queue.jobs:
-                self._ready_queues.append(queue)
-            queue.jobs.append(_Job(call, future, is_batch))
+            self._jobs.add(queue, _Job(call, future, is_batch))
             self._changed.notify()
         return await future
 
     def discard_pending(self, queue: "EngineQueue") -> None:
         """Remove the jobs of this queue that have not started."""
         with self._changed:
-            queue.jobs.clear()
-            if queue in self._ready_queues:
-                self._ready_queues.remove(queue)
+            self._jobs.remove(queue)
 
     def _next(self) -> _Job | None:
         """Wait for the next job. None when closed and all jobs are done."""
         with self._changed:
+            if self._current is not None and self._current_is_batch:
+                self._jobs.charge(self._current, time.monotonic() - self._current_since_s)
             self._current = None
-            while not self._ready_queues:
+            while not self._jobs:
                 if self._closed:
                     return None
                 self._changed.wait()
-            queue = self._ready_queues.popleft()
-            job = queue.jobs.popleft()
-            if queue.jobs:
-                self._ready_queues.append(queue)
-            self._current, self._current_since_s = queue, time.monotonic()
+            self._current, job = self._jobs.take()
+            self._current_since_s = time.monotonic()
             self._current_is_batch = job.is_batch
             return job
 
@@ -171,10 +176,8 @@ class EngineQueue:
     """The stages and jobs of one session. Jobs of one queue run in the order of submission."""
 
     def __init__(self, engine: Engine) -> None:
-        self.jobs: deque[_Job] = deque()
-        """Guarded by the engine's lock."""
         self._engine = engine
-        self._stages: dict[tuple[int, int], nn.Module] = {}
+        self._stages: dict[tuple[int, int], LoadedStage] = {}
         """By version and stage."""
         self._unloaded: set[int] = set()
         """Versions that were unloaded, possibly while they were loading."""
@@ -185,30 +188,30 @@ class EngineQueue:
         return self._engine.busy_s(self)
 
     @property
+    def waits_for_others(self) -> bool:
+        """Whether jobs of this queue wait while a job of another leader runs."""
+        return self._engine.waits_for_others(self)
+
+    @property
     def is_loading(self) -> bool:
         """Whether the current job of this queue loads a stage rather than computes a batch."""
         return self._engine.is_loading(self)
 
     async def load(
         self,
-        version: int,
         spec: StageSpec,
         weights: bytes,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
-    ) -> tuple[float, OptimizedStage]:
-        """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`.
+    ) -> OptimizedStage:
+        """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`. Call `serve` next.
 
         Each step is a job of its own, so batches of other stages and versions are computed in between.
 
-        Returns:
-            Seconds taken, and the optimized stage.
         Raises:
             StageError, RuntimeError, safetensors.SafetensorError: the weights do not match the spec, or the device cannot run it.
         """
-        started_s = time.monotonic()
-        self._unloaded.discard(version)  # numbers of versions that failed to load are reused
         made: OptimizedStage = await self._engine.run(
             self, lambda: self._build(spec, weights, sample_shape, max_batch_size, tuning)
         )
@@ -216,16 +219,23 @@ class EngineQueue:
         for batch_size, threads in self._engine.warm_up_shapes(max_batch_size):
             batch = torch.zeros((batch_size, *sample_shape), dtype=dtype)
             await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
+        return made
+
+    def expect(self, version: int) -> None:
+        """A stage of this version is about to be loaded. Numbers of versions that failed to load are reused."""
+        self._unloaded.discard(version)
+
+    def serve(self, version: int, stage: LoadedStage) -> None:
+        """Compute batches of this version with this stage, unless the version was unloaded since `expect`."""
         if version not in self._unloaded:
-            self._stages[version, spec.index] = made.module
-        return time.monotonic() - started_s, made
+            self._stages[version, stage.spec.index] = stage
 
     def has_stage(self, version: int, stage: int) -> bool:
-        """Whether the stage is loaded."""
+        """Whether this queue serves the stage."""
         return (version, stage) in self._stages
 
     def unload(self, version: int) -> None:
-        """Remove the stages of a version, including any that is loading now."""
+        """Serve the stages of a version no longer, including any that is loading now."""
         self._unloaded.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
@@ -240,14 +250,14 @@ class EngineQueue:
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.acquire_cores():
-                output = self._forward(self._stages[version, stage], arrived)
+                output = self._forward(self._stages[version, stage].optimized.module, arrived)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
         return result
 
     def close(self) -> None:
-        """Discard pending jobs and all stages."""
+        """Discard pending jobs, and serve no stage any more."""
         self._engine.discard_pending(self)
         self._stages = {}
 

@@ -37,6 +37,9 @@ class WorkerMetrics(ProgramMetrics):
         )
         self._compute = self.histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
         self._busy = self.gauge("worker_busy", "1 while the worker computes, for any leader.").labels()
+        self._loaded = self.gauge(
+            "worker_stages_loaded", "Stages in the memory of this worker, each counted once for all leaders."
+        ).labels()
         self._leaders = self.gauge("worker_leaders_connected", "Leaders that this worker is connected to now.").labels()
         self._joined = self.counter("worker_worlds_joined", "Worlds that this worker joined.").labels()
         self._ended = self.counter("worker_worlds_ended", "Worlds of this worker that ended, by cause.", ("cause",))
@@ -62,6 +65,10 @@ class WorkerMetrics(ProgramMetrics):
     def busy(self, computes: bool) -> None:
         """Set whether the worker computes now."""
         self._busy.set(int(computes))
+
+    def stages(self, loaded: int) -> None:
+        """Set the number of stages in memory."""
+        self._loaded.set(loaded)
 
     def world_joined(self) -> None:
         """Count a world that was joined."""

@@ -21,6 +21,7 @@ from multiworld_serving.server.api.oip.metadata import INPUT, Signature, reposit
 from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
 from multiworld_serving.server.errors import UnknownModelError
+from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.predictor import Pipeline, Predictor
@@ -191,6 +192,11 @@ class V2InferRoutes(_ModelRoutes):
                 openapi_extra={"requestBody": _body_documentation(self.signature)},
             )
         return router
+
+    def direct(self) -> dict[str, DirectHandler]:
+        """The route of the current version for requests without a timeout."""
+        path = f"/v2/models/{self.signature.model.name}/infer"
+        return {path: lambda request: self.inference.infer(request, None)}
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -47,6 +47,8 @@ class _SizeClass:
         self.took = SlidingWindow()
         """From when the replica had no earlier batch left to do until it returned this one."""
         self.computed = SlidingWindow()
+        self.others = SlidingWindow()
+        """How long batches waited for those of other leaders: what is left of `took` after computing and transfers."""
         self.transfer = SlidingWindow()
         """Input and output together."""
 
@@ -60,9 +62,11 @@ class ServiceTimes:
     def observe(self, attempt: Attempt, worked_s: float, computed_s: float | None, transfer_s: float | None) -> None:
         """Record the durations of an attempt that returned an output."""
         size_class = self._size_classes.setdefault(_key(attempt), _SizeClass())
+        computed_s, transfer_s = worked_s if computed_s is None else computed_s, transfer_s or 0.0
         size_class.took.add(worked_s)
-        size_class.computed.add(worked_s if computed_s is None else computed_s)
-        size_class.transfer.add(transfer_s or 0.0)
+        size_class.computed.add(computed_s)
+        size_class.others.add(max(0.0, worked_s - computed_s - transfer_s))
+        size_class.transfer.add(transfer_s)
 
     def p95_s(self, attempt: Attempt) -> float | None:
         """95th percentile of the service time of such batches; None with too few samples."""
@@ -72,7 +76,8 @@ class ServiceTimes:
     def next_send_s(self, replica: Replica) -> float | None:
         """When to send a batch so that it arrives as this replica becomes idle; None with too few samples.
 
-        Tends to be early: it assumes the shortest recent compute time for each batch in flight.
+        Tends to be early: it assumes the shortest recent compute time for each batch in flight. Between two of them the worker computes
+        for other leaders, for the median of the recent times.
         """
         done_s, transfer_s = replica.answered_s, 0.0
         for attempt in replica.in_flight.values():
@@ -80,7 +85,7 @@ class ServiceTimes:
             if size_class is None or (min_s := size_class.computed.min_s()) is None:
                 return None
             transfer_s = size_class.transfer.median_s()
-            done_s = max(done_s, attempt.sent_s + transfer_s) + min_s
+            done_s = max(done_s, attempt.sent_s + transfer_s) + size_class.others.median_s() + min_s
         return done_s - transfer_s
 
 

@@ -20,16 +20,11 @@ from multiworld.ops.validation import Ranks
 from multiworld.transport.connection import MAX_CREDITS, PeerConnection, Transfer
 from multiworld.transport.poller import poller_of
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 BIG = 6_000_000
 RANKS = Ranks("w", 0, 2, {"cpu": "tcp"})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the loop has to run for it
-            await asyncio.sleep(0)
 
 
 class Owner:

@@ -2,19 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import pytest
 
 from multiworld.control.frames import HEARTBEAT_BYTES
 from multiworld.control.progress import LoopCounter, StallClock
 from multiworld.membership.monitor import HeartbeatConfig
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - the counter tells nobody
-            await asyncio.sleep(0.001)
+from tests.waiting import until
 
 
 async def test_heartbeat_counts_change_while_the_registered_loop_runs() -> None:

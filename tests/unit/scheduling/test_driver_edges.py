@@ -52,7 +52,7 @@ class Line:
         self.slot = SlotId(self.stage, self.index)
         self.world_name, self.id = self.slot.name, f"{self.slot.name}#1"
         self.worker = f"w{self.stage}{self.index}"
-        self.request = JoinRequest(self.worker, "cpu", "here", 1, self.edge)
+        self.request = JoinRequest(self.worker, "cpu", "here", 1, edge=self.edge)
 
     def send(self, batch: int, payload: Tensor | BatchInputs, version: int, traced: object = ()) -> None:
         self.sent.append((batch, payload))

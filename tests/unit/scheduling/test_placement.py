@@ -264,3 +264,82 @@ async def test_slot_of_a_crashed_worker_stays_when_another_worker_has_taken_it(m
     await asyncio.sleep(0.01)  # the timer expired before this point
     assert names(slots) == ["s0.r0", "s0.r1"]
     registry.stop()
+
+
+def join_elsewhere(slots: Placement, worker: str, *elsewhere: int, former: tuple[int, ...] = ()) -> str:
+    slot = slots.choose("h", elsewhere, former)
+    slot.link = cast(WorkerLink, FakeLink(worker, slot.id))
+    return slot.id.name
+
+
+def test_worker_gets_the_stage_that_it_serves_for_another_leader() -> None:
+    slots = Placement(2, 2)
+    assert [join_elsewhere(slots, *each) for each in (("a", 1), ("b", 0), ("c", 1), ("d", 0))] == [
+        *("s1.r0", "s0.r0", "s1.r1", "s0.r1")
+    ]
+    assert join_elsewhere(slots, "e", 1) == "s1.r2", "extra replicas too"
+
+
+def test_worker_gets_the_stage_without_replicas_whatever_it_serves_elsewhere() -> None:
+    slots = Placement(2, 2)
+    join_elsewhere(slots, "a", 0)
+    assert slots.awaits_others("h", (0,)), "while others may join"
+    assert not slots.awaits_others("h", (1,))
+    assert join_elsewhere(slots, "b", 0) == "s1.r0"
+    assert not slots.awaits_others("h", (0,))
+
+
+def test_worker_that_served_a_stage_before_gets_it_only_if_no_other_stage_has_fewer_replicas() -> None:
+    slots = Placement(2, 3)
+    assert join_elsewhere(slots, "a", former=(1,)) == "s1.r0"
+    assert join_elsewhere(slots, "b", former=(1,)) == "s0.r0"
+    assert join_elsewhere(slots, "c", former=(1,)) == "s1.r1"
+    assert join_elsewhere(slots, "d", former=(1,)) == "s0.r1"
+
+
+def test_worker_gets_another_stage_when_its_stage_has_no_free_slot() -> None:
+    slots = Placement(2, 1)
+    join_elsewhere(slots, "a", 0)
+    assert not slots.awaits_others("h", (0,))
+    assert join_elsewhere(slots, "b", 0) == "s1.r0"
+
+
+def test_spare_of_another_leader_waits_until_all_slots_are_taken() -> None:
+    slots = Placement(2, 1, spares_wanted=1)
+    assert slots.awaits_others("h", (0, 1))
+    join_elsewhere(slots, "a", 0)
+    join_elsewhere(slots, "b", 1)
+    assert not slots.awaits_others("h", (0, 1))
+    assert join_elsewhere(slots, "c", 0, 1) == "spare0"
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.permutations(range(12)), st.permutations(range(12)))
+def test_second_leader_has_the_layout_of_the_first_when_all_its_workers_join(
+    num_stages: int, replicas: int, first: list[int], second: list[int]
+) -> None:
+    count = num_stages * replicas
+    one, other = Placement(num_stages, replicas), Placement(num_stages, replicas)
+    stages = {worker: int(join(one, str(worker))[1]) for worker in first if worker < count}
+    waiting = [worker for worker in second if worker < count]
+    while waiting:  # those that are told to wait ask again
+        worker = waiting.pop(0)
+        if num_stages > 1 and other.awaits_others("h", (stages[worker],)):
+            waiting.append(worker)
+        else:
+            assert int(join_elsewhere(other, str(worker), stages[worker])[1]) == stages[worker]
+
+
+@pytest.mark.parametrize("order", ["abcdef", "badcfe", "cdabef"])
+def test_leaders_with_equal_layouts_reassign_and_promote_the_same_workers(order: str) -> None:
+    slots = Placement(2, 2, spares_wanted=2)
+    for worker in order:
+        if worker in "abcd":
+            join_elsewhere(slots, worker, 0 if worker in "ac" else 1)
+    for worker in order:
+        if worker in "ef":
+            join(slots, worker)
+    candidate = slots.reassignment_candidate()
+    assert candidate is not None
+    assert candidate.worker == "a"
+    fail(slots, "s1.r0")
+    assert [link.worker for _, link in slots.promote_spares()] == ["e"]

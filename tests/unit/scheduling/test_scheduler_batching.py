@@ -102,6 +102,20 @@ def test_late_batch_does_not_hold_up_requests_for_its_replica() -> None:
     assert only(driver.wait(0.002), SendBatch).requests == (10,)
 
 
+def test_batch_waits_for_the_batches_of_other_leaders_too_with_adaptive_batching() -> None:
+    driver = SchedulerHarness(replicas=1, batch_timeout_s=0.002, max_batch_size=8, adaptive_batching=True)
+
+    def done(send: SendBatch) -> list[Action]:
+        """Computed for 0.1 s, after 0.2 s in which the worker computed for another leader."""
+        return driver.handle(BatchDone(send.batch, send.replica, computed_s=0.1, transfer_s=0.0), after_s=0.3)
+
+    for _ in range(8):
+        done(only(driver.arrive(), SendBatch))
+    driver.arrive()
+    assert driver.arrive() == []
+    assert driver.scheduler.next_wakeup_s() == pytest.approx(driver.now_s + 0.298)
+
+
 def test_full_batch_is_sent_before_the_timeout() -> None:
     driver = SchedulerHarness(batch_timeout_s=1.0, max_batch_size=3)
     assert only(driver.arrive(3), SendBatch).requests == (1, 2, 3)

@@ -9,6 +9,7 @@ from multiworld_serving.server.scheduling.scheduler import (
     FreeBatch,
     Reject,
     ReleaseReplica,
+    ReplicaBusy,
     RequestCancelled,
     SendBatch,
 )
@@ -99,6 +100,32 @@ def test_hang_timeout_counts_from_the_previous_answer_when_the_window_is_full() 
     driver.done(first)
     assert of(driver.wait(1.9), FailReplica) == []
     assert of(driver.wait(0.2), FailReplica) == [FailReplica(second.replica, "hang")]
+
+
+def test_replica_that_computes_for_other_leaders_is_not_failed() -> None:
+    driver = SchedulerHarness(replicas=1, hang_timeout_s=2.0)
+    send = only(driver.arrive(), SendBatch)
+    for _ in range(3):
+        assert driver.wait(1.5) == []
+        driver.handle(ReplicaBusy(send.replica))
+    assert driver.wait(1.4) == []
+    assert answered(driver.done(send)) == [1]
+    driver.handle(ReplicaBusy(send.replica))
+    assert driver.wait(100.0) == [], "it has no batch in flight"
+
+
+def test_replica_that_computes_for_other_leaders_without_end_is_failed() -> None:
+    driver = SchedulerHarness(replicas=1, hang_timeout_s=2.0)
+    send = only(driver.arrive(), SendBatch)
+    for _ in range(5):
+        assert driver.wait(1.0) == []
+        driver.handle(ReplicaBusy(send.replica))
+    assert of(driver.wait(1.0), FailReplica) == [FailReplica(send.replica, "hang")]
+
+
+def test_late_report_of_a_lost_replica_has_no_effect() -> None:
+    driver = SchedulerHarness()
+    assert driver.handle(ReplicaBusy("s0r9")) == []
 
 
 def test_idle_link_is_not_broken_by_time() -> None:

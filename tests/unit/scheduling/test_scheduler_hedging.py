@@ -55,6 +55,15 @@ def test_nothing_is_hedged_when_no_other_replica_has_room() -> None:
     assert only(driver.wait(0.3), SendBatch).kind == "hedge"
 
 
+def test_batches_that_wait_for_those_of_other_leaders_are_not_late_once_that_is_usual() -> None:
+    driver = _warm()
+    for _ in range(8):
+        driver.answer_all(driver.arrive(), after_s=0.3)
+    driver.arrive()
+    assert driver.wait(0.59) == []
+    assert only(driver.wait(0.02), SendBatch).kind == "hedge"
+
+
 def test_nothing_is_hedged_before_durations_are_known() -> None:
     driver = SchedulerHarness(hedge_factor=2.0)
     driver.answer_all(driver.arrive(), after_s=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from multiworld_serving.server.api.app import create_app
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
+from tests.waiting import until
 
 PATIENCE_S = 30.0
 
@@ -49,15 +50,6 @@ class Port:
     async def until_open(self, count: int) -> None:
         """Wait until this many connections are open."""
         await until(lambda: len(self.server.connections) == count)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until this is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 @dataclass

@@ -44,6 +44,7 @@ from multiworld_serving.server.predictor import (
     ServedModel,
     StageSnapshot,
 )
+from tests.waiting import until
 
 HEAD = struct.Struct("!BQII7x")
 PIECE = bytes(2**20)
@@ -169,11 +170,6 @@ async def linked(on_frame: Callable[[Frame], None] | None = None) -> AsyncIterat
             for run in ends.runs:
                 run.cancel()
             await asyncio.gather(*ends.runs, return_exceptions=True)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():  # noqa: ASYNC110 - there is no event; the link has a timeout
-        await asyncio.sleep(0.005)
 
 
 async def test_frames_arrive_in_order_at_both_ends() -> None:

@@ -42,6 +42,7 @@ from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
+from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
 MODEL = ServedModel("m", "v1", ("a", "b", "c"), 18, 16)
@@ -168,12 +169,6 @@ async def running() -> AsyncIterator[Service]:
             yield service
     finally:
         await service.close()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.002)
 
 
 async def predict(pool: LeaderPool, timeout_s: float = 30.0) -> Prediction:
@@ -355,8 +350,8 @@ async def test_frontend_with_the_same_name_replaces_the_former() -> None:
             with pytest.raises(LeaderLostError, match="same name"):
                 await waiting
             await until(lambda: session not in service.sessions._sessions)
+            await until(lambda: service.leader.cancelled == 1)
             assert len(service.sessions._sessions) == 1
-            assert service.leader.cancelled == 1
             assert not former.ready
             assert not former_task.done()
             former_task.cancel()

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from multiworld_serving.common.http.connection_table import CLOSING_REASONS, ConnectionLimits, ConnectionTable, Phase
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
-from tests.unit.server.http_port import Port, http_port, until
+from tests.unit.server.http_port import Port, http_port
+from tests.waiting import until
 
 IMAGE = image_bytes("blue")
 ASK = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n"
@@ -494,7 +495,7 @@ async def test_connection_leaves_the_table_when_it_is_reset() -> None:
 @pytest.mark.parametrize("after", ["close", "keep-alive"])
 async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 0.5)
-    size = 40_000_000
+    size = 20_000_000
     async with http_port(app=Response(bytes(size)), stall_timeout_s=0.5) as port:
         client = await port.open()
         await client.say(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % after.encode())

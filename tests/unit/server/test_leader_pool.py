@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -28,6 +27,7 @@ from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.predictor import FrontendSnapshot, ModelVersion, Prediction, ServedModel
 from tests.unit.server.fake_leaders import leader_state, pool_of
+from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
 
@@ -42,12 +42,6 @@ async def check(pool: LeaderPool, *, timeout_s: float = 30.0) -> None:
     pool._check_until_s = math.inf
     async with asyncio.timeout(60):
         await pool.check(deadline_s=time.monotonic() + timeout_s, ahead=3)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.001)
 
 
 def lost(*, failed: bool = True) -> LeaderLostError:

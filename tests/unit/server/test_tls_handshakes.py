@@ -13,7 +13,8 @@ import uvloop
 
 from tests.certificates import Authority
 from tests.unit.server.frontend_app import ColourPredictor, image_bytes
-from tests.unit.server.http_port import Port, http_port, until
+from tests.unit.server.http_port import Port, http_port
+from tests.waiting import until
 
 IMAGE = image_bytes("blue")
 ASK = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n%b"

@@ -151,8 +151,8 @@ def test_text_is_refused_when_the_payload_is_a_tensor() -> None:
         JoinRequest("w", "cpu", "node-1", 12),
         JoinOffer("s0.r1", 3),
         JoinOffer("", 0, 1500),
-        StageAssignment("{}", 10, "3x224x224", 8, 2, 1),
-        StageAssignment("{}", 10, "3x224x224", 8, 2, 1, "bfloat16", "auto", 2000),
+        StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1),
+        StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1, "bfloat16", "auto", 2000),
     ],
 )
 def test_join_messages_survive_json(value: JoinRequest | JoinOffer | StageAssignment) -> None:
@@ -188,7 +188,7 @@ def test_long_reason_becomes_one_short_line() -> None:
 
 
 def test_assignment_gives_the_shape_of_a_sample() -> None:
-    assert StageAssignment("{}", 10, "3x224x224", 8, 2, 1).sample_shape == (3, 224, 224)
+    assert StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1).sample_shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize(
@@ -212,4 +212,4 @@ def test_assignment_gives_the_shape_of_a_sample() -> None:
 )
 def test_assignment_is_refused_when_a_number_is_out_of_bounds(field: str, value: object) -> None:
     with pytest.raises(WireError, match=f"StageAssignment: {field} is"):
-        dataclasses.replace(StageAssignment("{}", 10, "3x224x224", 8, 2, 1), **{field: value})  # type: ignore[arg-type]
+        dataclasses.replace(StageAssignment("{}", 10, "0" * 64, "3x224x224", 8, 2, 1), **{field: value})  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.workers.compute.cores import SharedCores
+from multiworld_serving.workers.compute.cores import CoreContention, SharedCores
 
 _COMPUTES = """
 import sys
@@ -52,7 +52,8 @@ def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seats", "total", "shares"), [(1, 2, (2,)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))]
+    ("seats", "total", "shares"),
+    [(1, 2, (1, 2)), (2, 2, (1, 2)), (4, 4, (1, 2, 4)), (3, 64, (21, 32, 64)), (9, 1, (1,))],
 )
 def test_shares_are_all_possible_thread_counts(file: str, seats: int, total: int, shares: tuple[int, ...]) -> None:
     assert SharedCores(file, 0, seats, total).thread_counts == shares
@@ -91,6 +92,27 @@ def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
 def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -> None:
     assert threads(SharedCores(file, 0, 2, 4, lambda: True)) == 2
     assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
+
+
+def test_half_of_the_cores_are_used_while_other_programs_take_them(file: str) -> None:
+    now_ns = waited_ns = 0
+    contention = CoreContention(lambda: waited_ns, lambda: now_ns)
+    cores = SharedCores(file, 0, 1, 4, lambda: False, contention)
+
+    def batches(count: int, waiting: float) -> list[int]:
+        nonlocal now_ns, waited_ns
+        used = []
+        for _ in range(count):
+            with cores.acquire_cores() as threads:
+                used.append(threads)
+                now_ns += 1_000_000
+                waited_ns += round(waiting * 1_000_000)
+        return used
+
+    assert set(batches(100, 0.1)) == {4}
+    assert batches(100, 0.5)[-1] == 2
+    assert set(batches(100, 0.05)) == {2}, "it does not return while a little contention is left"
+    assert batches(100, 0.0)[-1] == 4
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from multiworld_serving.models import Tuning, deviation, reference_stage, split_model, stage_input_shape, stage_weights
 from multiworld_serving.models.optimize.execution_modes import candidates
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
+from multiworld_serving.workers.compute.stage_store import LoadedStage
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 
@@ -95,25 +96,25 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
         expected = reference_stage(model, spec)(batch)
     outputs = {}
     for ordered in ("none", "eager"):
-        _, made = await queue.load(1, spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
+        made = await queue.load(spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
+        queue.serve(1, LoadedStage(spec, made))
         assert (made.mode,) == candidates(Tuning(optimize=ordered), torch.device("cpu"))
         outputs[ordered], _, _ = await queue.compute(1, 0, batch)
     assert torch.equal(outputs["none"], expected)
     assert 0 < deviation(outputs["eager"], expected) < 1e-5
 
 
-async def test_version_dropped_while_loading_is_not_kept_and_may_be_assigned_again(engine: Engine) -> None:
-    model, queue, gate = loaded("resnet18"), engine.new_queue(), Gate()
+async def test_version_that_was_unloaded_while_it_loads_is_not_served_until_it_is_assigned_again(
+    engine: Engine,
+) -> None:
+    model, queue = loaded("resnet18"), engine.new_queue()
     spec = split_model(model, 10)[3]
     weights = safetensors.torch.save(stage_weights(model, spec))
-    order = (7, spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
-    held = await asked(engine, engine.new_queue(), gate)
-    loading = asyncio.create_task(queue.load(*order))
-    await asyncio.to_thread(gate.begun.wait, 60)
-    await asyncio.sleep(0)
+    queue.expect(7)
+    made = await queue.load(spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
     queue.unload(7)
-    gate.open()
-    await asyncio.gather(*held, loading)
+    queue.serve(7, LoadedStage(spec, made))
     assert not queue.has_stage(7, spec.index)
-    await queue.load(*order)
+    queue.expect(7)
+    queue.serve(7, LoadedStage(spec, made))
     assert queue.has_stage(7, spec.index)

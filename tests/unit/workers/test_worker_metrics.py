@@ -22,6 +22,7 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.workers.observability import gpu
 from multiworld_serving.workers.observability.gpu import GpuSampler, NvmlReader, Readings, nvml_reader
 from multiworld_serving.workers.observability.metrics import GPU_READINGS, WorkerMetrics
+from tests.waiting import wait_until
 
 NAMES = {
     "multiworld_build_info": ("gauge", {"version"}),
@@ -29,6 +30,7 @@ NAMES = {
     "multiworld_worker_compute_seconds": ("histogram", {"stage"}),
     "multiworld_worker_busy": ("gauge", set()),
     "multiworld_worker_leaders_connected": ("gauge", set()),
+    "multiworld_worker_stages_loaded": ("gauge", set()),
     "multiworld_worker_worlds_joined_total": ("counter", set()),
     "multiworld_worker_worlds_ended_total": ("counter", {"cause"}),
     "multiworld_gpu_utilization_ratio": ("gauge", {"device"}),
@@ -190,13 +192,6 @@ def test_gpu_is_not_read_on_a_cpu_or_without_the_library() -> None:
         assert nvml_reader(torch.device("cuda:0")) is None
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
     hung = threading.Event()
     begun: list[float] = []
@@ -208,10 +203,10 @@ def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
         begun.append(time.monotonic())
         return {"gpu_power_watts": 1.0}
 
-    with GpuSampler(read, interval_s=0.01, stale_s=5.0) as watch:
-        until(lambda: len(begun) >= 2)
+    with GpuSampler(read, interval_s=0.01, stale_s=2.0) as watch:
+        wait_until(lambda: len(begun) >= 2)
         assert watch.latest() == {"gpu_power_watts": 1.0}, "still fresh"
-        until(lambda: not watch.latest())
+        wait_until(lambda: not watch.latest())
         left_s = time.monotonic()
     assert time.monotonic() - left_s < 30, "it does not wait for the thread"
     hung.set()
@@ -219,6 +214,6 @@ def test_readings_of_a_hanging_driver_expire_without_blocking() -> None:
 
 def test_failing_driver_is_logged_once_and_has_no_readings(caplog: pytest.LogCaptureFixture) -> None:
     with GpuSampler(NvmlReader(library(nvmlInit=refuse), torch.device("cuda:0")).read) as watch:
-        until(lambda: bool(caplog.records))
+        wait_until(lambda: bool(caplog.records))
         assert watch.latest() == {}
     assert [record.getMessage() for record in caplog.records] == ["cannot read GPU metrics: not supported"]

@@ -1,0 +1,267 @@
+"""Two leaders' links to one worker: one copy of each stage, fair shares of the time, and no effect of one leader on the other."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld import Cause, WorldManager
+from multiworld_serving.common.wire import WORLD_BACKEND, JoinRequest, Message
+from multiworld_serving.models import load_model
+from multiworld_serving.server.replicas.link_types import SlotId
+from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.workers import session as worker_session
+from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.incoming_assignment import IncomingAssignment
+from multiworld_serving.workers.session import Session
+
+IMAGE_SIZE = 32
+WAIT_S = 60.0
+
+
+def plan_of(weights: str, number: int = 1) -> StagePlan:
+    return make_plan(load_model("resnet18", weights, image_size=IMAGE_SIZE), 2, number=number)[1]
+
+
+@pytest.fixture(scope="module")
+def plan() -> StagePlan:
+    return plan_of("random:0")
+
+
+@pytest.fixture(scope="module")
+def second() -> StagePlan:
+    return plan_of("random:1", 2)
+
+
+@dataclass
+class LeaderSide:
+    """A leader with one link, in this process, and the worker's session with it."""
+
+    manager: WorldManager
+    workers_manager: WorldManager
+    engine: Engine
+    plan: StagePlan
+    max_batch_size: int = 4
+    states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    busy: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[object]] = field(default_factory=list)
+
+    async def join(self) -> None:
+        """Form the world and start to load the stage."""
+        port = self.manager.listen("127.0.0.1", 0)
+        slot, request = SlotId(self.plan.spec.index, 0), JoinRequest("w", "cpu", "here", 1)
+        self.link = WorkerLink(
+            plans=(self.plan,), slot=slot, generation=1, request=request, listener=self, batches=self
+        )
+        running = self.link.run(
+            *(self.manager, "127.0.0.1", port), join_timeout_s=WAIT_S, max_batch_size=self.max_batch_size, window=2
+        )
+        self.tasks.append(asyncio.create_task(running))
+        world = await self.workers_manager.initialize_world(
+            *(slot.name, 1, 2, WORLD_BACKEND), addr="127.0.0.1", port=port, generation=1
+        )
+        self.session = Session(world, self.engine)
+        self.tasks.append(asyncio.create_task(self.session.run()))
+
+    async def until(self, state: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.states.get() != state:
+                pass
+
+    async def compute(self, batch: int, version: int = 1) -> Tensor:
+        self.link.send(batch, torch.ones(2, *self.plan.input_shape), version)
+        async with asyncio.timeout(WAIT_S):
+            answer = await self.results.get()
+        assert (answer.batch, answer.version) == (batch, version)
+        assert answer.payload is not None
+        return answer.payload
+
+    def on_link_state(self, link: WorkerLink) -> None:
+        self.states.put_nowait(link.state)
+
+    def on_result(self, link: WorkerLink, message: Message) -> None:
+        self.results.put_nowait(message)
+
+    def on_failed(self, link: WorkerLink, message: Message) -> None:
+        raise AssertionError(message.text())
+
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        raise AssertionError(f"no input is fetched: {message}")
+
+    def on_busy(self, link: WorkerLink) -> None:
+        self.busy.set()
+
+    def on_leaving(self, link: WorkerLink) -> None:
+        """Nothing to do."""
+
+
+@dataclass
+class SharedWorker:
+    engine: Engine
+    stack: contextlib.AsyncExitStack
+    sides: list[LeaderSide] = field(default_factory=list)
+
+    async def leader(self, plan: StagePlan, *, max_batch_size: int = 4) -> LeaderSide:
+        """A further leader whose link is loading."""
+        manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+        workers_manager = await self.stack.enter_async_context(WorldManager(secret="s", verify_collectives=False))
+        side = LeaderSide(manager, workers_manager, self.engine, plan, max_batch_size)
+        self.sides.append(side)
+        await side.join()
+        return side
+
+    async def until_stages(self, count: int) -> None:
+        """Wait until so many stages are in memory."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.engine.stages) != count:  # nothing tells of it
+                gc.collect()
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[SharedWorker]:
+    async with contextlib.AsyncExitStack() as stack:
+        made = SharedWorker(Engine(torch.device("cpu")), stack)
+        yield made
+        tasks = [task for side in made.sides for task in side.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        made.engine.close()
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the chunks of weights that the worker receives."""
+    sizes: list[int] = []
+    add = IncomingAssignment.add
+
+    def counted(self: IncomingAssignment, message: Message) -> bool:
+        assert message.payload is not None
+        sizes.append(message.payload.nbytes)
+        return add(self, message)
+
+    monkeypatch.setattr(IncomingAssignment, "add", counted)
+    return sizes
+
+
+async def test_second_leader_uses_the_loaded_stage_without_sending_weights(
+    worker: SharedWorker, plan: StagePlan, received: list[int]
+) -> None:
+    one = await worker.leader(plan)
+    await one.until("ready")
+    other = await worker.leader(replace(plan, number=5))  # each leader numbers its versions itself
+    await other.until("ready")
+    assert sum(received) == len(plan.weights)
+    assert len(worker.engine.stages) == 1
+    assert torch.equal(await one.compute(1), await other.compute(1, version=5))
+
+
+async def test_leaders_that_assign_a_stage_at_the_same_time_load_it_once(
+    worker: SharedWorker, plan: StagePlan, received: list[int]
+) -> None:
+    one, other = await worker.leader(plan), await worker.leader(plan)
+    await one.until("ready")
+    await other.until("ready")
+    assert sum(received) == len(plan.weights)
+    assert len(worker.engine.stages) == 1
+
+
+async def test_second_leader_sends_the_weights_when_the_first_is_lost_while_it_loads(
+    worker: SharedWorker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await worker.leader(plan)
+    monkeypatch.setattr(one.session.queue, "load", lambda *_: asyncio.Event().wait())  # it never returns
+    other = await worker.leader(plan)
+    await one.until("warming")
+    one.link.fail(Cause.HANG, "no answer")
+    await other.until("ready")
+    assert len(worker.engine.stages) == 1
+
+
+async def test_stage_of_a_lost_leader_stays_for_the_other_and_is_freed_with_it(
+    worker: SharedWorker, plan: StagePlan
+) -> None:
+    one, other = await worker.leader(plan), await worker.leader(plan)
+    await one.until("ready")
+    await other.until("ready")
+    before = await other.compute(1)
+    one.link.fail(Cause.EXIT, "killed")
+    assert torch.equal(await other.compute(2), before)
+    assert len(worker.engine.stages) == 1
+    other.link.close()
+    await worker.until_stages(0)
+
+
+async def test_unloading_of_one_leader_does_not_disturb_the_other(
+    worker: SharedWorker, plan: StagePlan, second: StagePlan
+) -> None:
+    one, other = await worker.leader(plan), await worker.leader(plan)
+    await one.until("ready")
+    await other.until("ready")
+    before = await other.compute(1)
+    await one.link.load((second,))
+    assert len(worker.engine.stages) == 2
+    one.link.unload(1)
+    new = await one.compute(1, version=2)
+    assert torch.equal(await other.compute(2), before)
+    assert not torch.allclose(new, before)
+    await other.link.load((second,))
+    other.link.unload(1)
+    assert torch.equal(await other.compute(3, version=2), new)
+    await worker.until_stages(1)
+
+
+async def test_leaders_with_other_weights_or_batch_sizes_have_stages_of_their_own(
+    worker: SharedWorker, plan: StagePlan
+) -> None:
+    one = await worker.leader(plan)
+    other, larger = await worker.leader(plan_of("random:1")), await worker.leader(plan, max_batch_size=8)
+    for side in (one, other, larger):
+        await side.until("ready")
+    assert len(worker.engine.stages) == 3
+    assert not torch.allclose(await one.compute(1), await other.compute(1))
+
+
+async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_hash(
+    worker: SharedWorker, plan: StagePlan
+) -> None:
+    good = await worker.leader(plan)
+    await good.until("ready")
+    lying = plan_of("random:1")
+    object.__setattr__(lying, "weights_sha256", "0" * 64)
+    bad = await worker.leader(lying)
+    await bad.until("broken")
+    assert "0000 was announced" in bad.link.detail
+    assert len(worker.engine.stages) == 1
+
+
+async def test_worker_reports_that_a_leader_waits_for_the_batch_of_another(
+    worker: SharedWorker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "_BUSY_REPORT_S", 0.01)
+    one, other = await worker.leader(plan), await worker.leader(plan)
+    await one.until("ready")
+    await other.until("ready")
+    begun, proceed = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert proceed.wait(WAIT_S)
+
+    holding = asyncio.create_task(worker.engine.run(one.session.queue, hold, is_batch=True))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    waiting = asyncio.create_task(other.compute(1))
+    async with asyncio.timeout(WAIT_S):
+        await other.busy.wait()
+    assert not one.busy.is_set()
+    proceed.set()
+    await asyncio.gather(holding, waiting)

@@ -1,0 +1,24 @@
+"""Waiting for a state of which no event tells."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+_PATIENCE_S = 60.0
+_PAUSE_S = 0.005
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Poll on the event loop until the condition holds. Raises TimeoutError after a minute."""
+    async with asyncio.timeout(_PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(_PAUSE_S)
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    """Poll in the calling thread until the condition holds. Raises TimeoutError after a minute."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not holds():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+        time.sleep(_PAUSE_S)

@@ -1,0 +1,63 @@
+"""The stages that this process has loaded: each once, whichever leaders assigned it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from weakref import WeakValueDictionary
+
+from multiworld_serving.models import OptimizedStage, StageSpec
+
+_LONGEST_TURN_S = 30.0
+"""A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
+
+
+class LoadedStage:
+    """A stage in memory. Sessions that serve it hold references; it is freed with the last one.
+
+    Attributes:
+        optimized: the module that computes it. Replaced once when compiled code is available.
+        compiling: compiles the stage in the background; cancelled when the stage is freed.
+    """
+
+    def __init__(self, spec: StageSpec, optimized: OptimizedStage) -> None:
+        self.spec = spec
+        self.optimized = optimized
+        self.compiling: asyncio.Task[None] | None = None
+
+
+class StageStore:
+    """Finds stages by digest (see `StageAssignment.digest`). Holds no references: sessions do. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        """Number of stages in memory."""
+        return len(self._stages)
+
+    def find(self, digest: str) -> LoadedStage | None:
+        """The stage with this digest, if it is loaded."""
+        return self._stages.get(digest)
+
+    def add(self, digest: str, stage: LoadedStage) -> None:
+        """Let other sessions find this stage."""
+        self._stages[digest] = stage
+
+    @contextlib.asynccontextmanager
+    async def turn(self, digest: str) -> AsyncIterator[None]:
+        """Let one session at a time load this stage; the others wait, and then find it. Each waits at most `_LONGEST_TURN_S`.
+
+        If the session in turn fails or its world ends, the next one loads the stage.
+        """
+        lock = self._turns.setdefault(digest, asyncio.Lock())
+        in_turn = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_TURN_S):
+                await lock.acquire()
+            in_turn = True
+        try:
+            yield
+        finally:
+            if in_turn:
+                lock.release()
