@@ -300,14 +300,14 @@ class Leader:
         """See `BatchListener`."""
         self._driver.on_failed(link, message)
 
+    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
+        """See `BatchListener`."""
+        self._driver.on_input_lost(link, message)
+
     def on_busy(self, link: WorkerLink) -> None:
         """See `BatchListener`."""
         for event in busy_events(link):
             self._driver.submit_event(event)
-
-    def on_input_lost(self, link: WorkerLink, message: Message) -> None:
-        """See `BatchListener`."""
-        self._driver.on_input_lost(link, message)
 
     # -- versions --------------------------------------------------------------------------------------------------------------
 

@@ -116,8 +116,8 @@ class Session:
         Raises:
             WorldClosedError: this process closed the world.
         """
-        self._start(self._report_waiting())
         left = False
+        self._start(self._report_waiting())
         try:
             await self._serve()
         except BrokenWorldException as ending:

@@ -290,7 +290,7 @@ class _Edge:
         number = next(self._numbers)
         shape = (sum(fetch.shape[0] for fetch in fetches), *first.shape[1:])
         self._expected = (number, first.dtype, shape)
-        kind = MessageKind.TAKE if first.take else MessageKind.FETCH
+        kind = MessageKind.TAKE_ROWS if first.take else MessageKind.FETCH_ROWS
         refs = [ref for fetch in fetches for ref in fetch.refs]
         async with asyncio.timeout(_FETCH_S):
             await channel.send(Message(kind, number, row_refs_tensor(refs)))
@@ -299,7 +299,7 @@ class _Edge:
     def _check(self, header: Header) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""
         number, dtype, shape = self._expected
-        if header.batch != number or header.kind not in (MessageKind.TENSOR, MessageKind.GONE):
+        if header.batch != number or header.kind not in (MessageKind.ROWS, MessageKind.GONE):
             raise WireError(f"unexpected {header.kind.name} {header.batch} from a producer")
         if header.kind is MessageKind.GONE:
             header.require_no_payload()

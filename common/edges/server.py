@@ -119,14 +119,14 @@ class EdgeServer:
                 if found is None:
                     await channel.send(Message(MessageKind.GONE, message.batch))
                     continue
-                await channel.send(Message(MessageKind.TENSOR, message.batch, found))
+                await channel.send(Message(MessageKind.ROWS, message.batch, found))
             self._metrics.sent(found.nbytes)
-            if message.kind is MessageKind.TAKE:
+            if message.kind is MessageKind.TAKE_ROWS:
                 self._store.take(refs)
             del found
 
 
 def _check(header: Header) -> None:
-    if header.kind not in (MessageKind.FETCH, MessageKind.TAKE):
+    if header.kind not in (MessageKind.FETCH_ROWS, MessageKind.TAKE_ROWS):
         raise WireError(f"unexpected {header.kind.name} from a consumer")
     header.require_batch(torch.int64, (2,), 1, MAX_FETCH_ROWS)

@@ -42,7 +42,7 @@ class RowRef(NamedTuple):
 
 
 def row_refs_tensor(refs: list[RowRef]) -> Tensor:
-    """References as the payload of FETCH: int64 [N, 2]."""
+    """References as the payload of FETCH_ROWS: int64 [N, 2]."""
     return torch.tensor(refs, dtype=torch.int64).view(len(refs), 2)
 
 

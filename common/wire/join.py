@@ -105,10 +105,10 @@ class JoinRequest(_Json):
 
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
+        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         parts: comma-separated `StageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
             last. A hint for placement.
         is_shared: whether other leaders have assigned `parts`.
-        edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
         protocol: must be the leader's.
         release: of the worker, for messages.
     Raises:
@@ -138,9 +138,9 @@ class JoinRequest(_Json):
                 )
         if not 0 < self.pid < 1 << 32:
             raise WireError(f"JoinRequest: pid is {self.pid!r:.60}; expected a process id")
+        _check_edge(self.edge)
         if not _PARTS.fullmatch(self.parts):
             raise WireError(f"JoinRequest: parts is {self.parts!r:.60}; expected at most {MAX_PARTS} parts of stages")
-        _check_edge(self.edge)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,17 +42,15 @@ class MessageKind(IntEnum):
     LEAVING = 7  # worker → leader: send no new batches, and close the world after the last answer
     RESTART = 8  # leader → worker: leave and exit; the supervisor starts the process again
     UNLOAD = 9  # leader → worker: unload the stages of this version
-    FETCH_WEIGHTS = (
-        20  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage already
-    )
+    FETCH_WEIGHTS = 20  # worker → leader: send the weights of the assigned stage; without it, the worker has the stage
     BUSY = 21  # worker → leader: batches of this leader wait while the worker computes for other leaders
     FRAMES = 11  # between leader and frontend: one or several frames (see multiworld_serving.server.frontends.frames)
-    FETCH = 12  # consumer → producer, on an edge: send these rows (see multiworld_serving.common.wire.inputs)
-    TAKE = 13  # the same, and nobody else needs these rows
-    TENSOR = 14  # producer → consumer: the rows
+    FETCH_ROWS = 12  # consumer → producer, on an edge: send these rows (see multiworld_serving.common.wire.inputs)
+    TAKE_ROWS = 13  # the same, and nobody else needs these rows
+    ROWS = 14  # producer → consumer: the rows
     GONE = 15  # producer → consumer: at least one of the rows is not here any more
     INPUTS = 16  # leader → worker: references of the input for an assigned stage (BatchInputs)
-    KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker (its id, int64 [1])
+    KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker, under this id (int64 [1])
     INPUT_LOST = 18  # worker → leader: the input of a batch of INPUTS could not be fetched (LostInput as JSON)
     RELEASE = 19  # leader → worker: these outputs are not needed any more (int64 [N])
     TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)

@@ -53,11 +53,11 @@ class BatchListener(Protocol):
 
     def on_failed(self, link: "WorkerLink", message: Message) -> None: ...
 
-    def on_busy(self, link: "WorkerLink") -> None:
-        """The worker computes for other leaders, and batches in flight on this link wait."""
-
     def on_input_lost(self, link: "WorkerLink", message: Message) -> None:
         """The worker could not fetch the input of a batch in flight."""
+
+    def on_busy(self, link: "WorkerLink") -> None:
+        """The worker computes for other leaders, and batches in flight on this link wait."""
 
 
 class WorkerLink:
@@ -333,10 +333,10 @@ class WorkerLink:
                     self._batches.on_result(self, message)
                 case MessageKind.FAILED:
                     self._batches.on_failed(self, message)
-                case MessageKind.BUSY:
-                    self._batches.on_busy(self)
                 case MessageKind.INPUT_LOST:
                     self._batches.on_input_lost(self, message)
+                case MessageKind.BUSY:
+                    self._batches.on_busy(self)
                 case MessageKind.LEAVING:
                     self.drain()
                     self._listener.on_leaving(self)

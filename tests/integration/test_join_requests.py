@@ -31,13 +31,13 @@ BAD = {
     "a device that is no name": ({**GOOD, "device": "cpu\n"}, "device is"),
     "a host that is no name": ({**GOOD, "host": "h" * 254}, "expected 1 to 253"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid is -1"),
-    "parts that are none": ({**GOOD, "parts": "0,1"}, "parts is '0,1'"),
-    "too many parts": ({**GOOD, "parts": ",".join(["0123456789abcdef"] * 65)}, "at most 64 parts"),
     "an edge without an incarnation": (
         {**GOOD, "edge": "10.0.0.5:4000"},
         "edge is '10.0.0.5:4000'; expected HOST:PORT/INC",
     ),
     "a long edge": ({**GOOD, "edge": "h" * 400 + ":1/a"}, "expected HOST:PORT/INCARNATION"),
+    "parts that are none": ({**GOOD, "parts": "0,1"}, "parts is '0,1'"),
+    "too many parts": ({**GOOD, "parts": ",".join(["0123456789abcdef"] * 65)}, "at most 64 parts"),
     "a number for a name": ({**GOOD, "worker": 1}, "worker is 1; expected str"),
     "a field too many": ({**GOOD, "more": 1}, "fields unknown more; do both sides run the same release"),
     "a field too few": (

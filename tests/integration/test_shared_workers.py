@@ -94,7 +94,7 @@ class LeaderSide:
         raise AssertionError(message.text())
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
-        raise AssertionError("no edges are used here")
+        raise AssertionError(f"no input is fetched: {message}")
 
     def on_busy(self, link: WorkerLink) -> None:
         self.busy.set()

@@ -145,11 +145,11 @@ async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Message(MessageKind.TENSOR, 1, ROWS.double()),
-        Message(MessageKind.TENSOR, 1, ROWS[:3]),
-        Message(MessageKind.TENSOR, 1, torch.zeros(4, 16)),
-        Message(MessageKind.TENSOR, 2, ROWS),
-        Message(MessageKind.TENSOR, 1),
+        Message(MessageKind.ROWS, 1, ROWS.double()),
+        Message(MessageKind.ROWS, 1, ROWS[:3]),
+        Message(MessageKind.ROWS, 1, torch.zeros(4, 16)),
+        Message(MessageKind.ROWS, 2, ROWS),
+        Message(MessageKind.ROWS, 1),
         Message(MessageKind.GONE, 1, ROWS),
         Message(MessageKind.RESULT, 1, ROWS),
         None,
@@ -192,10 +192,10 @@ async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
 @pytest.mark.parametrize(
     "question",
     [
-        Message(MessageKind.FETCH, 1),
-        Message(MessageKind.FETCH, 1, torch.zeros(1, 3, dtype=torch.int64)),
-        Message(MessageKind.FETCH, 1, torch.zeros(2000, 2, dtype=torch.int64)),
-        Message(MessageKind.TENSOR, 1, row_refs_tensor([RowRef(1, 0)])),
+        Message(MessageKind.FETCH_ROWS, 1),
+        Message(MessageKind.FETCH_ROWS, 1, torch.zeros(1, 3, dtype=torch.int64)),
+        Message(MessageKind.FETCH_ROWS, 1, torch.zeros(2000, 2, dtype=torch.int64)),
+        Message(MessageKind.ROWS, 1, row_refs_tensor([RowRef(1, 0)])),
     ],
 )
 async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) -> None:
