@@ -15,8 +15,8 @@ ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "r
 """joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
 
 
-Transport = Literal["relay", "tcp"]
-"""relay: through a leader; tcp: over edges, and through a leader where an edge cannot be opened."""
+Transport = Literal["relay", "edges"]
+"""relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
 
 
 @dataclass(frozen=True)

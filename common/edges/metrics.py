@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
 
 FetchOutcome = Literal["fetched", "gone", "unreachable"]
 """gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
 _OUTCOMES: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
-TRANSPORT = "tcp"
-"""The transport of all edges."""
+Direction = Literal["sent", "received"]
 
 _FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -37,18 +37,18 @@ class EdgeMetrics:
             "edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
         ).labels()
         for direction in ("sent", "received"):
-            self._bytes.labels(direction, TRANSPORT)
             self._open.labels(direction)
+            for transport in Transport:
+                self._bytes.labels(direction, _label(transport))
         for outcome in _OUTCOMES:
             self._fetches.labels(outcome)
 
-    def sent(self, nbytes: int) -> None:
-        """A tensor of this size was sent to a consumer."""
-        self._bytes.labels("sent", TRANSPORT).inc(nbytes)
+    def transferred(self, direction: Direction, transport: Transport, nbytes: int) -> None:
+        """A tensor of this size was sent to a consumer, or received from a producer."""
+        self._bytes.labels(direction, _label(transport)).inc(nbytes)
 
-    def fetched(self, nbytes: int, seconds: float) -> None:
-        """A tensor of this size was fetched."""
-        self._bytes.labels("received", TRANSPORT).inc(nbytes)
+    def fetched(self, seconds: float) -> None:
+        """A fetch succeeded."""
         self._fetches.labels("fetched").inc()
         self._fetch_s.observe(seconds)
 
@@ -56,7 +56,7 @@ class EdgeMetrics:
         """A fetch failed."""
         self._fetches.labels(outcome).inc()
 
-    def opened(self, direction: Literal["sent", "received"], more: int) -> None:
+    def opened(self, direction: Direction, more: int) -> None:
         """Change the number of open edges: 1 or -1."""
         self._open.labels(direction).inc(more)
 
@@ -71,3 +71,7 @@ class EdgeMetrics:
     def budget_exceeded(self) -> None:
         """A tensor was not kept because the budget is used up."""
         self._exceeded.inc()
+
+
+def _label(transport: Transport) -> str:
+    return transport.value.replace(" ", "_")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld import AskError, World, WorldError, WorldManager, ask
+from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire import (
@@ -138,7 +138,7 @@ class EdgePool:
         except HolderUnreachableError:
             self._metrics.failed("unreachable")
             raise
-        self._metrics.fetched(tensor.nbytes, time.monotonic() - began_s)
+        self._metrics.fetched(time.monotonic() - began_s)
         return tensor
 
     async def _fetch(
@@ -183,6 +183,10 @@ class EdgePool:
         self._metrics.opened("received", 1)
         return world
 
+    def received(self, tensor: Tensor, transport: Transport) -> None:
+        """Count a tensor that came over an edge."""
+        self._metrics.transferred("received", transport, tensor.nbytes)
+
     async def close_world(self, world: World) -> None:
         """Close the world of an edge."""
         self._metrics.opened("received", -1)
@@ -211,6 +215,7 @@ class _Edge:
         self._added = asyncio.Event()
         self._numbers = itertools.count(1)
         self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
+        self._transport = Transport.TCP
         self.task = asyncio.create_task(self._run())
 
     def add(self, fetch: _Fetch) -> None:
@@ -225,6 +230,7 @@ class _Edge:
         world: World | None = None
         try:
             world = await self._pool.open(self.holder)
+            self._transport = world.transport
             await self._serve(Channel(world, _PRODUCER_RANK, self._check))
         except EdgeError as error:
             reason = error
@@ -294,7 +300,10 @@ class _Edge:
         refs = [ref for fetch in fetches for ref in fetch.refs]
         async with asyncio.timeout(_FETCH_S):
             await channel.send(Message(kind, number, row_refs_tensor(refs)))
-            return (await channel.receive()).payload
+            tensor = (await channel.receive()).payload
+        if tensor is not None:
+            self._pool.received(tensor, self._transport)
+        return tensor
 
     def _check(self, header: Header) -> None:
         """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""

@@ -120,7 +120,7 @@ class EdgeServer:
                     await channel.send(Message(MessageKind.GONE, message.batch))
                     continue
                 await channel.send(Message(MessageKind.ROWS, message.batch, found))
-            self._metrics.sent(found.nbytes)
+            self._metrics.transferred("sent", world.transport, found.nbytes)
             if message.kind is MessageKind.TAKE_ROWS:
                 self._store.take(refs)
             del found

@@ -222,7 +222,7 @@ class FrontendSession:
     def snapshot(self) -> FrontendSnapshot:
         """For the status."""
         who = self.who
-        transport: Transport = "tcp" if who.edge else "relay"
+        transport: Transport = "edges" if who.edge else "relay"
         return FrontendSnapshot(who.frontend, who.host, who.pid, self._connections, self._requests, transport)
 
     async def ask(self, kind: FrameKind, fields: Mapping[str, Any] | None = None) -> Frame | None:

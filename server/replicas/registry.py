@@ -362,7 +362,7 @@ def _snapshot(slot: Slot, in_flight: Callable[[WorkerLink], int]) -> ReplicaSnap
         worker=link.worker,
         host=link.request.host,
         pid=link.request.pid,
-        transport="tcp" if link.request.edge else "relay",
+        transport="edges" if link.request.edge else "relay",
         device=link.request.device,
         in_flight=in_flight(link),
         batches_done=link.batches_done,

@@ -29,7 +29,7 @@ def test_no_tensor_passes_a_leader_unless_nobody_can_be_reached() -> None:
         assert service.metric("multiworld_relayed_bytes_total") == 0
         assert service.metric("multiworld_edge_fetches_total", outcome="fetched") == 6
         replicas = [replica for stage in service.status()["stages"] for replica in stage["replicas"]]
-        assert {replica["transport"] for replica in replicas} == {"tcp"}
+        assert {replica["transport"] for replica in replicas} == {"edges"}
     with LocalService(**SETTINGS, edges="relay") as service:
         assert classes(service) == expected
         assert service.metric("multiworld_relayed_bytes_total") > 0
