@@ -22,6 +22,7 @@ from multiworld_serving.cli.verbs import (
     chaos,
     config,
     credentials,
+    export,
     plan,
     predict,
     processes,
@@ -63,6 +64,7 @@ _add(processes.leader, processes.LEADER_EPILOG)
 _add(processes.worker, processes.WORKER_EPILOG)
 _add(predict.predict, predict.EPILOG)
 _add(plan.plan, plan.EPILOG)
+_add(export.export, export.EPILOG)
 _add(status.status, status.EPILOG)
 _add(bench.bench, bench.EPILOG)
 _add(simulate.simulate, simulate.EPILOG)

@@ -1,6 +1,7 @@
 """ResNets: load a model with its weights, split it into stages, build and optimize a stage.
 
-Imports only torch, torchvision and safetensors. Start reading at `weights.loading`, then `split` and `stages`.
+Imports only torch, torchvision and safetensors. Start reading at `weights.loading`, then `split` and `stages`. Models of users are in
+`bundle` and `export`, which this module does not import.
 """
 
 from multiworld_serving.models.architectures import MODEL_NAMES, block_names

@@ -6,7 +6,9 @@
         ├── ArchitectureError   the weights belong to another model. Not recoverable.
         ├── LabelsError         labels cannot be read, or do not match the number of classes.
         ├── PreprocessingError  image size, mean or std is out of range.
-        └── StageError          a partition or stage that the model cannot have.
+        ├── StageError          a partition or stage that the model cannot have.
+        ├── BundleError         a bundle is damaged, unknown or not allowed. Export it again.
+        └── ExportError         a model cannot be exported. Change the model as the message says.
 
 Each message is one line: what was wrong, what was expected, what to do. After an error no model, stage or file has been created.
 """
@@ -34,3 +36,11 @@ class PreprocessingError(ModelError):
 
 class StageError(ModelError):
     """A partition or a stage spec is invalid for the model."""
+
+
+class BundleError(ModelError):
+    """A bundle, or a part of it, is invalid."""
+
+
+class ExportError(ModelError):
+    """A model cannot be exported."""

@@ -1,0 +1,243 @@
+"""Reads and writes bundles: a folder or a .zip file with `manifest.json`, `graph.json`, `weights.safetensors` and `self_test.safetensors`.
+
+Reading evaluates nothing, bounds everything, and checks every digest before a tensor is used. The weights are memory-mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import struct
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx
+
+from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
+from multiworld_serving.models.bundle.manifest import BATCH, MAX_MANIFEST_BYTES, Manifest
+from multiworld_serving.models.bundle.nodes import Node
+from multiworld_serving.models.errors import BundleError
+
+MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
+_MAX_SELF_TEST_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 100 << 20
+_CHUNK_BYTES = 8 << 20
+_MAX_RATIO, _MAX_WEIGHTS_RATIO = 100, 8
+"""Largest compression ratios of a file in a .zip; weights hardly compress."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A model that was read and checked.
+
+    Attributes:
+        self_test: tensors of one row: "input.NAME" of every input, and "boundary.K.INDEX" for output INDEX of stage K, as
+            computed in float32 when the bundle was made. The last stage's are the outputs of the model.
+    """
+
+    manifest: Manifest
+    graph: Graph
+    self_test: Mapping[str, Tensor]
+    _weights: Any
+
+    def weights(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Weights by key. They share memory with the mapped file: do not modify them."""
+        return {key: self._weights.get_tensor(key) for key in dict.fromkeys(keys)}
+
+    def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
+        """A module that computes a stage of `graph`, or all of it, on this device."""
+        wanted = torch.device(device)
+        tensors = self.weights(node.target for node in stage.weights)
+        return stage.build({key: tensor.to(wanted) for key, tensor in tensors.items()}, wanted)
+
+    @property
+    def stages(self) -> tuple[Graph, ...]:
+        """The stages of the bundle's own cuts."""
+        return self.graph.cut(self.manifest.cuts)
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read a bundle from a folder or a .zip file. Blocks: reads and hashes the weights.
+
+    Raises:
+        BundleError: it is not a bundle, damaged, or not allowed. Nothing is left behind.
+    """
+    with ExitStack() as stack:
+        try:
+            if path.is_dir():
+                return _read_folder(path)
+            if path.suffix.lower() == ".zip" and path.is_file():
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="multiworld-bundle-")))
+                _unpack(path, folder)
+                return _read_folder(folder)  # the mapped weights outlive the folder
+        except OSError as error:
+            raise BundleError(f"cannot read the bundle {path}: {error.strerror or error}") from error
+        except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, RuntimeError) as error:
+            raise BundleError(f"{path} is damaged ({str(error)[:200]!r}); copy it again") from error
+    raise BundleError(f"{path} is neither a folder nor a .zip file; expected what `multiworld export` writes")
+
+
+def _read_folder(folder: Path) -> Bundle:
+    manifest = Manifest.from_json(_bytes(folder / MANIFEST, MAX_MANIFEST_BYTES))
+    text = _bytes(folder / GRAPH, MAX_GRAPH_BYTES)
+    _check_digest(manifest, GRAPH, hashlib.sha256(text).hexdigest())
+    graph = Graph.from_json(text)
+    manifest.check_graph(graph)
+    check_graph(graph, manifest.lengths)
+    _bytes_at_most(folder / WEIGHTS, _weights_bytes(graph) + _MAX_HEADER_BYTES)
+    _bytes_at_most(folder / SELF_TEST, _MAX_SELF_TEST_BYTES)
+    for name in (WEIGHTS, SELF_TEST):
+        with (folder / name).open("rb") as file:
+            _check_digest(manifest, name, hashlib.file_digest(file, "sha256").hexdigest())
+    try:
+        weights = safe_open(folder / WEIGHTS, framework="pt")
+        with safe_open(folder / SELF_TEST, framework="pt") as tests:
+            self_test = {name: tests.get_tensor(name).clone() for name in tests.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise BundleError(f"the tensors of the bundle cannot be read: {error}") from error
+    bundle = Bundle(manifest, graph, self_test, weights)
+    _check_weights(bundle)
+    _check_self_test(bundle)
+    return bundle
+
+
+def _bytes(path: Path, most: int) -> bytes:
+    _bytes_at_most(path, most)
+    return path.read_bytes()
+
+
+def _bytes_at_most(path: Path, most: int) -> None:
+    if not path.is_file() or path.is_symlink():
+        raise BundleError(f"the bundle lacks the file {path.name}; expected what `multiworld export` writes")
+    if (size := path.stat().st_size) > most:
+        raise BundleError(f"{path.name} of the bundle has {size} bytes; at most {most} are expected")
+
+
+def _check_digest(manifest: Manifest, name: str, found: str) -> None:
+    if manifest.sha256.get(name) != found:
+        raise BundleError(f"{name} of the bundle is damaged: its SHA-256 is not the manifest's; copy the bundle again")
+
+
+def _weights_bytes(graph: Graph) -> int:
+    return sum({node.target: node.row_bytes() for node in graph.weights}.values())
+
+
+def _check_weights(bundle: Bundle) -> None:
+    """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
+    names = set(bundle._weights.keys())
+    for node in bundle.graph.weights:
+        if node.target not in names:
+            raise BundleError(f"the weights of the bundle lack {node.target!r}")
+        tensor = bundle._weights.get_tensor(node.target)
+        if tensor.dtype != node.dtype or tuple(tensor.shape) != node.shape:
+            raise BundleError(
+                f"the weight {node.target!r} is {tensor.dtype} {tuple(tensor.shape)}, not as the graph says"
+            )
+        if tensor.is_floating_point() and tensor.isnan().any().item():
+            raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
+
+
+def _check_self_test(bundle: Bundle) -> None:
+    """Raise BundleError unless there is one finite row of every input and of all that crosses a cut."""
+    expected = {f"input.{node.name}": node for node in bundle.graph.inputs}
+    for number, stage in enumerate(bundle.stages):
+        expected |= {f"boundary.{number}.{index}": stage.by_name[name] for index, name in enumerate(stage.outputs)}
+    if bundle.self_test.keys() != expected.keys():
+        wrong = sorted(bundle.self_test.keys() ^ expected.keys())[0]
+        raise BundleError(f"the self-test of the bundle lacks {wrong[:60]!r} or has it without need")
+    for name, node in expected.items():
+        tensor = bundle.self_test[name]
+        if tensor.dtype != node.dtype or not _is_row(tensor.shape, node, bundle.manifest):
+            raise BundleError(f"the self-test of the bundle has {name!r} as {tensor.dtype} {list(tensor.shape)}")
+        if tensor.is_floating_point() and not tensor.isfinite().all().item():
+            raise BundleError(f"the self-test of the bundle has infinity or NaN in {name!r}")
+
+
+def _is_row(shape: Sequence[int], node: Node, manifest: Manifest) -> bool:
+    """Whether a tensor of one row of this node may have this shape."""
+    ranges = {**manifest.dimensions, BATCH: (1, 1)}
+    told = node.shape or ()
+    bounds = (
+        (dim, dim) if isinstance(dim, int) else ranges[dim] if dim is not None else (0, length)
+        for dim, length in zip(told, shape, strict=False)
+    )
+    return len(told) == len(shape) and all(
+        least <= length <= most for (least, most), length in zip(bounds, shape, strict=True)
+    )
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    """Unpack the four files of a bundle. Every size is bounded before it is unpacked; other names are refused."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if set(entries) != {MANIFEST, GRAPH, WEIGHTS, SELF_TEST} or len(archive.infolist()) != len(entries):
+            raise BundleError(f"{path} does not contain exactly {MANIFEST}, {GRAPH}, {WEIGHTS} and {SELF_TEST}")
+        limits = {MANIFEST: MAX_MANIFEST_BYTES, GRAPH: MAX_GRAPH_BYTES, SELF_TEST: _MAX_SELF_TEST_BYTES}
+        for name in (MANIFEST, GRAPH, SELF_TEST, WEIGHTS):  # the weights last: the graph says how large they are
+            limit = limits.get(name)
+            if limit is None:
+                limit = _weights_bytes(Graph.from_json((folder / GRAPH).read_bytes())) + _MAX_HEADER_BYTES
+            entry = entries[name]
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
+                raise BundleError(f"{name} in {path} is encrypted or packed in another way than by deflate")
+            ratio = _MAX_WEIGHTS_RATIO if name == WEIGHTS else _MAX_RATIO
+            if entry.file_size > limit or entry.file_size > ratio * max(entry.compress_size, 1 << 16):
+                raise BundleError(f"{name} in {path} has {entry.file_size} bytes, which is more than it may have")
+            with archive.open(entry) as source, (folder / name).open("wb") as target:
+                left = entry.file_size
+                while chunk := source.read(min(left, _CHUNK_BYTES)):
+                    target.write(chunk)
+                    left -= len(chunk)
+
+
+def write_bundle(
+    path: Path, manifest: Manifest, graph: Graph, weights: Mapping[str, Tensor], self_test: Mapping[str, Tensor]
+) -> Manifest:
+    """Write a bundle as a folder, or as a .zip file if `path` ends in .zip. The path appears only when the bundle is complete.
+
+    Returns:
+        The manifest with the digests of the files.
+    Raises:
+        BundleError: `path` exists, or cannot be written.
+    """
+    if path.exists():
+        raise BundleError(f"{path} exists; choose another path or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise BundleError(f"cannot write to {path.parent}: {error.strerror}") from error
+    try:
+        (folder / GRAPH).write_text(graph.to_json(), encoding="utf-8")
+        save_file({key: tensor.contiguous().clone() for key, tensor in weights.items()}, folder / WEIGHTS)
+        save_file({key: tensor.contiguous().clone() for key, tensor in self_test.items()}, folder / SELF_TEST)
+        digests = {}
+        for name in (GRAPH, WEIGHTS, SELF_TEST):
+            with (folder / name).open("rb") as file:
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        manifest = Manifest(**(vars(manifest) | {"sha256": digests}))
+        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        if path.suffix.lower() == ".zip":
+            packed = folder / "packed.zip"
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+                for name in (MANIFEST, GRAPH, WEIGHTS, SELF_TEST):
+                    archive.write(folder / name, name)
+            packed.rename(path)
+        else:
+            folder.chmod(0o755)
+            folder.rename(path)
+    except OSError as error:
+        raise BundleError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return manifest

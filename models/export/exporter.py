@@ -1,0 +1,224 @@
+"""Exports a module as a bundle: captures it, measures and cuts it, checks it against the module, and writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.files import write_bundle
+from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.manifest import BATCH, MAX_BATCH_SIZE, Manifest, TensorSpec
+from multiworld_serving.models.bundle.nodes import Node
+from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.cutting import Cut, cut_graph, measure_nodes
+from multiworld_serving.models.export.trace import Dynamic, capture
+from multiworld_serving.models.preprocessing import Normalize, Preprocessing
+
+_TOLERANCE = 1e-5
+"""Largest difference from the module, relative to the largest absolute value of the output. Usually it is 0."""
+_MEASURED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How to export a module.
+
+    Attributes:
+        inputs: names of the positional arguments of the module's `forward`.
+        dynamic: variable dimensions besides the batch.
+        num_stages: None: chosen by the measured costs.
+        image: the module takes one input of normalised images, float32 [B,3,size,size]. The bundle takes uint8 images and normalises them.
+        labels: one per class. The bundle returns probabilities instead of logits.
+    """
+
+    name: str
+    version: str
+    inputs: tuple[str, ...]
+    max_batch_size: int = 64
+    dynamic: tuple[Dynamic, ...] = ()
+    num_stages: int | None = 1
+    image: Preprocessing | None = None
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        deviation: largest difference from the module, relative to the largest absolute value of its output, over the batch sizes `checked`.
+        weights_bytes: of each stage.
+    """
+
+    manifest: Manifest
+    cut: Cut
+    nodes: int
+    operators: int
+    weights_bytes: tuple[int, ...]
+    deviation: float
+    checked: tuple[int, ...]
+
+
+class _ImageModel(nn.Module):
+    """Normalises uint8 images, applies the model, and turns logits into probabilities if there are labels."""
+
+    def __init__(self, model: nn.Module, image: Preprocessing | None, probabilities: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.normalize = Normalize(image.mean, image.std) if image is not None else nn.Identity()
+        self.softmax = nn.Softmax(dim=1) if probabilities else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.softmax(self.model(self.normalize(images)))
+        return output
+
+
+def export_model(
+    model: nn.Module,
+    example: Sequence[Tensor],
+    path: Path,
+    options: ExportOptions,
+    progress: Callable[[str], object] = lambda _: None,
+) -> ExportReport:
+    """Export a module in eval mode as a bundle.
+
+    Args:
+        example: one tensor for each positional argument of `forward`, any number of rows.
+        path: a folder, or a file that ends in .zip, that does not exist.
+        progress: told each step.
+    Raises:
+        ExportError: the module cannot be exported; the message says what to change.
+        BundleError, StageError: the bundle cannot be written, or the module has too few places to cut.
+    """
+    if path.exists():
+        raise ExportError(f"{path} exists; choose another path or remove it")
+    if not 2 <= options.max_batch_size <= MAX_BATCH_SIZE:
+        raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
+    if len(options.inputs) != len(example) or not example:
+        raise ExportError(f"the model has {len(example)} example inputs but {len(options.inputs)} names for them")
+    module = model.eval()
+    if options.image is not None or options.labels:
+        module = _ImageModel(model, options.image, probabilities=bool(options.labels)).eval()
+    if options.image is not None:
+        example = [_images(options.image)]
+    progress("capturing the model")
+    two = [_rows(tensor, 2) for tensor in example]
+    graph, weights = capture(
+        module, two, options.inputs, max_batch_size=options.max_batch_size, dynamic=options.dynamic
+    )
+    graph = Graph.from_json(graph.to_json())  # all that follows uses what a reader will see
+    progress(f"measuring {len(graph.nodes)} nodes")
+    rows = min(_MEASURED_ROWS, options.max_batch_size)
+    costs_s = measure_nodes(graph, weights, [_rows(tensor, rows) for tensor in example])
+    cut = cut_graph(graph, costs_s, options.num_stages)
+    stages = graph.cut(cut.positions)
+    checked = tuple(sorted({1, 2, options.max_batch_size}))
+    deviation = 0.0
+    for count in checked:
+        progress(f"comparing with the model at batch {count}")
+        deviation = max(deviation, _compare(module, stages, weights, [_rows(tensor, count) for tensor in example]))
+    manifest = Manifest(
+        name=options.name,
+        version=options.version,
+        inputs=tuple(_spec(node) for node in graph.inputs),
+        outputs=_output_specs(graph, module, two),
+        dimensions={BATCH: (1, options.max_batch_size)}
+        | {each.name: (each.least, each.most) for each in options.dynamic},
+        cuts=cut.positions,
+        costs_s=costs_s,
+        image=options.image,
+        labels=options.labels,
+        made_with=f"torch {torch.__version__}",
+        sha256={},
+    )
+    manifest.check_graph(graph)
+    check_graph(graph, manifest.lengths)
+    progress("writing the bundle")
+    self_test = _self_test(graph, stages, weights, [_rows(tensor, 1) for tensor in example])
+    manifest = write_bundle(path, manifest, graph, weights, self_test)
+    operators = len({node.target for node in graph.nodes if node.kind in ("call", "calls")})
+    sizes = tuple(sum({each.target: each.row_bytes() for each in stage.weights}.values()) for stage in stages)
+    return ExportReport(manifest, cut, len(graph.nodes), operators, sizes, deviation, checked)
+
+
+def _images(image: Preprocessing) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, image.crop_size, image.crop_size)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def _rows(tensor: Tensor, count: int) -> Tensor:
+    """The rows of a tensor, repeated or cut to this number."""
+    repeats = -(-count // len(tensor))
+    return tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[:count].contiguous()
+
+
+def _compare(
+    module: nn.Module, stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]
+) -> float:
+    """The largest relative difference between the stages and the module. Raises ExportError if it is too large."""
+    with torch.no_grad():
+        expected = _tensors(module(*example))
+        values = _run(stages, weights, example)[-1]
+    worst = 0.0
+    for found, wanted in zip(values, expected, strict=True):
+        scale = max(float(wanted.abs().max()), 1e-12) if wanted.numel() else 1.0
+        difference = float((found.double() - wanted.double()).abs().max()) / scale if wanted.numel() else 0.0
+        if found.shape != wanted.shape or found.dtype != wanted.dtype or not difference <= _TOLERANCE:
+            raise ExportError(
+                f"the exported model computes something else than the model at batch {len(example[0])} (difference {difference:.2g}): "
+                "does it depend on the batch size, on random numbers, or on state between calls?"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _tensors(output: object) -> list[Tensor]:
+    return [value for value in _pytree.tree_leaves(output) if isinstance(value, Tensor)]
+
+
+def _run(stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The outputs of each stage."""
+    values, found = tuple(example), []
+    with torch.no_grad():
+        for stage in stages:
+            values = stage.build(weights, torch.device("cpu"))(*values)
+            found.append(values)
+    return found
+
+
+def _spec(node: Node) -> TensorSpec:
+    assert node.shape is not None
+    return TensorSpec(node.name, str(node.dtype).removeprefix("torch."), node.shape)
+
+
+def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    """Named by the keys of the dictionary that the module returns, or "output", or "output_0" and so on."""
+    with torch.no_grad():
+        output = module(*example)
+    names = [f"output_{index}" for index in range(len(graph.outputs))] if len(graph.outputs) > 1 else ["output"]
+    if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
+        names = [str(key) for key in output]
+    nodes = (graph.by_name[name] for name in graph.outputs)
+    return tuple(
+        TensorSpec(name, *(_spec(node).dtype, _spec(node).shape)) for name, node in zip(names, nodes, strict=True)
+    )
+
+
+def _self_test(
+    graph: Graph, stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """See `Bundle.self_test`."""
+    found = {f"input.{node.name}": tensor for node, tensor in zip(graph.inputs, example, strict=True)}
+    for number, values in enumerate(_run(stages, weights, example)):
+        for index, value in enumerate(values):
+            if value.is_floating_point() and not value.isfinite().all().item():
+                raise ExportError(f"stage {number} computes infinity or NaN for the example; use other weights")
+            found[f"boundary.{number}.{index}"] = value
+    return found

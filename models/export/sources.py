@@ -1,0 +1,271 @@
+"""What is exported: a module from the user's code or torchvision, and examples of its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
+from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.trace import Dynamic
+from multiworld_serving.models.preprocessing import Preprocessing
+from multiworld_serving.models.weights.checkpoints import read_checkpoint
+
+EXAMPLE_ROWS = 2
+"""Rows of an example. torch.export fixes dimensions of length 1."""
+_SPEC = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*):(?P<dtype>[a-z0-9]+)\[batch(?P<dims>(,\s*[1-9][0-9]{0,8})*)\]")
+_DYNAMIC = re.compile(r"(?P<places>[A-Za-z0-9_:,]+)=(?P<least>[0-9]{1,9})\.\.(?P<most>[0-9]{1,9})")
+_PLACE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*):(?P<dim>[1-7])")
+_FILE_MODULE = "exported_model"
+_RANDOM_INTEGERS = 2
+"""Integers in examples are 0 or 1: valid token ids, masks and classes of any model."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """An input of the model, from text such as `image:float32[batch,3,224,224]`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Without the batch dimension."""
+
+    @classmethod
+    def parse(cls, text: str) -> InputSpec:
+        """Raises ExportError."""
+        found = _SPEC.fullmatch(text.strip())
+        dims = tuple(int(dim) for dim in found["dims"].split(",")[1:]) if found else ()
+        if found is None or found["dtype"] not in DTYPES or len(dims) >= MAX_DIMS:
+            raise ExportError(
+                f"--input {text!r} is not an input: expected NAME:DTYPE[batch,N,…] such as image:float32[batch,3,224,224], "
+                f"with a DTYPE of {', '.join(DTYPES)}"
+            )
+        return cls(found["name"], DTYPES[found["dtype"]], dims)
+
+    def example(self, rows: int = EXAMPLE_ROWS) -> Tensor:
+        """Random values [rows, *shape], the same in every call."""
+        generator = torch.Generator().manual_seed(0)
+        size = (rows, *self.shape)
+        if self.dtype.is_floating_point:
+            return torch.randn(size, generator=generator).to(self.dtype)
+        most = 256 if self.dtype == torch.uint8 else _RANDOM_INTEGERS
+        return torch.randint(most, size, generator=generator).to(self.dtype)
+
+
+def parse_dynamic(text: str) -> Dynamic:
+    """A variable dimension from text such as `ids:1=1..512` or `ids:1,mask:1=1..512`. Raises ExportError."""
+    found = _DYNAMIC.fullmatch(text.strip())
+    places = [_PLACE.fullmatch(place) for place in found["places"].split(",")] if found else []
+    if found is None or None in places or not 1 <= int(found["least"]) < int(found["most"]):
+        raise ExportError(
+            f"--dynamic {text!r} is not a variable dimension: expected INPUT:DIMENSION=LEAST..MOST such as ids:1=1..512, "
+            "or ids:1,mask:1=1..512 for dimensions of equal length"
+        )
+    return Dynamic(
+        tuple((place["name"], int(place["dim"])) for place in places if place), int(found["least"]), int(found["most"])
+    )
+
+
+def load_module(source: str, *, weights: str | None = None, checkpoint: str | None = None) -> nn.Module:
+    """The module to export, in eval mode.
+
+    Args:
+        source: `package.module:function` or `file.py:function`, whose function returns the module; or a name of torchvision.
+        weights: of a torchvision model: a name such as DEFAULT or IMAGENET1K_V2. None: random values.
+        checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module.
+    Raises:
+        ExportError: there is no such model or function, it fails, or the weights do not fit.
+        WeightsError: the checkpoint cannot be read.
+    """
+    if ":" in source:
+        if weights is not None:
+            raise ExportError(
+                "--weights is for models of torchvision; load them in the function, or give --checkpoint FILE"
+            )
+        module = call_function(source)
+        if not isinstance(module, nn.Module):
+            raise ExportError(f"{source} returned {type(module).__name__}; expected a torch.nn.Module")
+    else:
+        module = _torchvision_model(source, weights)
+    if checkpoint is not None:
+        try:
+            module.load_state_dict(read_checkpoint(checkpoint).tensors, strict=True)
+        except RuntimeError as error:
+            raise ExportError(f"{checkpoint} does not fit {source}: {_one_line(error)}") from error
+    return module.eval().requires_grad_(False)
+
+
+def call_function(place: str) -> Any:
+    """What the function at `package.module:function` or `file.py:function` returns. It is called without arguments.
+
+    Raises:
+        ExportError: there is no such function, or it raises; names the line.
+    """
+    where, _, name = place.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ExportError(f"{place!r} is not a function: expected package.module:function or file.py:function")
+    with _running(place):
+        function = getattr(_import(where), name, None)
+        if not callable(function):
+            raise ExportError(f"{where} has no function {name!r}")
+        return function()
+
+
+def _import(where: str) -> Any:
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            return importlib.import_module(where)
+        finally:
+            sys.path.remove(str(Path.cwd()))
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise ExportError(f"{where} does not exist; check the path (seen from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(_FILE_MODULE, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_FILE_MODULE] = module  # dataclasses look modules up by name
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+@contextmanager
+def _running(place: str) -> Iterator[None]:
+    """Translate errors of the user's code, with the line that raised."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+        theirs = [frame for frame in frames if frame.filename != __file__ and "<frozen" not in frame.filename]
+        line = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+        raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
+
+
+def _torchvision_model(name: str, weights: str | None) -> nn.Module:
+    names = torchvision.models.list_models()
+    if name not in names:
+        raise ExportError(
+            f"{name!r} is neither a model of torchvision {torchvision.__version__} nor a function: expected a name such as "
+            "convnext_tiny, package.module:function or file.py:function"
+        )
+    options: dict[str, Any] = {"weights": weights}
+    accepted = inspect.signature(torchvision.models.get_model_builder(name)).parameters
+    if weights is None:
+        if "weights_backbone" in accepted:
+            options["weights_backbone"] = None
+        if name in ("googlenet", "inception_v3"):
+            options |= {"init_weights": False, "aux_logits": False}
+    try:
+        model: nn.Module = torchvision.models.get_model(name, **options)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise ExportError(f"{name} with weights {weights} cannot be loaded: {_one_line(error)}") from error
+    return model
+
+
+def published_preprocessing(name: str, weights: str | None) -> Preprocessing | None:
+    """Preprocessing of a torchvision model for images: that of its weights, or of its default weights if `weights` is None.
+
+    None if the model takes something else than one image, such as a video or two frames. Raises ExportError for an unknown name.
+    """
+    published = _published(name, weights)
+    preset = None if published is None else published.transforms()
+    size = getattr(preset, "crop_size", None) or getattr(preset, "resize_size", None)
+    mean = getattr(preset, "mean", None)
+    if preset is None or not size or mean is None or "video" in type(preset).__name__.lower():
+        return None
+    resize = getattr(preset, "resize_size", None) or size
+    return Preprocessing(max(resize[0], size[0]), size[0], tuple(mean), tuple(preset.std))
+
+
+def published_labels(name: str, weights: str | None) -> tuple[str, ...]:
+    """Labels of published weights of a torchvision model for classification; else empty."""
+    published = _published(name, weights)
+    if published is None or type(published.transforms()).__name__ != "ImageClassification":
+        return ()
+    return tuple(published.meta["categories"])
+
+
+def _published(name: str, weights: str | None) -> Any | None:
+    """A member of the `WeightsEnum` of a torchvision model, or None."""
+    if name not in torchvision.models.list_models():
+        return None
+    members = list(torchvision.models.get_model_weights(name))
+    if weights is None:
+        return members[-1] if members else None
+    try:
+        return torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
+    except KeyError as error:
+        known = ", ".join(member.name for member in members)
+        raise ExportError(f"{name} has no weights {weights!r}; expected one of DEFAULT, {known}") from error
+
+
+def num_classes(module: nn.Module, example: Mapping[str, Tensor], image: Preprocessing | None) -> int:
+    """Number of columns of the module's output [B,classes].
+
+    Raises:
+        ExportError: the output is something else.
+    """
+    values = list(example.values())
+    if image is not None:
+        values = [torch.zeros((EXAMPLE_ROWS, 3, image.crop_size, image.crop_size))]
+    with torch.no_grad():
+        output = module(*values)
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        raise ExportError("the model has labels, but its output is not one tensor [batch, classes]; leave --labels out")
+    return int(output.shape[1])
+
+
+def examples_from(value: Any, module: nn.Module) -> dict[str, Tensor]:
+    """The example that the user's function returned, by input: a tensor, a sequence of tensors, or a dict by parameter of `forward`.
+
+    Raises:
+        ExportError: it is something else, or does not match the parameters.
+    """
+    parameters = _parameters(module.forward)
+    if isinstance(value, Tensor):
+        value = (value,)
+    if isinstance(value, Sequence) and len(value) <= len(parameters):
+        value = dict(zip(parameters, value, strict=False))
+    if not isinstance(value, Mapping) or not value or not all(isinstance(each, Tensor) for each in value.values()):
+        raise ExportError(
+            f"the example is {type(value).__name__}; expected a tensor, a tuple of tensors, or a dict from parameter to tensor"
+        )
+    if list(value) != parameters[: len(value)]:
+        raise ExportError(
+            f"the example has {', '.join(map(str, value))}, but forward takes {', '.join(parameters)}; expected the first parameters "
+            "in order. Write a module whose forward takes exactly these"
+        )
+    rows = {each.shape[0] if each.ndim else 0 for each in value.values()}
+    if len(rows) > 1 or min(rows) < EXAMPLE_ROWS:
+        raise ExportError(
+            f"the example needs the same number of rows (at least {EXAMPLE_ROWS}) in dimension 0 of each tensor"
+        )
+    return dict(value)
+
+
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in inspect.signature(forward).parameters.values() if each.kind in kinds]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

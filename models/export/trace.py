@@ -1,0 +1,270 @@
+"""Captures a module as a graph: torch.export, decomposed to functional operators, written as nodes."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim as ExportDim
+from torch.utils import _pytree
+
+from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.manifest import BATCH
+from multiworld_serving.models.bundle.nodes import Device, Dim, Node, Value
+from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, OPERATORS
+from multiworld_serving.models.errors import BundleError, ExportError
+
+_ADVICE = {
+    "data-dependent": "replace branches on values by torch.where, and numbers from values by shapes",
+    "specialized": "the model computes with a fixed number of rows or another length; take it from the tensor's shape",
+    "must always be equal": "name dimensions of equal length together: --dynamic INPUT:DIM,INPUT:DIM=LEAST..MOST",
+}
+"""What to change, by a part of torch.export's explanation."""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """A variable dimension besides the batch, with its least and largest length.
+
+    Attributes:
+        places: (input, dimension); several have the same length.
+    """
+
+    places: tuple[tuple[str, int], ...]
+    least: int
+    most: int
+
+    @property
+    def name(self) -> str:
+        """Such as "ids_1"."""
+        return "{}_{}".format(*self.places[0])
+
+
+def capture(
+    module: nn.Module,
+    example: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    max_batch_size: int,
+    dynamic: Sequence[Dynamic] = (),
+) -> tuple[Graph, dict[str, Tensor]]:
+    """The graph of a module in eval mode, and its weights.
+
+    Args:
+        example: one tensor for each positional argument, with at least 2 rows: torch.export fixes dimensions of length 1.
+        names: names for the inputs, in the same order.
+        dynamic: further variable dimensions.
+    Returns:
+        The graph, and its weights by key. Weights that share memory in the module (tied weights) have one key.
+    Raises:
+        ExportError: torch.export cannot capture the module, or it uses operators that bundles do not allow.
+    """
+    batch = ExportDim(BATCH, min=1, max=max_batch_size)
+    further = {each: ExportDim(each.name, min=each.least, max=each.most) for each in dynamic}
+    lengths = {place: dim for each, dim in further.items() for place in each.places}
+    if unknown := [place for place in lengths if place[0] not in names]:
+        raise ExportError(f"--dynamic: the model has no input {unknown[0][0]!r}; expected one of {', '.join(names)}")
+    shapes = tuple(
+        {0: batch} | {dim: each for (owner, dim), each in lengths.items() if owner == name} for name in names
+    )
+    with warnings.catch_warnings(), torch.no_grad(), _without_logs():
+        warnings.simplefilter("ignore")
+        try:
+            exported = torch.export.export(module.eval(), tuple(example), dynamic_shapes=shapes, strict=False)
+            whole = exported.run_decompositions({}).module()
+        except Exception as error:  # torch.export raises whatever the model's code raises
+            raise ExportError(_why(error)) from error
+    assert isinstance(whole, fx.GraphModule)
+    _remove_checks(whole)
+    return _Writer(whole, names, [batch.__name__, *(each.__name__ for each in further.values())], shapes).write()
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Suppress what torch logs about a model that it cannot capture: the exception says it too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _why(error: Exception) -> str:
+    """The first lines of torch.export's explanation, with the line of the model."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    code = [
+        line for line in lines if line.startswith(("File ", "at ", "(File ")) and "site-packages/torch/" not in line
+    ]
+    where = f" ({code[-1].strip('()')})" if code and code[-1] not in lines[:2] else ""
+    advice = "".join(f"; {hint}" for sign, hint in _ADVICE.items() if sign in text)
+    return f"the model cannot be exported: {type(error).__name__}: {' '.join(lines[:2])[:400]}{where}{advice}"
+
+
+def _remove_checks(module: fx.GraphModule) -> None:
+    """Remove the checks of the arguments, which the service does itself."""
+    for node in reversed(list(module.graph.nodes)):
+        check = node.op == "call_module" or (node.op == "call_function" and "_assert" in str(node.target))
+        if check and not node.users:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+
+
+class _Writer:
+    """Writes an fx graph as nodes."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        names: Sequence[str],
+        dimensions: Sequence[str],
+        shapes: Sequence[Mapping[int, Any]],
+    ) -> None:
+        self._module = module
+        self._names = names
+        self._shapes = shapes
+        self._symbols: dict[Any, str] = {}
+        """Name of the variable dimension, by the symbol of torch.export."""
+        self._nodes: list[Node] = []
+        self._weights: dict[str, Tensor] = {}
+        self._keys: dict[tuple[Any, ...], str] = {}
+        """Keys of the weights, by memory, dtype, shape and strides."""
+        self._refused: dict[str, str] = {}
+        """Operators that bundles do not allow, with where they are used."""
+
+    def write(self) -> tuple[Graph, dict[str, Tensor]]:
+        inputs = [node for node in self._module.graph.nodes if node.op == "placeholder"]
+        for node, shape in zip(inputs, self._shapes, strict=True):
+            for dim, dynamic in shape.items():
+                length = node.meta["val"].shape[dim]
+                if isinstance(length, int):
+                    raise ExportError(
+                        f"dimension {dim} of input {self._names[inputs.index(node)]!r} is always {length} in this model; "
+                        "give an example of another length, or do not make it variable"
+                    )
+                self._symbols[length.node.expr] = dynamic.__name__
+        renamed = dict(zip(inputs, self._names, strict=True))
+        outputs: tuple[str, ...] = ()
+        for node in self._module.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    self._nodes.append(Node("input", node.name, **self._tensor(node.meta["val"])))
+                case "get_attr":
+                    self._weight(node)
+                case "call_function":
+                    self._call(node)
+                case "output":
+                    outputs = tuple(
+                        value.name for value in _pytree.tree_leaves(node.args[0]) if isinstance(value, fx.Node)
+                    )
+                case other:
+                    raise ExportError(f"the model cannot be exported: it contains a {other} ({node.target})")
+        if self._refused:
+            found = "; ".join(f"{name} ({where})" if where else name for name, where in self._refused.items())
+            state = (
+                "; it changes a buffer: state between calls cannot be exported"
+                if "aten.copy_.default" in self._refused
+                else ""
+            )
+            raise ExportError(f"the model uses operators that a bundle does not allow: {found}{state}")
+        try:
+            graph = Graph(tuple(self._nodes), outputs)
+        except BundleError as error:
+            raise ExportError(f"the model cannot be exported: {error}") from error
+        return _rename_inputs(graph, {node.name: name for node, name in renamed.items()}), self._weights
+
+    def _tensor(self, value: Tensor) -> dict[str, Any]:
+        return {"dtype": value.dtype, "shape": tuple(map(self._dim, value.shape))}
+
+    def _dim(self, length: Any) -> Dim:
+        if isinstance(length, int):
+            return length
+        return self._symbols.get(length.node.expr)
+
+    def _weight(self, node: fx.Node) -> None:
+        tensor: Any = self._module
+        for part in str(node.target).split("."):
+            tensor = getattr(tensor, part)
+        if not isinstance(tensor, Tensor):
+            raise ExportError(f"the model cannot be exported: {node.target} is a {type(tensor).__name__}, not a tensor")
+        tensor = tensor.detach()
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = self._keys.setdefault(memory if tensor.numel() else (node.target,), str(node.target))
+        self._weights[key] = tensor
+        self._nodes.append(Node("weight", node.name, key, dtype=tensor.dtype, shape=tuple(tensor.shape)))
+
+    def _call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        args = self._argument(node.args)
+        kwargs = {name: self._argument(each) for name, each in node.kwargs.items()}
+        target = node.target
+        if target is operator.getitem and isinstance(value, Tensor):
+            self._nodes.append(Node("item", node.name, str(args[1]), args[:1], **self._tensor(value)))
+        elif not isinstance(value, Tensor | tuple | list):  # a size
+            self._integer(node, args)
+        else:
+            name = str(target)
+            if not isinstance(target, torch._ops.OpOverload) or name not in OPERATORS:
+                self._refused.setdefault(name, _line_of(node))
+            if isinstance(value, Tensor):
+                self._nodes.append(Node("call", node.name, name, args, kwargs, **self._tensor(value)))
+            else:
+                self._nodes.append(Node("calls", node.name, name, args, kwargs))
+
+    def _integer(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        value = node.meta.get("val")
+        symbol = getattr(getattr(value, "node", None), "expr", None)
+        target: Any = node.target
+        if symbol in self._symbols:
+            self._nodes.append(Node("size", node.name, self._symbols[symbol]))
+        elif str(target) == "aten.sym_size.int":
+            self._nodes.append(Node("integer", node.name, "length", args))
+        elif getattr(target, "__name__", "") in INTEGER_OPERATORS:
+            self._nodes.append(Node("integer", node.name, target.__name__, args))
+        else:
+            self._refused.setdefault(str(target), _line_of(node))
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return Value(argument.name)
+        if isinstance(argument, torch.device):
+            return Device()
+        if isinstance(argument, tuple | list):
+            return tuple(map(self._argument, argument))
+        return argument
+
+
+def _rename_inputs(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Give the inputs the names that the user chose."""
+    taken = {node.name for node in graph.nodes} - names.keys()
+    if clash := taken & set(names.values()):
+        raise ExportError(f"the model has a value named {sorted(clash)[0]!r}; choose another name for this input")
+
+    def renamed(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return Value(names.get(argument.name, argument.name))
+        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else argument
+
+    nodes = [
+        Node(
+            *(node.kind, names.get(node.name, node.name), node.target, renamed(node.args)),
+            *({key: renamed(value) for key, value in node.kwargs.items()}, node.dtype, node.shape),
+        )
+        for node in graph.nodes
+    ]
+    return Graph(tuple(nodes), tuple(names.get(name, name) for name in graph.outputs))
+
+
+def _line_of(node: fx.Node) -> str:
+    """Where the model's code uses this operator: the last line of the trace outside torch."""
+    trace = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    places = [index for index, line in enumerate(trace) if line.startswith("File ") and "/torch/" not in line]
+    return " ".join(trace[places[-1] : places[-1] + 2]) if places else ""

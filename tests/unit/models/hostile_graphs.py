@@ -1,0 +1,156 @@
+"""Graphs that no exporter writes, by what is wrong with them."""
+
+from typing import Any
+
+IMAGE: list[Any] = ["batch", 4, 6, 6]
+
+
+def rows() -> list[Any]:
+    """A graph with every kind of row."""
+    norm = [{"value": name} for name in ("x", "scale", "shift", "mean", "var")]
+    return [
+        ["input", "x", "float32", IMAGE],
+        *(["weight", name, "float32", [4], name] for name in ("scale", "shift", "mean", "var")),
+        ["size", "rows", "batch"],
+        ["integer", "half", "mul", [{"value": "rows"}, 2]],
+        [
+            *("calls", "norm", "aten._native_batch_norm_legit_no_training.default"),
+            *([*norm, {"float": "0.1"}, {"float": "1e-05"}], {}),
+        ],
+        ["item", "y", "float32", IMAGE, "norm", 0],
+        [
+            "call",
+            "z",
+            "float32",
+            [None, 2, 6, 6],
+            "aten.view.default",
+            [{"value": "y"}, [{"value": "half"}, 2, 6, 6]],
+            {},
+        ],
+        ["call", "s", "float32", ["batch", 144], "aten.view.default", [{"value": "z"}, [{"value": "rows"}, 144]], {}],
+        ["call", "p", "float32", ["batch", 144], "aten.softmax.int", [{"value": "s"}, 1], {"dtype": None}],
+        ["output", ["p"]],
+    ]
+
+
+def call(
+    operator: str, args: list[Any], kwargs: dict[str, Any] | None = None, shape: list[Any] | None = None
+) -> list[Any]:
+    return [
+        ["input", "x", "float32", IMAGE],
+        ["size", "rows", "batch"],
+        ["call", "y", "float32", IMAGE if shape is None else shape, operator, args, kwargs or {}],
+        ["output", ["y"]],
+    ]
+
+
+def integer(operator: str, args: list[Any], times: int = 1) -> list[Any]:
+    made: list[Any] = [["input", "x", "float32", IMAGE], ["size", "n0", "batch"]]
+    for number in range(times):
+        made.append(["integer", f"n{number + 1}", operator, args or [{"value": f"n{number}"}] * 2])
+    return [*made, ["output", ["x"]]]
+
+
+X = {"value": "x"}
+OPERATORS = {
+    "unknown operator": call("aten.no_such_operator.default", [X]),
+    "operator that is not allowed": call("aten.from_file.default", ["/etc/passwd"]),
+    "operator in place": call("aten.add_.Tensor", [X, X]),
+    "random numbers": call("aten.rand_like.default", [X]),
+    "memory without a value": call("aten.empty.memory_format", [[1, 4, 6, 6]]),
+    "another namespace": call("prims.add.default", [X, X]),
+    "attribute walk": call("aten.__class__.__init__", [X]),
+    "attribute walk through dots": call("aten.add.Tensor.__globals__.x", [X, X]),
+    "module": call("os.system.default", ["id"]),
+    "operator with a line break": call("aten.add.Tensor\n", [X, X]),
+    "operator that is not text": call(["aten.add.Tensor"], [X, X]),  # type: ignore[arg-type]
+    "enormous name": call("aten." + "a" * 100_000 + ".default", [X]),
+}
+ARGUMENTS = {
+    "unknown argument": call("aten.relu.default", [X], {"inplace": True}),
+    "argument that is code": call("aten.relu.default", [X], {"x=__import__('os')": 1}),
+    "argument that is no identifier": call("aten.relu.default", [X], {"a.b": 1}),
+    "argument that is a keyword": call("aten.relu.default", [X], {"import": 1}),
+    "argument twice": call("aten.add.Tensor", [X, X], {"other": X}),
+    "too many arguments": call("aten.relu.default", [X, X, X]),
+    "too few arguments": call("aten.add.Tensor", [X]),
+    "nested arguments": call("aten.cat.default", [[[[[[[[[[X]]]]]]]]]]),
+    "enormous list": call("aten.cat.default", [[X] * 100_000]),
+    "enormous text": call("aten.relu.default", ["x" * 100_000]),
+    "enormous integer": call("aten.sum.dim_IntList", [X, [1 << 70]]),
+    "unknown literal": call("aten.relu.default", [{"eval": "1"}]),
+    "two literals in one": call("aten.relu.default", [{"value": "x", "float": "1"}]),
+    "element type by attribute": call("aten.zeros_like.default", [X], {"dtype": {"dtype": "ops"}}),
+    "layout by attribute": call("aten.zeros_like.default", [X], {"layout": {"layout": "_mkldnn"}}),
+    "device by name": call("aten.zeros_like.default", [X], {"device": {"device": "cuda:7"}}),
+    "float that is not one": call("aten.add.Scalar", [X, {"float": "__import__"}]),
+    "float as JSON": call("aten.add.Scalar", [X, 0.5]),
+    "value that is not text": call("aten.relu.default", [{"value": [[[]]]}]),
+}
+ORDER = {
+    "cycle": [
+        ["input", "x", "float32", IMAGE],
+        ["call", "a", "float32", IMAGE, "aten.add.Tensor", [{"value": "b"}, X], {}],
+        ["call", "b", "float32", IMAGE, "aten.add.Tensor", [{"value": "a"}, X], {}],
+        ["output", ["b"]],
+    ],
+    "value of its own": call("aten.relu.default", [{"value": "y"}]),
+    "name twice": [*rows()[:2], rows()[1], *rows()[2:]],
+    "output that is not computed": [*rows()[:-1], ["output", ["nothing"]]],
+    "output that is an integer": [*rows()[:-1], ["output", ["half"]]],
+    "no output": [*rows()[:-1], ["output", []]],
+    "output in the middle": [*rows()[:3], ["output", ["x"]], *rows()[3:]],
+    "no rows": [],
+    "enormous count": [["input", f"x{number}", "float32", IMAGE] for number in range(200_000)],
+    "unknown dimension": [["input", "x", "float32", ["other", 4]], ["output", ["x"]]],
+    "dimension of no input": [*rows()[:2], ["size", "n", "other"], *rows()[2:]],
+    "name with code": [["input", "x): import os #", "float32", IMAGE], ["output", ["x): import os #"]]],
+    "item of a tensor": [
+        ["input", "x", "float32", IMAGE],
+        ["item", "y", "float32", [4, 6, 6], "x", 0],
+        ["output", ["y"]],
+    ],
+    "item out of range": [*rows()[:8], ["item", "y", "float32", IMAGE, "norm", 3000], ["output", ["y"]]],
+    "weight of variable length": [
+        ["input", "x", "float32", IMAGE],
+        ["weight", "w", "float32", IMAGE, "w"],
+        ["output", ["w"]],
+    ],
+}
+SHAPES = {
+    "wrong shape": call("aten.relu.default", [X], shape=["batch", 4, 6, 7]),
+    "wrong rank": call("aten.relu.default", [X], shape=["batch", 4]),
+    "fixed batch": call("aten.relu.default", [X], shape=[2, 4, 6, 6]),
+    "wrong element type": call("aten.eq.Tensor", [X, X]),
+    "several tensors as one": call("aten.max.dim", [X, 1]),
+    "negative dimension": call("aten.relu.default", [X], shape=["batch", -4, 6, 6]),
+    "enormous dimension": call("aten.relu.default", [X], shape=["batch", 1 << 50, 6, 6]),
+    "too many dimensions": call("aten.relu.default", [X], shape=[1] * 100),
+    "terabytes": call("aten.ones.default", [[1 << 39, 16]], shape=[1 << 39, 16]),
+    "overflow of a size": call("aten.ones.default", [[1 << 39, 1 << 39]], shape=[1 << 39, 1 << 39]),
+    "weights of batch norm that are too short": [
+        row if row[:2] != ["weight", "mean"] else ["weight", "mean", "float32", [1], "mean"] for row in rows()
+    ],
+}
+INTEGERS = {
+    "power of a size": integer("pow", [10, {"value": "n0"}]),
+    "enormous power": integer("pow", [10, 1 << 61]),
+    "repeated squaring": integer("mul", [], times=100),
+    "large exponent": integer("pow", [{"value": "n0"}, 100]),
+    "text times a number": integer("mul", ["x", 1 << 33]),
+    "list times a number": integer("mul", [[1], 1 << 33]),
+    "format of a text": integer("mod", ["%9999999999d", 5]),
+    "tensor": integer("mul", [X, 2]),
+    "too few": integer("add", [1]),
+    "unknown": integer("__import__", [1, 2]),
+    "picks from a list": integer("getitem", [[1], 0]),
+    "length of an integer": integer("length", [{"value": "n0"}, 0]),
+}
+HOSTILE = {
+    f"{group}: {name}": content
+    for group, cases in {
+        **{"operators": OPERATORS, "arguments": ARGUMENTS, "order": ORDER},
+        **{"shapes": SHAPES, "integers": INTEGERS},
+    }.items()
+    for name, content in cases.items()
+}

@@ -1,0 +1,172 @@
+"""Models of several families are exported, read back, cut into 1, 2 and 4 stages, and compute what they compute in eager mode."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.cutting import cut_graph
+from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
+from multiworld_serving.models.export.trace import Dynamic
+from multiworld_serving.models.preprocessing import Preprocessing
+
+TOLERANCE = 1e-5
+
+
+class Text(nn.Module):
+    """A classifier of token ids with a mask, tied weights and a dictionary as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.layers(self.words(ids), src_key_padding_mask=mask == 0)
+        return {"logits": self.head(hidden), "pooled": hidden.mean(1)}
+
+
+def image(size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(2, 3, size, size),)
+
+
+def tokens() -> tuple[Tensor, ...]:
+    return torch.randint(0, 50, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, ...]]] = {
+    "resnet18": (torchvision.models.resnet18, image(32), ("image",)),
+    "vision transformer": (lambda: torchvision.models.VisionTransformer(32, 8, 4, 4, 64, 128), image(32), ("image",)),
+    "swin": (
+        lambda: torchvision.models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [4, 4]),
+        image(64),
+        ("image",),
+    ),
+    "segmentation": (
+        lambda: torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None),
+        image(64),
+        ("image",),
+    ),
+    "text": (Text, tokens(), ("ids", "mask")),
+}
+
+
+def export(module: nn.Module, example: tuple[Tensor, ...], path: Path, options: ExportOptions) -> ExportReport:
+    return export_model(module.eval(), example, path, options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bundle_computes_like_the_model_in_any_number_of_stages(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, example, inputs = MODELS[name]
+    module = make().eval()
+    dynamic = (Dynamic((("ids", 1), ("mask", 1)), 2, 64),) if name == "text" else ()
+    options = ExportOptions("tested", "1", inputs, max_batch_size=8, dynamic=dynamic, num_stages=2)
+    report = export(module, example, tmp_path / "bundle", options)
+    assert report.deviation <= TOLERANCE
+    bundle = read_bundle(tmp_path / "bundle")
+    assert len(bundle.stages) == 2
+    for num_stages in (1, 2, 4):
+        cut = cut_graph(bundle.graph, bundle.manifest.costs_s, num_stages)
+        stages = [bundle.build(stage) for stage in bundle.graph.cut(cut.positions)]
+        assert len(stages) == num_stages
+        for rows in (1, 3, 8):
+            values = tuple(tensor[:1].repeat(rows, *[1] * (tensor.ndim - 1)) for tensor in example)
+            if name == "text":
+                values = tuple(tensor[:, : 5 + rows] for tensor in values)
+            with torch.no_grad():
+                expected = [value for value in _pytree.tree_leaves(module(*values)) if isinstance(value, Tensor)]
+                for stage in stages:
+                    values = stage(*values)
+            for found, wanted in zip(values, expected, strict=True):
+                assert found.dtype == wanted.dtype
+                assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_weights_are_written_once_when_they_are_tied(tmp_path: Path) -> None:
+    report = export(
+        Text(), tokens(), tmp_path / "bundle", ExportOptions("tied", "1", ("ids", "mask"), max_batch_size=4)
+    )
+    bundle = read_bundle(tmp_path / "bundle")
+    parameters = sum(parameter.numel() * 4 for parameter in Text().parameters())
+    assert sum(report.weights_bytes) == pytest.approx(parameters, rel=0.01)
+    assert [output.name for output in bundle.manifest.outputs] == ["logits", "pooled"]
+
+
+def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_labels_are_given(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    preprocessing = Preprocessing(10, 8, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    labels = ("daisy", "rose", "tulip")
+    options = ExportOptions("flowers", "2", ("images",), max_batch_size=4, image=preprocessing, labels=labels)
+    export(module, image(8), tmp_path / "flowers.zip", options)
+    bundle = read_bundle(tmp_path / "flowers.zip")
+    assert (bundle.manifest.labels, bundle.manifest.image) == (labels, preprocessing)
+    pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
+    with torch.no_grad():
+        expected = module((pixels / 255 - mean) / std).softmax(1)
+    (found,) = bundle.build(bundle.graph)(pixels)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_bundle_is_readable_when_modules_have_unusual_names_and_norms(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4))
+    module.add_module("block-1 of 2", nn.BatchNorm2d(4, track_running_stats=False))
+    export(module, image(8), tmp_path / "bundle", ExportOptions("names", "1", ("image",), max_batch_size=4))
+    assert "block-1 of 2.weight" in {node.target for node in read_bundle(tmp_path / "bundle").graph.weights}
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class FixedBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(2, -1)
+
+
+class Counting(nn.Module):
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.count
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Branches, "test_bundle_models.*torch.where"),
+        (Noise, "rand.*test_bundle_models"),
+        (FixedBatch, "shape"),
+        (Counting, "buffer"),
+    ],
+)
+def test_model_is_refused_with_one_line_when_it_cannot_be_exported(
+    model: Callable[[], nn.Module], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match=expected) as caught:
+        export(model(), (torch.ones(2, 4),), tmp_path / "bundle", ExportOptions("bad", "1", ("x",), max_batch_size=4))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,60 @@
+"""Models and preprocessing of torchvision are found by name."""
+
+import pytest
+import torch
+
+from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.export.sources import (
+    InputSpec,
+    load_module,
+    parse_dynamic,
+    published_labels,
+    published_preprocessing,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "size"),
+    [
+        ("convnext_tiny", None, 224),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", 384),
+        ("vit_b_16", "ViT_B_16_Weights.DEFAULT", 224),
+        ("deeplabv3_resnet50", None, 520),
+        ("r3d_18", None, None),
+        ("fasterrcnn_resnet50_fpn", None, None),
+    ],
+)
+def test_preprocessing_is_that_of_the_weights(name: str, weights: str | None, size: int | None) -> None:
+    found = published_preprocessing(name, weights)
+    assert (None if found is None else found.crop_size) == size
+
+
+def test_labels_are_those_of_the_weights_when_the_model_classifies() -> None:
+    assert len(published_labels("convnext_tiny", "DEFAULT")) == 1000
+    assert published_labels("deeplabv3_resnet50", "DEFAULT") == ()
+
+
+def test_weights_are_refused_with_their_names_when_they_are_unknown() -> None:
+    with pytest.raises(ExportError, match="expected one of DEFAULT, IMAGENET1K_V1"):
+        published_preprocessing("convnext_tiny", "IMAGENET22K")
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_1", "lraspp_mobilenet_v3_large"])
+def test_model_of_torchvision_is_created_without_a_download_when_no_weights_are_given(name: str) -> None:
+    module = load_module(name)
+    assert not module.training
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_input_and_dimensions_are_parsed() -> None:
+    spec = InputSpec.parse("ids:int64[batch, 12]")
+    assert (spec.name, spec.dtype, spec.shape) == ("ids", torch.int64, (12,))
+    assert spec.example(3).shape == (3, 12)
+    dynamic = parse_dynamic("ids:1,mask:1=1..512")
+    assert (dynamic.places, dynamic.least, dynamic.most, dynamic.name) == ((("ids", 1), ("mask", 1)), 1, 512, "ids_1")
+
+
+@pytest.mark.parametrize("text", ["ids=1..2", "ids:0=1..2", "ids:1=2..1", "ids:1=0..4", "ids:1,=1..2", "ids:1=1..", ""])
+def test_dimension_is_refused_when_it_is_malformed(text: str) -> None:
+    with pytest.raises(ExportError, match=r"LEAST\.\.MOST"):
+        parse_dynamic(text)

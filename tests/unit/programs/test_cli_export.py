@@ -1,0 +1,110 @@
+"""`multiworld export` writes a bundle of the user's model, and says in one line what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.models.bundle.files import read_bundle
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+def example():
+    return torch.randn(2, 3, 9, 9)
+
+def text():
+    return "no module"
+
+def broken():
+    return 1 // 0
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(MODEL)
+    return "model.py"
+
+
+def test_export_writes_a_bundle_with_labels_when_images_are_described(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("labels.txt").write_text("a\nb\nc\n")
+    options = [
+        "--image-size",
+        "8",
+        "--labels",
+        "labels.txt",
+        "--stages",
+        "2",
+        "--name",
+        "flowers",
+        "--version",
+        "7",
+        "--json",
+    ]
+    assert main(["export", f"{model}:make", "-o", "out.zip", "--max-batch-size", "4", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    manifest = read_bundle(Path("out.zip")).manifest
+    assert (manifest.name, manifest.version, manifest.labels) == ("flowers", "7", ("a", "b", "c"))
+    assert manifest.image is not None
+    assert (manifest.image.crop_size, manifest.image.resize_size) == (8, 9)
+    assert len(told["stages"]) == 2
+    assert told["checked_batch_sizes"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("inputs", [["--example", "model.py:example"], ["--input", "x:float32[batch,3,9,9]"]])
+def test_export_shows_a_table_of_stages(model: str, inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", f"{model}:make", "-o", "out", "--max-batch-size", "2", *inputs]) == 0
+    printed = capsys.readouterr()
+    assert "output KiB" in printed.out
+    assert "capturing" in printed.err
+    assert read_bundle(Path("out")).manifest.inputs[0].shape == ("batch", 3, 9, 9)
+
+
+IMAGE = ["--image-size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("model.py:make", [], "give --input"),
+        ("model.py:missing", IMAGE, "has no function 'missing'"),
+        ("model.py:text", IMAGE, "returned str; expected a torch.nn.Module"),
+        ("model.py:broken", IMAGE, "ZeroDivisionError"),
+        ("other.py:make", IMAGE, "does not exist"),
+        ("no.such.module:make", IMAGE, "ModuleNotFoundError"),
+        ("no_such_model", [], "neither a model of torchvision"),
+        ("model.py:make", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
+        ("model.py:make", ["--input", "x:float12[batch,9]"], "expected NAME:DTYPE"),
+        ("model.py:make", ["--input", "x:float32[batch,3,9,9]", "--dynamic", "x=1"], "INPUT:DIMENSION=LEAST..MOST"),
+        ("model.py:make", ["--input", "x:float32[batch,7]"], "cannot be exported"),
+        ("model.py:make", ["--input", "x:int64[batch,3,9,9]", "--example", "model.py:example"], "exclude each other"),
+        ("model.py:make", [*IMAGE, "--example", "model.py:example"], "--example with image preprocessing"),
+        ("model.py:make", ["--mean", "1,2,3"], "give --image-size"),
+        ("model.py:make", [*IMAGE, "--mean", "1,2"], "three numbers"),
+        ("model.py:make", [*IMAGE, "--weights", "DEFAULT"], "--checkpoint"),
+        ("model.py:make", [*IMAGE, "--checkpoint", "none.pth"], "does not exist"),
+        ("model.py:make", [*IMAGE, "--labels", "model.py"], "labels"),
+        ("model.py:make", [*IMAGE, "--stages", "many"], "or auto"),
+        ("model.py:make", [*IMAGE, "--stages", "1000"], "at most"),
+        ("model.py:make", [*IMAGE, "--name", "../a"], "letters, digits"),
+        ("model.py:make", [*IMAGE, "-o", "model.py"], "exists"),
+    ],
+)
+def test_export_is_refused_with_one_line_when_an_option_is_wrong(
+    model: str, source: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", source.replace("model.py", model), "-o", "out", "--max-batch-size", "2", *options]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("multiworld: error:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not Path("out").exists()
