@@ -145,7 +145,7 @@ class Metrics(ProgramMetrics):
         )
         self._spares = self.gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
         self._quarantined = self.gauge(
-            "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
+            "workers_quarantined", "Workers quarantined by the circuit breaker after repeated failures."
         ).labels()
         self._world_up = self.gauge(
             "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")
