@@ -230,10 +230,6 @@ class EngineQueue:
         if version not in self._unloaded:
             self._stages[version, stage.spec.index] = stage
 
-    def has_stage(self, version: int, stage: int) -> bool:
-        """Whether this queue serves the stage."""
-        return (version, stage) in self._stages
-
     def unload(self, version: int) -> None:
         """Serve the stages of a version no longer, including any that is loading now."""
         self._unloaded.add(version)
