@@ -231,7 +231,7 @@ class EngineQueue:
             self._stages[version, stage.spec.index] = stage
 
     def unload(self, version: int) -> None:
-        """Serve the stages of a version no longer, including any that is loading now."""
+        """Stop serving this version's stages, including any still loading."""
         self._unloaded.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
@@ -253,7 +253,7 @@ class EngineQueue:
         return result
 
     def close(self) -> None:
-        """Discard pending jobs, and serve no stage any more."""
+        """Discard pending jobs and stop serving."""
         self._engine.discard_pending(self)
         self._stages = {}
 
