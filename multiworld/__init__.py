@@ -13,7 +13,7 @@ manager.py (the public entry), then world.py (the life of one world) and errors.
 from importlib.metadata import PackageNotFoundError, version
 
 from multiworld.communicator import WorldCommunicator
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.control.query import ask
 from multiworld.errors import (
     AskError,
@@ -38,10 +38,14 @@ try:
 except PackageNotFoundError:  # runs from a checkout that is not installed
     __version__ = "0"
 
+WatchDog = ControlLoop
+"""The name of `ControlLoop` in pymultiworld."""
+
 __all__ = [
     "AskError",
     "BrokenWorldException",
     "Cause",
+    "ControlLoop",
     "JoinError",
     "MultiWorldError",
     "Operation",

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import AskError, JoinError
 from multiworld.membership.acceptor import NO_ANSWER, Acceptor, bind
 from multiworld.membership.local_socket import bind_local
@@ -92,7 +92,7 @@ class ListenerRegistry:
         return self._listeners[listening_host(addr), port]
 
     def open(
-        self, host: str, port: int, watchdog: Callable[[], WatchDog], sock: socket.socket | None = None
+        self, host: str, port: int, running_loop: Callable[[], ControlLoop], sock: socket.socket | None = None
     ) -> Listener:
         """Return the listener on `host`:`port`; open it if necessary.
 
@@ -100,7 +100,7 @@ class ListenerRegistry:
             host: a result of `listening_host`.
             port: 0 lets the kernel choose.
             sock: a socket that listens there already; None opens one.
-            watchdog: returns the control loop for a new listener. Called after the port is bound.
+            running_loop: returns the control loop for a new listener. Called after the port is bound.
         Raises:
             OSError: this process cannot listen there.
         """
@@ -108,7 +108,7 @@ class ListenerRegistry:
         if listener is None:
             sock = sock or bind(host, port)
             try:
-                control_loop = watchdog()
+                control_loop = running_loop()
             except BaseException:
                 sock.close()
                 raise
@@ -117,7 +117,7 @@ class ListenerRegistry:
             listener = self._listeners[host, acceptor.port] = Listener(acceptor)
         return listener
 
-    def open_local(self, folder: str, watchdog: WatchDog) -> Acceptor | None:
+    def open_local(self, folder: str, control_loop: ControlLoop) -> Acceptor | None:
         """Return the acceptor of members on this host, on a Unix socket in `folder`; open it if necessary. None if that failed once."""
         if self._local is None and not self._local_failed:
             try:
@@ -126,8 +126,8 @@ class ListenerRegistry:
                 self._local_failed = True
                 logger.warning("members on this host are connected by TCP: no Unix socket in %s: %s", folder, error)
                 return None
-            self._local = Acceptor(watchdog, sock, self._secrets, self._heartbeat)
-            watchdog.call_soon(self._local.open)
+            self._local = Acceptor(control_loop, sock, self._secrets, self._heartbeat)
+            control_loop.call_soon(self._local.open)
         return self._local
 
     def set_accepted_secrets(self, secrets: tuple[bytes, ...]) -> None:

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from multiworld.communicator import WorldCommunicator
 from multiworld.config import WorldConfig
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.execution.process_group import NCCL, check_nccl_device, parse_backend
@@ -40,7 +40,7 @@ _MAX_ENDED = 1000
 """How many ended worlds are kept by name."""
 _SHARED_MEMORY_BYTES = 1 << 28
 _CLEANUP_S = 10.0
-_WATCHDOG_S = 5.0
+_CONTROL_LOOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Leftovers:
 
     worlds: set[World]
     listeners: list[Listener]
-    watchdog: WatchDog | None
+    control_loop: ControlLoop | None
 
 
 class WorldManager:
@@ -100,7 +100,7 @@ class WorldManager:
         )
         self._verify_collectives = verify_collectives
         self._bind_host = bind_host
-        self._watchdog: WatchDog | None = None
+        self._control_loop: ControlLoop | None = None
         self._worlds: dict[str, World] = {}
         self._announced: set[str] = set()
         self._ended: weakref.WeakSet[World] = weakref.WeakSet()
@@ -240,21 +240,21 @@ class WorldManager:
             raise WorldExistsError(config.name, f"already {known.state} here; remove it first or choose another name")
         listener = None
         if config.rank == 0:
-            listener = self._listeners.open(host, config.port, self._running_watchdog)
+            listener = self._listeners.open(host, config.port, self._running_loop)
             config = replace(config, generation=self._generations.take(config.name, config.generation))
-        watchdog = self._running_watchdog()
+        control_loop = self._running_loop()
         if self._segments is not None and config.size > 1:
-            local = self._listeners.open_local(self._runtime_dir, watchdog)
+            local = self._listeners.open_local(self._runtime_dir, control_loop)
             config = replace(config, segments=self._segments, local_acceptor=local)
         self._announced.discard(config.name)
-        world = self._worlds[config.name] = World(config, watchdog, listener.acceptor if listener else None, self)
+        world = self._worlds[config.name] = World(config, control_loop, listener.acceptor if listener else None, self)
         if listener is not None:
             listener.worlds.add(world)
         # Programs may use a new name for every job.
         for name in [name for name, each in self._worlds.items() if each.state.ended][:-_MAX_ENDED]:
             del self._worlds[name]
         if self._heartbeat.loop_stall_timeout_s is not None:
-            watchdog.loop_counter.register(asyncio.get_running_loop(), self._heartbeat.interval_s)
+            control_loop.loop_counter.register(asyncio.get_running_loop(), self._heartbeat.interval_s)
         return world
 
     def add_world(self, world_name: str, backend: str) -> None:
@@ -288,7 +288,7 @@ class WorldManager:
         """
         host = listening_host(addr)
         with self._lock:
-            listener = self._listeners.open(host, port, self._running_watchdog, sock)
+            listener = self._listeners.open(host, port, self._running_loop, sock)
             listener.keep_open = True
             return listener.acceptor.port
 
@@ -296,13 +296,13 @@ class WorldManager:
         """Answer the queries of `ask` on an open port with `answerer`, on the running event loop. Raises KeyError if it is not open."""
         self._listeners.at(addr, port).answer(answerer)
 
-    def _running_watchdog(self) -> WatchDog:
-        if self._watchdog is None:
-            watchdog = WatchDog()
-            watchdog.start()
-            self._watchdog = watchdog
+    def _running_loop(self) -> ControlLoop:
+        if self._control_loop is None:
+            control_loop = ControlLoop()
+            control_loop.start()
+            self._control_loop = control_loop
             _open_managers.add(self)
-        return self._watchdog
+        return self._control_loop
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 
@@ -323,14 +323,14 @@ class WorldManager:
         with self._lock:
             self._ended.add(world)
             self._listeners.remove_world(world)
-            watchdog = self._watchdog
-        if watchdog is not None:
-            watchdog.call_soon(self._close_idle_listeners, watchdog)
+            control_loop = self._control_loop
+        if control_loop is not None:
+            control_loop.call_soon(self._close_idle_listeners, control_loop)
 
-    def _close_idle_listeners(self, watchdog: WatchDog) -> None:
+    def _close_idle_listeners(self, control_loop: ControlLoop) -> None:
         """Close idle listeners. Runs on the control loop's thread, under the lock, so that another caller finds the port open or free."""
         with self._lock:
-            if self._watchdog is watchdog:
+            if self._control_loop is control_loop:
                 self._listeners.close_idle()
 
     def remove_world(self, world_name: str) -> None:
@@ -364,8 +364,8 @@ class WorldManager:
         for world in leftovers.worlds:
             await _wait_until(world.reclaimed.is_set, until_s)
         self._close_leftovers(leftovers, wait_s=0.0)
-        if watchdog := leftovers.watchdog:
-            await _wait_until(lambda: not watchdog.running, until_s)
+        if control_loop := leftovers.control_loop:
+            await _wait_until(lambda: not control_loop.running, until_s)
 
     def cleanup(self) -> None:
         """Close all worlds and listeners and free threads, sockets and memory. Blocks for at most about 15 s.
@@ -375,18 +375,18 @@ class WorldManager:
         leftovers, until_s = self._detach_all(), time.monotonic() + _CLEANUP_S
         for world in leftovers.worlds:
             world.wait_until_reclaimed(until_s - time.monotonic())
-        self._close_leftovers(leftovers, wait_s=_WATCHDOG_S)
+        self._close_leftovers(leftovers, wait_s=_CONTROL_LOOP_S)
 
     def _detach_all(self) -> _Leftovers:
         """Close all worlds, and detach the worlds, the listeners and the control loop from this manager."""
         with self._lock:
             worlds, self._worlds = list(self._worlds.values()), {}
-            watchdog, self._watchdog = self._watchdog, None
+            control_loop, self._control_loop = self._control_loop, None
             listeners = self._listeners.detach_all()
         for world in worlds:
             world.close()
         with self._lock:
-            return _Leftovers({*worlds, *self._ended}, listeners, watchdog)
+            return _Leftovers({*worlds, *self._ended}, listeners, control_loop)
 
     def _close_leftovers(self, leftovers: _Leftovers, wait_s: float) -> None:
         """Close the listeners and stop the control loop. Logs worlds that are not freed.
@@ -398,10 +398,10 @@ class WorldManager:
             world.wait_until_reclaimed(0.0)
             if not world.reclaimed.is_set():
                 logger.error("%r was not freed within %.0f s", world, _CLEANUP_S)
-        if leftovers.watchdog is not None:
+        if leftovers.control_loop is not None:
             for listener in leftovers.listeners:
-                leftovers.watchdog.call_soon(listener.acceptor.close)
-            leftovers.watchdog.stop(wait_s)
+                leftovers.control_loop.call_soon(listener.acceptor.close)
+            leftovers.control_loop.stop(wait_s)
         if self._segments is not None:
             self._segments.close()
         self._events.publish(None)

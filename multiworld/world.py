@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
 from multiworld.config import WorldConfig
-from multiworld.control.loop import Timer, WatchDog
+from multiworld.control.loop import ControlLoop, Timer
 from multiworld.errors import BrokenWorldException, Cause, JoinError, WorldClosedError, WorldError
 from multiworld.execution.process_group import abort_process_group
 from multiworld.executor import OperationExecutor, Transport
@@ -84,7 +84,7 @@ class World:
     """
 
     def __init__(
-        self, config: WorldConfig, watchdog: WatchDog, acceptor: Acceptor | None, listener: WorldListener
+        self, config: WorldConfig, control_loop: ControlLoop, acceptor: Acceptor | None, listener: WorldListener
     ) -> None:
         self.name = config.name
         self.rank = config.rank
@@ -100,19 +100,21 @@ class World:
         self.threads_lost = False
         """Whether threads of this ended world did not return from c10d in time. They and what they reference are not freed."""
         self._config = config
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._acceptor = acceptor
         self._listener = listener
         self._lock = threading.RLock()
         self._monitor: MembershipMonitor | None = None
-        self._store = ControlStore(lambda key, value: watchdog.call_soon(self._publish, key, value), config.timeout_s)
+        self._store = ControlStore(
+            lambda key, value: control_loop.call_soon(self._publish, key, value), config.timeout_s
+        )
         self.ranks = Ranks(config.name, config.rank, config.size, config.backends, config.device)
         self._executor = OperationExecutor(self, self._lock, verify_collectives=config.verify_collectives)
         self._drained = threading.Event()
         self._teardown_started = False
         self._no_teardown_thread = False  # it could not be started
         self._deadline: Timer | None = None
-        self.bootstrap = Bootstrap(self, config, watchdog, acceptor, self._store)
+        self.bootstrap = Bootstrap(self, config, control_loop, acceptor, self._store)
         self._poller: Poller | None = None
 
     def __repr__(self) -> str:
@@ -182,7 +184,7 @@ class World:
         elif self.state is WorldState.JOINING:
             self.fail(Cause.LEFT, rank, "left while the world formed")
         else:
-            self._watchdog.call_soon(self._report_when_drained)
+            self._control_loop.call_soon(self._report_when_drained)
 
     def on_all_drained(self) -> None:
         self._drained.set()
@@ -253,16 +255,16 @@ class World:
         await operation.finish()
 
     def on_connection_failed(self, peer: int, detail: str) -> None:
-        self._watchdog.call_soon(self._await_cause, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
+        self._control_loop.call_soon(self._await_cause, peer, detail, time.monotonic() + _CAUSE_GRACE_S)
 
     def on_protocol_error(self, peer: int, detail: str) -> None:
-        self._watchdog.call_soon(self.fail, Cause.ERROR, peer, detail)
+        self._control_loop.call_soon(self.fail, Cause.ERROR, peer, detail)
 
     def on_local_failure(self, detail: str) -> None:
-        self._watchdog.call_soon(self.fail, Cause.LOCAL, self.rank, detail)
+        self._control_loop.call_soon(self.fail, Cause.LOCAL, self.rank, detail)
 
     def on_drained(self) -> None:
-        self._watchdog.call_soon(self._report_when_drained)
+        self._control_loop.call_soon(self._report_when_drained)
 
     def ending(self) -> WorldError | None:
         """Return a new error for operations to raise; None while the world has not ended.
@@ -286,7 +288,7 @@ class World:
         heartbeat, now_s = self._config.heartbeat, time.monotonic()
         late = math.isfinite(heartbeat.timeout_s) and self._monitor.silence_s() > 1.5 * heartbeat.interval_s
         if now_s < due_s + (heartbeat.timeout_s if late else 0.0):
-            self._watchdog.call_later(_CAUSE_GRACE_S / 4, self._await_cause, peer, detail, due_s)
+            self._control_loop.call_later(_CAUSE_GRACE_S / 4, self._await_cause, peer, detail, due_s)
         else:
             self.fail(Cause.TRANSPORT, peer, detail)
 
@@ -309,7 +311,7 @@ class World:
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
         self.bootstrap.wake(error=self.ending())
-        self._watchdog.call_soon(self._announce_end, cause, rank, detail)
+        self._control_loop.call_soon(self._announce_end, cause, rank, detail)
         if formed:
             self._listener.on_world_changed(self)
         self._start_teardown()
@@ -323,7 +325,7 @@ class World:
             self.state = WorldState.CLOSED
         logger.info("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
         self.bootstrap.wake(error=WorldClosedError(self.name, "closed while joining"))
-        self._watchdog.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
+        self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)
         self._start_teardown()
 
@@ -342,7 +344,7 @@ class World:
             self._report_when_drained()
         else:
             self._report_when_drained()
-            self._watchdog.call_later(_DRAIN_S, self._drained.set)
+            self._control_loop.call_later(_DRAIN_S, self._drained.set)
 
     def _report_when_drained(self) -> None:
         if self._monitor is not None and (not self._executor.busy or self.state is WorldState.CLOSED):
@@ -354,7 +356,7 @@ class World:
             _thread.start_new_thread(self._teardown, ())
         except RuntimeError:  # too many threads, or the interpreter shuts down (Python 3.12 and newer)
             self._no_teardown_thread = True
-        self._watchdog.call_soon(self._watchdog.call_later, _TEARDOWN_RETRY_S, self._check_teardown)
+        self._control_loop.call_soon(self._control_loop.call_later, _TEARDOWN_RETRY_S, self._check_teardown)
 
     def _check_teardown(self) -> None:
         """If no teardown thread has started, fail the pending operations here and try again. Runs on the control loop's thread."""
@@ -387,7 +389,7 @@ class World:
         """Free everything, on the teardown thread: aborting Gloo takes milliseconds, and aborting NCCL may hang."""
         if self._executor.draining or not self._executor.busy:
             self._wait_drained()
-        self._watchdog.call_soon(self._limit_teardown)
+        self._control_loop.call_soon(self._limit_teardown)
         group = self._executor.end()
         self._store.abort(self.ending() or JoinError(self.name, "ended"))
         self.bootstrap.close_mesh()
@@ -397,10 +399,10 @@ class World:
         if not self._executor.join(_JOIN_S):
             self._mark_threads_lost()
         self.bootstrap.join_build_thread()
-        self._watchdog.call_soon(self._finish_teardown)
+        self._control_loop.call_soon(self._finish_teardown)
 
     def _limit_teardown(self) -> None:
-        self._deadline = self._watchdog.call_later(_TEARDOWN_S, self._abandon_teardown)
+        self._deadline = self._control_loop.call_later(_TEARDOWN_S, self._abandon_teardown)
 
     def _abandon_teardown(self) -> None:
         self._mark_threads_lost()

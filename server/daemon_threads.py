@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from multiworld.execution.threads import DaemonThread
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class DaemonThreadPool:
         self._count = count
         self._name = name
         self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[DaemonThread] = []
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Start or queue `work`. Raises RuntimeError if the system cannot start a thread and none runs yet."""
@@ -39,7 +40,7 @@ class DaemonThreadPool:
             self._waiting.put(None)
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread = DaemonThread(self._run, f"{self._name}-{len(self._threads)}")
         try:
             thread.start()
         except RuntimeError:

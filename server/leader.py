@@ -16,8 +16,8 @@ from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
 from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
-from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import Image
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
@@ -59,7 +59,7 @@ class Leader:
         on_change: called after every state change of a replica and every change of the version. Exceptions are logged and ignored.
 
     Attributes:
-        inflight: requests that have begun; `drain` waits for them.
+        open_requests: requests that have begun; `drain` waits for them.
         weights: with which the current version was loaded; None: those of the settings.
         revision: of the operation that loaded the version or unloaded the model; 0: none.
     """
@@ -103,7 +103,7 @@ class Leader:
         self._rollout = VersionRollout(
             self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
         )
-        self.inflight = InflightTracker()
+        self.open_requests = OpenRequests()
         self.weights: str | None = None
         self.revision = 0
         self._next: tuple[str | None, int] | None = None
@@ -195,7 +195,7 @@ class Leader:
         """See `Predictor.request`."""
         if (closed := self.closed_error()) is not None:
             raise closed
-        with self.inflight.track():
+        with self.open_requests.track():
             yield
 
     def closed_error(self) -> RequestRejected | None:
@@ -241,7 +241,7 @@ class Leader:
         if self._next is not None:  # the current version was loaded again, so there was no switch
             self._into_service()
             self._states_changed()
-        await self.inflight.sync_state()
+        await self.open_requests.sync_state()
         return version
 
     async def unload(self, revision: int = 0) -> None:
@@ -254,22 +254,22 @@ class Leader:
             self._unloaded, self.revision = True, max(self.revision, revision)
             logger.warning("the model is unloaded: requests are refused until it is loaded")
             self._states_changed()
-            await self.inflight.wait_idle()
+            await self.open_requests.wait_idle()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
-        logger.info("stopping: waiting for %d open requests", self.inflight.count)
+        logger.info("stopping: waiting for %d open requests", self.open_requests.count)
         self._draining = True
         self._registry.stop()
         self._driver.submit_event(Drain(admits=True))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await (
-                    self.inflight.wait_idle()
+                    self.open_requests.wait_idle()
                 )  # includes requests that are being read or decoded and have not reached the scheduler
         self._driver.submit_event(Drain())
-        if self.inflight.count:
-            logger.warning("stopping with %d requests unanswered", self.inflight.count)
+        if self.open_requests.count:
+            logger.warning("stopping with %d requests unanswered", self.open_requests.count)
 
     # -- WorkerEvents --------------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ async def _serve(
             settings.advertised(leader.join_port),
         )
         stack.push_async_callback(frontends.close)
-        leader.inflight.remote = frontends
+        leader.open_requests.remote = frontends
         listeners.add(lambda _: frontends.state_changed())
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())

@@ -160,7 +160,7 @@ class LeaderSettings(_ServiceSettings):
     batch_timeout_s: float = setting(
         0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
     )
-    window: int = setting(2, "Batching", "Maximum number of batches in flight on one link.", ge=1, le=64)
+    window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
     max_attempts: int = setting(
         3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
     )

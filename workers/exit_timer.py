@@ -88,7 +88,7 @@ def handle_loop_errors(loop: asyncio.AbstractEventLoop) -> None:
 def exit_when_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> Iterator[None]:
     """While the block runs, end the process when `loop` runs no callbacks for `limit_s` seconds. Called on the loop's thread.
 
-    The leader can only give up its link to such a process; a supervisor replaces a process that has ended. Loading, computing and compiling
+    The leader can only drop its link to such a process; a supervisor replaces a process that has ended. Loading, computing and compiling
     run on other threads and do not block the loop. The thread counts its own turns, so time during which the whole process was stopped
     does not count.
     """

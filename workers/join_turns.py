@@ -26,7 +26,7 @@ class JoinTurns:
 
     @contextlib.contextmanager
     def joining(self) -> Iterator["Joining"]:
-        """One world of one leader, from the question to its end."""
+        """Covers one world with one leader, from join request to close."""
         one = Joining(self)
         try:
             yield one

@@ -100,7 +100,7 @@ class Supervisor:
         self._on_restart = on_restart or (lambda _slot: None)
         self._slots = [ProcessSlot(index) for index in range(count)]
         self.invalid_input = asyncio.Event()
-        """Set when a process ended with status 2 at its first start: to start it again is useless."""
+        """Set when a process ended with status 2 at its first start: restarting it would not help."""
         self._stopping = asyncio.Event()
         self._last_signal = signal.SIGTERM
         self._tasks = asyncio.TaskGroup()
@@ -195,7 +195,7 @@ class Supervisor:
             logger.exception("%s slot=%d on_restart failed", self._kind, slot.index)
 
     async def _kill_blocked(self) -> None:
-        """Kill processes that gave a sign of life before and give none any more."""
+        """Kill processes that have stopped sending watchdog notifications."""
         while not await self._stopped_within(_POLL_S):
             for slot in self._slots:
                 silent_s = self._notify.silent_s(slot.child.pid) if self._notify and slot.child else 0.0

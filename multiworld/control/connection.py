@@ -9,7 +9,7 @@ import socket
 from typing import Protocol
 
 from multiworld.control.frames import MAX_FRAME_BYTES, MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.control.progress import StallClock
 
 _RECEIVE_BYTES = 1 << 16
@@ -37,14 +37,14 @@ class ControlConnection:
         stall_clock: how long the event loop of the peer has not run.
     """
 
-    def __init__(self, watchdog: WatchDog, sock: socket.socket, owner: ControlConnectionOwner) -> None:
+    def __init__(self, control_loop: ControlLoop, sock: socket.socket, owner: ControlConnectionOwner) -> None:
         self.owner = owner
-        self.last_received_s = watchdog.now_s
+        self.last_received_s = control_loop.now_s
         self.stall_clock = StallClock()
         tcp = sock.family != socket.AF_UNIX
         self.local_host: str = sock.getsockname()[0] if tcp else "this host"
         self.peer_host: str = sock.getpeername()[0] if tcp else "this host"
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._sock = sock
         self._reader = FrameReader(MAX_HANDSHAKE_BYTES)
         self._outbox = bytearray()
@@ -53,8 +53,8 @@ class ControlConnection:
         sock.setblocking(False)
         if tcp:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        watchdog.connections.add(self)
-        watchdog.register(sock, selectors.EVENT_READ, self._on_event)
+        control_loop.connections.add(self)
+        control_loop.register(sock, selectors.EVENT_READ, self._on_event)
 
     def mark_authenticated(self) -> None:
         """Allow frames of MAX_FRAME_BYTES instead of MAX_HANDSHAKE_BYTES."""
@@ -75,7 +75,7 @@ class ControlConnection:
             return
         self._closing = True
         if self._outbox:
-            self._watchdog.call_later(_FLUSH_S, self._close_socket)
+            self._control_loop.call_later(_FLUSH_S, self._close_socket)
         else:
             self._close_socket()
 
@@ -106,7 +106,7 @@ class ControlConnection:
         if not data:
             self._fail("it ended the connection")
             return
-        self.last_received_s = self._watchdog.now_s
+        self.last_received_s = self._control_loop.now_s
         if self._closing:
             return
         try:
@@ -132,7 +132,7 @@ class ControlConnection:
             self._close_socket()
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
-        self._watchdog.modify(self._sock, events, self._on_event)
+        self._control_loop.modify(self._sock, events, self._on_event)
 
     def _fail(self, reason: str) -> None:
         if not self._open:
@@ -151,5 +151,5 @@ class ControlConnection:
 
     def _stop_serving(self) -> None:
         self._open = False
-        self._watchdog.connections.discard(self)
-        self._watchdog.unregister(self._sock)
+        self._control_loop.connections.discard(self)
+        self._control_loop.unregister(self._sock)

@@ -58,7 +58,7 @@ class Timer:
         self.call, self.args = _nothing, ()  # it stays queued until it is due, and must not keep a world alive
 
 
-class WatchDog:
+class ControlLoop:
     """Serves sockets and timers on one daemon thread. `start`, `stop` and `call_soon` may be called from other threads."""
 
     def __init__(self) -> None:
@@ -79,11 +79,6 @@ class WatchDog:
         """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def is_current_thread(self) -> bool:
-        """Whether the caller runs on the control loop's thread."""
-        return threading.current_thread() is self._thread
-
     def start(self) -> None:
         """Start the thread. Does nothing if it was started. It cannot start again after `stop`.
 
@@ -94,7 +89,7 @@ class WatchDog:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakeups)
-        self._thread = DaemonThread(self._run, "multiworld-watchdog")
+        self._thread = DaemonThread(self._run, "multiworld-control")
         try:
             self._thread.start()
         except BaseException:
@@ -176,7 +171,7 @@ class WatchDog:
             call(*args)
         except Exception:
             with contextlib.suppress(Exception):  # logging may fail for lack of memory
-                logger.exception("watchdog: %r failed", call)
+                logger.exception("control loop: %r failed", call)
 
     def _drain_wakeups(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -16,7 +16,7 @@ from typing import Protocol
 from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameError, Kind
 from multiworld.control.handshake import Hello, ServerHandshake
-from multiworld.control.loop import Timer, WatchDog
+from multiworld.control.loop import ControlLoop, Timer
 from multiworld.control.sockets import close_in_child
 from multiworld.membership.monitor import HeartbeatConfig, HostSession
 from multiworld.texts import shown
@@ -75,14 +75,16 @@ class DataConnectionTarget(Protocol):
 class PendingConnection:
     """An accepted connection, until it is admitted to a world, answered, or refused."""
 
-    def __init__(self, acceptor: "Acceptor", watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes]) -> None:
-        self.connection = ControlConnection(watchdog, sock, self)
+    def __init__(
+        self, acceptor: "Acceptor", control_loop: ControlLoop, sock: socket.socket, secrets: Sequence[bytes]
+    ) -> None:
+        self.connection = ControlConnection(control_loop, sock, self)
         self._authenticated = False
         self._heartbeats = 0  # received while unauthenticated
         self._handshake = ServerHandshake(*secrets)
         self._acceptor = acceptor
-        self._watchdog = watchdog
-        self._deadline: Timer = watchdog.call_later(_HANDSHAKE_S, self._on_handshake_timeout)
+        self._control_loop = control_loop
+        self._deadline: Timer = control_loop.call_later(_HANDSHAKE_S, self._on_handshake_timeout)
         self.connection.send(self._handshake.challenge().encode())
 
     def on_frame(self, connection: ControlConnection, frame: Frame) -> None:
@@ -103,7 +105,7 @@ class PendingConnection:
         self._deadline.cancel()
         self._acceptor.mark_authenticated(self, hello)
         if hello.question is not None:
-            self._deadline = self._watchdog.call_later(_ANSWER_S, self.reply, NO_ANSWER)
+            self._deadline = self._control_loop.call_later(_ANSWER_S, self.reply, NO_ANSWER)
             self._acceptor.handle_query(self, hello.question)
         elif hello.peer is not None:
             self._acceptor.connect_target(self, hello)
@@ -155,13 +157,13 @@ class Acceptor:
     """
 
     def __init__(
-        self, watchdog: WatchDog, sock: socket.socket, secrets: Sequence[bytes], heartbeat: HeartbeatConfig
+        self, control_loop: ControlLoop, sock: socket.socket, secrets: Sequence[bytes], heartbeat: HeartbeatConfig
     ) -> None:
         self.address = sock.getsockname()
         self.port: int = self.address[1] if sock.family != socket.AF_UNIX else 0
         self.secrets = secrets
         self.on_question: QuestionHandler | None = None
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._sock = sock
         self._heartbeat = heartbeat
         self._sessions: dict[str, HostSession] = {}
@@ -172,13 +174,13 @@ class Acceptor:
 
     def open(self) -> None:
         self._listen()
-        self._heartbeat_timer = self._watchdog.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
 
     def close(self) -> None:
         """Stop listening and close the pending connections. Connections that a world has admitted stay open."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
-        self._watchdog.unregister(self._sock)
+        self._control_loop.unregister(self._sock)
         self._sock.close()
         if isinstance(self.address, str):
             with contextlib.suppress(OSError):
@@ -245,7 +247,7 @@ class Acceptor:
             pending.reply(NO_ANSWER)
             return
         host = pending.connection.peer_host
-        self.on_question(question, host, lambda answer: self._watchdog.call_soon(pending.reply, answer))
+        self.on_question(question, host, lambda answer: self._control_loop.call_soon(pending.reply, answer))
 
     def mark_authenticated(self, pending: PendingConnection, hello: Hello) -> None:
         del self._unauthenticated[pending]
@@ -257,7 +259,7 @@ class Acceptor:
 
     def _listen(self) -> None:
         if self._sock.fileno() >= 0:
-            self._watchdog.register(self._sock, selectors.EVENT_READ, self._on_readable)
+            self._control_loop.register(self._sock, selectors.EVENT_READ, self._on_readable)
 
     def _on_readable(self, _mask: int) -> None:
         for _ in range(_ACCEPTS_PER_ITERATION):
@@ -267,14 +269,14 @@ class Acceptor:
                 return
             except OSError as error:  # for example EMFILE: the connection stays in the backlog
                 logger.warning("cannot accept connections on port %d for now: %s", self.port, error)
-                self._watchdog.unregister(self._sock)
-                self._watchdog.call_later(_ACCEPT_PAUSE_S, self._listen)
+                self._control_loop.unregister(self._sock)
+                self._control_loop.call_later(_ACCEPT_PAUSE_S, self._listen)
                 return
             if len(self._authenticated) >= _MAX_AUTHENTICATED:
                 sock.close()
                 continue
             try:
-                self._unauthenticated[PendingConnection(self, self._watchdog, sock, self.secrets)] = None
+                self._unauthenticated[PendingConnection(self, self._control_loop, sock, self.secrets)] = None
             except OSError:  # the client has closed it already
                 sock.close()
             if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
@@ -282,11 +284,11 @@ class Acceptor:
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats to waiting connections, and close those that have sent none for the heartbeat timeout."""
-        self._heartbeat_timer = self._watchdog.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
         for pending, hello in list(self._authenticated.items()):
             if hello.question is not None:
                 continue
-            if self._watchdog.now_s - pending.connection.last_received_s > self._heartbeat.timeout_s:
+            if self._control_loop.now_s - pending.connection.last_received_s > self._heartbeat.timeout_s:
                 logger.debug("closed the waiting connection from %s: no heartbeats", pending.connection.peer_host)
                 pending.close()
             else:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from multiworld.config import WorldConfig
 from multiworld.control.handshake import Hello
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause, JoinError, WorldError
 from multiworld.execution.failures import ConnectionLostError, described, lost_connections
 from multiworld.execution.process_group import NCCL, make_process_group
@@ -82,14 +82,14 @@ class Bootstrap:
         self,
         world: BootstrapWorld,
         config: WorldConfig,
-        watchdog: WatchDog,
+        control_loop: ControlLoop,
         acceptor: Acceptor | None,
         store: ControlStore,
     ) -> None:
         self.mesh: MeshConnector | None = None
         self._world = world
         self._config = config
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._acceptor = acceptor
         self._store = store
         self._monitor: MembershipMonitor | None = None
@@ -174,9 +174,9 @@ class Bootstrap:
         """Join at rank 0 and wait until all ranks have joined. Returns our own address as the others reach it."""
         joined = self._begin_step()
         if self._config.rank == 0:
-            self._watchdog.call_soon(self._start_host_session)
+            self._control_loop.call_soon(self._start_host_session)
         else:
-            self._watchdog.call_soon(self._start_member_session, await self._resolve())
+            self._control_loop.call_soon(self._start_member_session, await self._resolve())
         return await joined or self._config.addr
 
     async def _resolve(self) -> list[Address]:
@@ -194,7 +194,7 @@ class Bootstrap:
         """Admit the other ranks. Runs on the control loop's thread, at rank 0."""
         assert self._acceptor is not None
         self._monitor = session = self._world.start_monitor(
-            lambda: HostSession(self._watchdog, self._world, self._member, self._config.heartbeat)
+            lambda: HostSession(self._control_loop, self._world, self._member, self._config.heartbeat)
         )
         if session is None:
             return
@@ -209,7 +209,13 @@ class Bootstrap:
         config = self._config
         self._monitor = self._world.start_monitor(
             lambda: MemberSession(
-                self._watchdog, self._world, self._member, config.heartbeat, config.secret, addresses, config.bind_host
+                self._control_loop,
+                self._world,
+                self._member,
+                config.heartbeat,
+                config.secret,
+                addresses,
+                config.bind_host,
             )
         )
 
@@ -239,7 +245,12 @@ class Bootstrap:
         config = self._config
         if config.size > 1 and set(config.backends.values()) != {NCCL}:
             self.mesh = MeshConnector(
-                self._watchdog, self._member, config.secret, config.heartbeat, config.bind_host, config.local_acceptor
+                self._control_loop,
+                self._member,
+                config.secret,
+                config.heartbeat,
+                config.bind_host,
+                config.local_acceptor,
             )
 
     def _close_mesh_if_ended(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import Frame, FrameError, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
-from multiworld.control.loop import Timer, WatchDog
+from multiworld.control.loop import ControlLoop, Timer
 from multiworld.control.sockets import close_in_child
 from multiworld.errors import Cause
 from multiworld.membership.monitor import HeartbeatConfig, MembershipMonitor, MonitoredWorld, number
@@ -39,7 +39,7 @@ class MemberSession(MembershipMonitor):
 
     def __init__(
         self,
-        watchdog: WatchDog,
+        control_loop: ControlLoop,
         world: MonitoredWorld,
         member: Hello,
         heartbeat: HeartbeatConfig,
@@ -47,7 +47,7 @@ class MemberSession(MembershipMonitor):
         addresses: Sequence[Address],
         bind_host: str = "",
     ) -> None:
-        super().__init__(watchdog, world, member, heartbeat)
+        super().__init__(control_loop, world, member, heartbeat)
         self._addresses = addresses
         self._bind_host = bind_host
         self._secret = secret
@@ -83,9 +83,9 @@ class MemberSession(MembershipMonitor):
             self._retry(error.strerror or str(error))
             return
         if result in (0, errno.EINPROGRESS):
-            self._watchdog.register(sock, selectors.EVENT_WRITE, self._on_connected)
+            self._control_loop.register(sock, selectors.EVENT_WRITE, self._on_connected)
             timeout_s = min(max(self._heartbeat.timeout_s, _CONNECT_S), _MAX_CONNECT_S)
-            self._retry_timer = self._watchdog.call_later(timeout_s, self._retry, "no answer")
+            self._retry_timer = self._control_loop.call_later(timeout_s, self._retry, "no answer")
         else:
             self._retry(os.strerror(result))
 
@@ -95,13 +95,13 @@ class MemberSession(MembershipMonitor):
         if failure := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self._retry(os.strerror(failure))
             return
-        self._watchdog.unregister(sock)
+        self._control_loop.unregister(sock)
         try:
             # TCP simultaneous open: on loopback, a client that retries a free ephemeral port can connect to itself.
             if sock.getsockname() == sock.getpeername():
                 self._retry("no process listens there")
                 return
-            self.connections[0] = ControlConnection(self._watchdog, sock, self)
+            self.connections[0] = ControlConnection(self._control_loop, sock, self)
         except OSError as error:  # the peer has reset the connection already
             self._retry(error.strerror or str(error))
             return
@@ -116,11 +116,11 @@ class MemberSession(MembershipMonitor):
             self._retry_timer.cancel()
         pause_s = _RETRY_S[min(self._attempt, len(_RETRY_S) - 1)]
         self._attempt += 1
-        self._retry_timer = self._watchdog.call_later(pause_s, self._connect)
+        self._retry_timer = self._control_loop.call_later(pause_s, self._connect)
 
     def _close_connecting(self) -> None:
         if self._connecting is not None:
-            self._watchdog.unregister(self._connecting)
+            self._control_loop.unregister(self._connecting)
             self._connecting.close()
             self._connecting = None
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from multiworld.control.frames import MAX_HANDSHAKE_BYTES, Frame, FrameError, FrameReader, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.control.sockets import close_in_child
 from multiworld.errors import JoinError
 from multiworld.membership.acceptor import Acceptor, bind
@@ -45,7 +45,7 @@ class MeshConnector:
 
     def __init__(
         self,
-        watchdog: WatchDog,
+        control_loop: ControlLoop,
         member: Hello,
         secret: bytes,
         heartbeat: HeartbeatConfig,
@@ -54,7 +54,7 @@ class MeshConnector:
     ) -> None:
         self.world = member.world
         self.generation = member.generation
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._member = member
         self._secret = secret
         self._heartbeat = heartbeat
@@ -127,7 +127,7 @@ class MeshConnector:
             self._changed.wait_for(lambda: self._closed or len(self._socks) == self._member.size - 1, timeout_s)
             self._raise_if_closed()
             missing = {*range(self._member.size)} - {self._member.rank, *self._socks}
-        self._watchdog.call_soon(self._stop_accepting)
+        self._control_loop.call_soon(self._stop_accepting)
         if missing:
             raise JoinError(self.world, f"ranks {', '.join(map(str, sorted(missing)))} did not connect to us")
 
@@ -146,10 +146,10 @@ class MeshConnector:
             if self._connecting is not None:
                 with contextlib.suppress(OSError):
                     self._connecting.shutdown(socket.SHUT_RDWR)
-        self._watchdog.call_soon(self._stop_accepting)
+        self._control_loop.call_soon(self._stop_accepting)
 
     def _open_port(self, host: str) -> int:
-        acceptor = Acceptor(self._watchdog, bind(host, 0), [self._secret], self._heartbeat)
+        acceptor = Acceptor(self._control_loop, bind(host, 0), [self._secret], self._heartbeat)
 
         def start() -> None:
             acceptor.open()
@@ -158,7 +158,7 @@ class MeshConnector:
             if self._closed:
                 self._stop_accepting()
 
-        self._watchdog.call_soon(start)
+        self._control_loop.call_soon(start)
         return acceptor.port
 
     def _stop_accepting(self) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import Frame, FrameError, Kind
 from multiworld.control.handshake import Hello
-from multiworld.control.loop import Timer, WatchDog
+from multiworld.control.loop import ControlLoop, Timer
 from multiworld.errors import Cause
 from multiworld.texts import shown
 
@@ -98,20 +98,22 @@ class MembershipMonitor(ABC):
         connections: the control connections, by the rank of the peer.
     """
 
-    def __init__(self, watchdog: WatchDog, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig) -> None:
+    def __init__(
+        self, control_loop: ControlLoop, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig
+    ) -> None:
         self.member = member
         self.started = False
         self.connections: dict[int, ControlConnection] = {}
         self.detected_after_s: float | None = None
         """For the last lost member: seconds without data from it, or without a run of its event loop, at the time of detection."""
-        self._watchdog = watchdog
+        self._control_loop = control_loop
         self._world = world
         self._heartbeat = heartbeat
         self._member_left = False  # after that, a lost connection is not a failure
         self._closed = False
-        self._heartbeat_timer: Timer = watchdog.call_later(heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer: Timer = control_loop.call_later(heartbeat.interval_s, self._send_heartbeats)
 
-    # -- requests of the world, by WatchDog.call_soon ----------------------------------------------------------------------
+    # -- requests of the world, by ControlLoop.call_soon ----------------------------------------------------------------------
 
     def publish(self, key: str, value: bytes) -> None:
         self._broadcast(Frame(Kind.STORE_SET, (key.encode(), value)).encode())
@@ -140,7 +142,7 @@ class MembershipMonitor(ABC):
 
     def silence_s(self) -> float:
         """Return the longest time in seconds since data from a connected member arrived; 0 without connections."""
-        return max((self._watchdog.now_s - each.last_received_s for each in self.connections.values()), default=0.0)
+        return max((self._control_loop.now_s - each.last_received_s for each in self.connections.values()), default=0.0)
 
     # -- inside --------------------------------------------------------------------------------------------------------------
 
@@ -152,10 +154,10 @@ class MembershipMonitor(ABC):
     def _send_heartbeats(self) -> None:
         if self._closed:
             return
-        self._heartbeat_timer = self._watchdog.call_later(self._heartbeat.interval_s, self._send_heartbeats)
-        heartbeat = self._watchdog.loop_counter.heartbeat()
+        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        heartbeat = self._control_loop.loop_counter.heartbeat()
         for rank, connection in list(self.connections.items()):
-            silent_s = self._watchdog.now_s - connection.last_received_s
+            silent_s = self._control_loop.now_s - connection.last_received_s
             stalled_s, limit_s = connection.stall_clock.stalled_s, self._heartbeat.loop_stall_timeout_s
             if silent_s > self._heartbeat.timeout_s:
                 self._fail_member(rank, Cause.HANG, silent_s, f"no data received for {silent_s:.2f} s")
@@ -175,7 +177,7 @@ class MembershipMonitor(ABC):
     def on_lost(self, connection: ControlConnection, reason: str) -> None:
         for rank, known in list(self.connections.items()):
             if known is connection:
-                self.detected_after_s = self._watchdog.now_s - connection.last_received_s
+                self.detected_after_s = self._control_loop.now_s - connection.last_received_s
                 self._on_connection_lost(rank, Cause.EXIT, reason)
 
     @abstractmethod
@@ -186,7 +188,9 @@ class MembershipMonitor(ABC):
         """Handle a frame that both sides handle the same way. Raises FrameError for any other frame."""
         match frame.kind, frame.fields:
             case Kind.HEARTBEAT, (count, *_):
-                connection.stall_clock.on_heartbeat(number(count), self._watchdog.now_s, 2 * self._heartbeat.interval_s)
+                connection.stall_clock.on_heartbeat(
+                    number(count), self._control_loop.now_s, 2 * self._heartbeat.interval_s
+                )
             case Kind.HEARTBEAT, _:
                 pass
             case Kind.STORE_SET, (key, value):
@@ -207,8 +211,10 @@ class MembershipMonitor(ABC):
 class HostSession(MembershipMonitor):
     """Rank 0's monitor: admits the other ranks, relays frames between them, and detects their failures."""
 
-    def __init__(self, watchdog: WatchDog, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig) -> None:
-        super().__init__(watchdog, world, member, heartbeat)
+    def __init__(
+        self, control_loop: ControlLoop, world: MonitoredWorld, member: Hello, heartbeat: HeartbeatConfig
+    ) -> None:
+        super().__init__(control_loop, world, member, heartbeat)
         self._drained: set[int] = set()
 
     def admit(self, rank: int, connection: ControlConnection) -> None:

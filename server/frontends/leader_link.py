@@ -66,7 +66,7 @@ class LeaderLink:
         edges: of this process; None: all tensors go through the leaders.
 
     Attributes:
-        state: as the leader said last; None while there is no link.
+        state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
         ambiguous: whether another leader of this frontend has the same name; set by the pool.
         was_ready: whether the leader has been ready since this link was formed.

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from multiworld_serving.common.edges import EdgeError, Edges, TensorGoneError
 from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import (
     DeadlineError,
     DrainingError,
@@ -49,7 +50,6 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.frontends.request_tensors import KeptImage, RequestTensors
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
-from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span_ids
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
@@ -99,7 +99,7 @@ class LeaderPool:
         edges: Edges | None = None,
     ) -> None:
         self.links: list[LeaderLink] = []
-        self.inflight = InflightTracker()
+        self.open_requests = OpenRequests()
         self.model: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         self.stopping = False
         self._grace_s = grace_s
@@ -176,7 +176,7 @@ class LeaderPool:
         request = _OpenRequest()
         token = _open_request.set(request)
         try:
-            with self.inflight.track():
+            with self.open_requests.track():
                 yield
         finally:
             _open_request.reset(token)
@@ -196,7 +196,7 @@ class LeaderPool:
         best = self._source_state()
         leaders = tuple(link.snapshot() for link in self.links)
         if best is None:
-            return snapshot_without_leaders(self._last, leaders, self.inflight.count)
+            return snapshot_without_leaders(self._last, leaders, self.open_requests.count)
         states = [link.state for link in self.links if link.state is not None]
         self._last = replace(
             merged_snapshot(best, states, leaders, ready=self.ready, stopping=self.stopping),

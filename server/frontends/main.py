@@ -210,7 +210,7 @@ class _Frontend:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
-            logger.info("stopping: waiting for %d open requests", pool.inflight.count)
+            logger.info("stopping: waiting for %d open requests", pool.open_requests.count)
             http.set_graceful_timeout(
                 settings.drain_timeout_s
             )  # requests in flight are answered; new connections are not accepted
@@ -237,7 +237,7 @@ class _Frontend:
     async def _report_load(self) -> None:
         while True:
             for link in self._pool.links:
-                link.send_load(self._connections, self._pool.inflight.count)
+                link.send_load(self._connections, self._pool.open_requests.count)
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
     def _on_signal(self, signum: signal.Signals) -> None:

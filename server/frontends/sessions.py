@@ -46,7 +46,7 @@ _RECENT_S = 1.0
 
 
 class FrontendSessions:
-    """All frontends of a leader. Implements `RemoteInflight`.
+    """All frontends of a leader. Implements `RemoteOpenRequests`.
 
     Args:
         manager: hosts the worlds; the leader's.
@@ -130,7 +130,7 @@ class FrontendSessions:
         recent_s = time.monotonic() - _RECENT_S
         return sum(each.ahead for each in self._sessions if each is session or each.ahead_s > recent_s)
 
-    # -- RemoteInflight --------------------------------------------------------------------------------------------------------
+    # -- RemoteOpenRequests --------------------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -291,7 +291,7 @@ class FrontendSession:
             if fields["unreachable"] is not None:
                 leader.frontend_cannot_reach(who.frontend, str(fields["unreachable"]))
             fetcher = who.frontend if who.edge and fields["fetches"] else None
-            with leader.inflight.track():
+            with leader.open_requests.track():
                 prediction = await leader.predict(
                     self._image(frame), deadline_s=deadline_s, request_id=str(fields["request_id"]), fetcher=fetcher
                 )

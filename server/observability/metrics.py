@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.predictor import ModelVersion, ReplicaState, StageSnapshot
 
@@ -25,7 +26,7 @@ Direction = Literal["sent", "received"]
 """Direction of bytes on a link, from the leader's point of view."""
 Sender = Literal["frontend", "worker"]
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-CAUSES = ("exit", "hang", "stalled", "transport", "error", "left", "timeout", "local", "aborted")
+CAUSES = tuple(cause.value for cause in Cause)
 """Known causes of a world's failure; other causes are counted too."""
 _REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
 
@@ -145,7 +146,7 @@ class Metrics(ProgramMetrics):
         )
         self._spares = self.gauge("spares", "Spare workers: they hold all stages and serve none.").labels()
         self._quarantined = self.gauge(
-            "workers_kept_away", "Workers quarantined by the circuit breaker after repeated failures."
+            "workers_quarantined", "Workers quarantined by the circuit breaker after repeated failures."
         ).labels()
         self._world_up = self.gauge(
             "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")

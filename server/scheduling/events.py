@@ -55,7 +55,7 @@ class ReplicaBusy:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """The link of this replica has ended. `cause` is multiworld's: exit, hang, transport, left, timeout, aborted."""
+    """The link of this replica has ended. `cause` is a value of `multiworld.Cause`."""
 
     replica: ReplicaId
     cause: str

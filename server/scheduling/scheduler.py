@@ -53,7 +53,7 @@ from multiworld_serving.server.scheduling.actions import (
     SendBatch,
 )
 from multiworld_serving.server.scheduling.admission import Admission
-from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle, FailureHandler
+from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
 from multiworld_serving.server.scheduling.batches import Attempt, Replica, Request
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.dispatcher import Dispatcher
@@ -72,6 +72,7 @@ from multiworld_serving.server.scheduling.events import (
     RequestCancelled,
     Tick,
 )
+from multiworld_serving.server.scheduling.failure_handling import FailureHandler
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 _MAX_UNMATCHED_FAILURES = 3

@@ -131,8 +131,8 @@ class Backlog:
 class ReplicaTable:
     """Tracks the replicas. Does not decide about batches.
 
-    The current version is the one first seen last among those that have a replica of every stage. A version without replicas is
-    removed when another version is current.
+    The current version is the newest version with a replica for every stage. A version without replicas is removed when another
+    version is current.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -67,9 +67,9 @@ def ended(service: LocalService, worker: str, after: int, count: int = 1) -> lis
     return causes
 
 
-def kept_away(service: LocalService, worker: str, after: int) -> None:
+def assert_quarantined(service: LocalService, worker: str, after: int) -> None:
     service.wait_for(lambda x: x["worker"] == worker and "quarantined for" in x.message, WAIT_S, after=after)
-    assert service.metric("multiworld_workers_kept_away") == 1
+    assert service.metric("multiworld_workers_quarantined") == 1
 
 
 def states(service: LocalService) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_worker_that_dies_on_every_batch_is_quarantined_and_costs_no_request(ser
             with faulty(service, "dies") as worker:
                 assert worker.wait(WAIT_S) == -signal.SIGKILL
         assert ended(service, name, seen, 2) == ["exit", "exit"]
-        kept_away(service, name, seen)
+        assert_quarantined(service, name, seen)
     assert_nothing_lost(service, load)
 
 
@@ -120,7 +120,7 @@ def test_worker_whose_stage_always_raises_is_broken_and_quarantined(service: Loc
     name, seen = "worker-that-raises", len(service.lines)
     with run_load(service) as load, faulty(service, "raises"):
         assert ended(service, name, seen, 2) == ["error", "error"]
-        kept_away(service, name, seen)
+        assert_quarantined(service, name, seen)
     assert_nothing_lost(service, load)
 
 
@@ -145,7 +145,7 @@ def test_worker_that_computes_wrong_results_never_serves(service: LocalService) 
     name, seen = "worker-that-lies", len(service.lines)
     with run_load(service) as load, faulty(service, "lies"):
         assert ended(service, name, seen, 2) == ["error", "error"]
-        kept_away(service, name, seen)
+        assert_quarantined(service, name, seen)
         assert any("self-test" in line.message for line in service.lines[seen:])
         assert not any(line["worker"] == name and "->ready" in line.message for line in service.lines[seen:])
     assert_nothing_lost(service, load)

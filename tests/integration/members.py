@@ -160,7 +160,7 @@ class Script(TorturePart, ElasticPart):
         def freeze(self: ControlStore, key: str, value: str | bytes) -> None:
             if published:
                 publish(self, key, value)
-                time.sleep(0.1)  # the watchdog sends it in the meantime
+                time.sleep(0.1)  # the control loop sends it in the meantime
             os.kill(os.getpid(), signal.SIGSTOP)
 
         ControlStore.set = freeze  # type: ignore[method-assign]

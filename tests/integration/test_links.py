@@ -500,7 +500,7 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
     link.unload(1)
     torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
-    assert not session.queue.has_stage(1, 0)
+    assert (1, 0) not in session.queue._stages
     assert (link.state, link.loaded_versions) == ("ready", {2})
 
 
@@ -592,7 +592,7 @@ async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
         with pytest.raises(LinkEndedError):
             await loading
         proceed.set()
-        while not session.queue.has_stage(2, 0):  # noqa: ASYNC110 - nothing tells of it
+        while (2, 0) not in session.queue._stages:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
     await answered(pair, link, 7, 1)  # after its reply about the version
     assert link.state == "draining"

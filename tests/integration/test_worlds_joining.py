@@ -282,7 +282,7 @@ async def test_join_times_out_when_the_listen_address_is_not_resolved(
         gate.set()
 
 
-async def test_nothing_is_left_when_the_watchdog_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_left_when_the_control_loop_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

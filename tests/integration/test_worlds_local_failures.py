@@ -148,7 +148,7 @@ async def test_callers_get_errors_when_no_thread_can_free_their_world(
     await asyncio.sleep(0)
     with monkeypatch.context() as patch:
         patch.setattr("multiworld.world._thread.start_new_thread", refuse)
-        world._watchdog.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
+        world._control_loop.call_soon(world.fail, Cause.ABORTED, 0, "for the test")
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(BrokenWorldException):
                 await coming

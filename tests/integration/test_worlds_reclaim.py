@@ -330,7 +330,7 @@ def test_script_exits_cleanly_however_it_ends(ending: str, tmp_path: Path) -> No
         assert not [line for line in done.stderr.splitlines() if "ready->broken" not in line]
 
 
-async def test_watchdog_continues_and_frees_a_world_later_when_no_thread_can_start(
+async def test_control_loop_continues_and_frees_a_world_later_when_no_thread_can_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused, enough = 0, asyncio.Event()

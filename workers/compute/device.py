@@ -1,4 +1,4 @@
-"""Checks and assigns compute devices."""
+"""Checks compute devices."""
 
 import torch
 
@@ -16,13 +16,3 @@ def check_device(name: str) -> torch.device:
                 f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
             )
     return device
-
-
-def assign_devices(name: str, workers: int) -> list[str]:
-    """A device for each of `workers` workers of one machine: "cuda" without an index assigns its GPUs round-robin.
-
-    Raises UserError if the machine does not have the device.
-    """
-    if check_device(name).type == "cuda" and ":" not in name:
-        return [f"cuda:{worker % torch.cuda.device_count()}" for worker in range(workers)]
-    return [name] * workers

@@ -230,12 +230,8 @@ class EngineQueue:
         if version not in self._unloaded:
             self._stages[version, stage.spec.index] = stage
 
-    def has_stage(self, version: int, stage: int) -> bool:
-        """Whether this queue serves the stage."""
-        return (version, stage) in self._stages
-
     def unload(self, version: int) -> None:
-        """Serve the stages of a version no longer, including any that is loading now."""
+        """Stop serving this version's stages, including any still loading."""
         self._unloaded.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
@@ -257,7 +253,7 @@ class EngineQueue:
         return result
 
     def close(self) -> None:
-        """Discard pending jobs, and serve no stage any more."""
+        """Discard pending jobs and stop serving."""
         self._engine.discard_pending(self)
         self._stages = {}
 

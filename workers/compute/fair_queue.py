@@ -11,9 +11,9 @@ Job = TypeVar("Job")
 class FairQueue(Generic[Owner, Job]):
     """Jobs of several owners. The jobs of one owner stay in order; between owners, the one that has used the least time is next.
 
-    Time that an owner did not ask for cannot be saved up: an owner that gets its first job starts with the used time of the owner that
-    was served last. So an owner waits for at most one job of each other owner that has used no more than it. Owners with equal times
-    take turns. This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with equal weights.
+    Idle owners earn no credit: an owner that gets its first job starts with the used time of the owner that was served last. So an
+    owner waits for at most one job of each other owner that has used no more than it. Owners with equal times take turns.
+    This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with equal weights.
     """
 
     def __init__(self) -> None:

@@ -312,7 +312,7 @@ class SimulatedLink(LeaderLink):
     """A frontend's link to a simulated leader.
 
     Attributes:
-        generation: number of the world; replies over an earlier one arrive nowhere.
+        generation: number of the world; replies over an earlier one are discarded.
         trails: submissions by request, shared by all links.
     """
 

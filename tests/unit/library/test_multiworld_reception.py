@@ -10,7 +10,7 @@ import pytest
 
 from multiworld.control.frames import HEARTBEAT_BYTES, Frame, FrameReader, Kind
 from multiworld.control.handshake import ClientHandshake, Hello
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 from multiworld.errors import Cause
 from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import Acceptor, bind
@@ -86,17 +86,17 @@ class Client:
 class House:
     """An acceptor and its worlds."""
 
-    def __init__(self, watchdog: WatchDog) -> None:
-        self.watchdog = watchdog
-        self.acceptor = Acceptor(watchdog, bind("127.0.0.1", 0), [b"secret"], PATIENT)
+    def __init__(self, control_loop: ControlLoop) -> None:
+        self.control_loop = control_loop
+        self.acceptor = Acceptor(control_loop, bind("127.0.0.1", 0), [b"secret"], PATIENT)
         self.clients: list[Client] = []
-        watchdog.call_soon(self.acceptor.open)
+        control_loop.call_soon(self.acceptor.open)
 
     def host(self, world: str = "w", size: int = 2, generation: int = 1) -> Told:
         told = Told()
-        self.on_watchdog(
+        self.on_control_loop(
             lambda: self.acceptor.add_session(
-                HostSession(self.watchdog, told, Hello(world, 0, size, generation), PATIENT)
+                HostSession(self.control_loop, told, Hello(world, 0, size, generation), PATIENT)
             )
         )
         return told
@@ -108,20 +108,20 @@ class House:
         self.clients.append(client)
         return client
 
-    def on_watchdog(self, call: Callable[[], object]) -> object:
+    def on_control_loop(self, call: Callable[[], object]) -> object:
         done: SimpleQueue[object] = SimpleQueue()
-        self.watchdog.call_soon(lambda: done.put(call()))
+        self.control_loop.call_soon(lambda: done.put(call()))
         return done.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def house() -> Iterator[House]:
-    watchdog = WatchDog()
-    watchdog.start()
-    made = House(watchdog)
+    control_loop = ControlLoop()
+    control_loop.start()
+    made = House(control_loop)
     yield made
-    watchdog.call_soon(made.acceptor.close)
-    watchdog.stop()
+    control_loop.call_soon(made.acceptor.close)
+    control_loop.stop()
     for client in made.clients:
         client.sock.close()
 
@@ -278,7 +278,7 @@ def test_client_is_closed_when_it_does_not_authenticate_in_time(house: House, mo
 
 
 def test_client_is_closed_when_it_sends_only_heartbeats(house: House) -> None:
-    """A million heartbeats per second would keep the watchdog thread from its worlds."""
+    """A million heartbeats per second would keep the control loop from its worlds."""
     stranger = socket.create_connection(("127.0.0.1", house.acceptor.port))
     stranger.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionError):
@@ -302,7 +302,7 @@ def test_the_oldest_unauthenticated_client_is_closed_when_there_are_too_many(
         stranger.next()
     for stranger in strangers[:2]:
         assert stranger.next() is None
-    assert house.on_watchdog(lambda: len(house.acceptor._unauthenticated)) == 3
+    assert house.on_control_loop(lambda: len(house.acceptor._unauthenticated)) == 3
     strangers[4].sock.sendall(Frame(Kind.HEARTBEAT).encode())
     house.host("later")
     assert friend.next() == Frame(Kind.START, (b"1",))
@@ -317,7 +317,7 @@ def test_waiting_client_may_only_send_heartbeats(house: House) -> None:
 def test_all_clients_are_closed_when_the_acceptor_closes(house: House) -> None:
     waiting, stranger = house.client().enter(), house.client()
     stranger.next()
-    house.on_watchdog(house.acceptor.close)
+    house.on_control_loop(house.acceptor.close)
     assert waiting.next() is None
     assert stranger.next() is None
     with pytest.raises(ConnectionRefusedError):
@@ -358,9 +358,9 @@ def test_member_that_violates_the_protocol_is_lost(house: House, frame: Frame) -
 def strict_session(house: House, told: Told) -> HostSession:
     """Rank 0 of a world of two with event loop monitoring."""
     watching = HeartbeatConfig(0.05, 3600.0, 0.5)
-    session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), watching))
+    session = house.on_control_loop(lambda: HostSession(house.control_loop, told, Hello("w", 0, 2, 1), watching))
     assert isinstance(session, HostSession)
-    house.on_watchdog(lambda: house.acceptor.add_session(session))
+    house.on_control_loop(lambda: house.acceptor.add_session(session))
     return session
 
 
@@ -378,7 +378,7 @@ def test_member_with_a_constant_count_is_lost_as_stalled_and_told_so(house: Hous
     notice = member.next()
     assert notice is not None
     assert (notice.kind, notice.fields[:2]) == (Kind.MEMBER_FAILED, (b"1", b"stalled"))
-    house.on_watchdog(session.close)
+    house.on_control_loop(session.close)
 
 
 def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> None:
@@ -391,15 +391,15 @@ def test_member_without_counts_in_heartbeats_is_not_stalled(house: House) -> Non
         member.sock.sendall(HEARTBEAT_BYTES + Frame(Kind.STORE_SET, (b"key", b"value")).encode())
         assert told.next()[0] == "stored"
     assert connection.stall_clock.stalled_s == 0.0
-    house.on_watchdog(session.close)
+    house.on_control_loop(session.close)
 
 
 def test_silent_member_is_lost_and_told_so(house: House) -> None:
     told = Told()
     strict = HeartbeatConfig(0.05, 0.3)
-    session = house.on_watchdog(lambda: HostSession(house.watchdog, told, Hello("w", 0, 2, 1), strict))
+    session = house.on_control_loop(lambda: HostSession(house.control_loop, told, Hello("w", 0, 2, 1), strict))
     assert isinstance(session, HostSession)
-    house.on_watchdog(lambda: house.acceptor.add_session(session))
+    house.on_control_loop(lambda: house.acceptor.add_session(session))
     member = house.client().enter()
     assert told.next()[0] == "all joined"
     assert told.next() == ("failed", 1, Cause.HANG)
@@ -407,4 +407,4 @@ def test_silent_member_is_lost_and_told_so(house: House) -> None:
     notice = member.next()
     assert notice is not None
     assert (notice.kind, notice.fields[:2]) == (Kind.MEMBER_FAILED, (b"1", b"hang"))
-    house.on_watchdog(session.close)
+    house.on_control_loop(session.close)

@@ -28,6 +28,7 @@ from multiworld_serving.server.administration import (
     RestartStep,
     VersionFailedError,
 )
+from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import DrainingError, OverloadedError, RequestRejected, StageError
 from multiworld_serving.server.frontends import sessions
 from multiworld_serving.server.frontends.frames import FrameKind
@@ -36,7 +37,6 @@ from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import LeaderState
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
 from multiworld_serving.server.frontends.sessions import FrontendSessions
-from multiworld_serving.server.inflight import InflightTracker
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
@@ -58,7 +58,7 @@ class FakeLeader:
 
     def __init__(self) -> None:
         self.manager = WorldManager(secret=SECRET, verify_collectives=False)
-        self.inflight = InflightTracker()
+        self.open_requests = OpenRequests()
         self.version, self.weights, self.revision = ModelVersion(1, "v1"), None, 0
         self.ready = True
         self.failure: Exception | None = None
@@ -98,12 +98,12 @@ class FakeLeader:
             raise self.failure
         self.revision = revision
         self.version, self.weights = ModelVersion(2, weights or "v1"), weights  # type: ignore[assignment]
-        await self.inflight.sync_state()
+        await self.open_requests.sync_state()
         return self.version
 
     async def unload(self, revision: int) -> None:
         self.revision = revision
-        await self.inflight.wait_idle()
+        await self.open_requests.wait_idle()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
         for step in STEPS:
@@ -128,7 +128,7 @@ class Service:
         self.sessions = FrontendSessions(
             "leader-0", MODEL, leader, self.metrics, self.leader.manager, ("127.0.0.1", self.port)
         )
-        self.leader.inflight.remote = self.sessions
+        self.leader.open_requests.remote = self.sessions
         self.leader.manager.answer("127.0.0.1", self.port, _answerer(leader, self.sessions))
         self.links: dict[str, LeaderLink] = {}
         self._running: list[tuple[asyncio.Task[None], WorldManager]] = []
@@ -403,7 +403,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)
-        assert service.leader.inflight._local == 0
+        assert service.leader.open_requests._local == 0
 
 
 async def test_rejections_are_those_of_the_leader() -> None:
@@ -524,7 +524,7 @@ async def test_leader_that_drains_waits_for_the_requests_that_need_it() -> None:
         with pool.request():
             await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
             service.leader.closed_by = DrainingError("stopping")
-            draining = asyncio.create_task(service.leader.inflight.wait_idle())
+            draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))
             await asyncio.sleep(0.05)
             assert not draining.done()
@@ -538,7 +538,7 @@ async def test_leader_that_drains_does_not_wait_for_a_frontend_that_is_lost() ->
         with pool.request():
             await pool.check(deadline_s=time.monotonic() + 30, ahead=0)
             service.leader.closed_by = DrainingError("stopping")
-            draining = asyncio.create_task(service.leader.inflight.wait_idle())
+            draining = asyncio.create_task(service.leader.open_requests.wait_idle())
             await until(lambda: not any(link.usable for link in pool.links))
             await service.stop_frontend()
             await draining

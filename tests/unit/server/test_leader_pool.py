@@ -348,7 +348,7 @@ async def test_requests_are_rejected_at_once_when_the_model_is_unloaded() -> Non
 async def test_requests_are_rejected_when_the_frontend_stops() -> None:
     with pool_of(2) as made:
         with made.pool.request():
-            assert made.pool.inflight.count == 1
+            assert made.pool.open_requests.count == 1
             made.pool.stopping = True
             await predict(made.pool)  # those that had begun are answered
         with pytest.raises(DrainingError, match="this frontend is stopping"), made.pool.request():

@@ -24,7 +24,7 @@ NAMES = {
     "multiworld_link_bytes_total": ("counter", {"stage", "replica", "direction"}),
     "multiworld_replica_in_flight": ("gauge", {"stage", "replica"}),
     "multiworld_spares": ("gauge", set()),
-    "multiworld_workers_kept_away": ("gauge", set()),
+    "multiworld_workers_quarantined": ("gauge", set()),
     "multiworld_world_up": ("gauge", {"world", "stage", "replica"}),
     "multiworld_world_failures_total": ("counter", {"stage", "replica", "cause"}),
     "multiworld_failure_detection_seconds": ("histogram", {"cause"}),

@@ -114,7 +114,7 @@ async def test_version_that_was_unloaded_while_it_loads_is_not_served_until_it_i
     made = await queue.load(spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
     queue.unload(7)
     queue.serve(7, LoadedStage(spec, made))
-    assert not queue.has_stage(7, spec.index)
+    assert (7, spec.index) not in queue._stages
     queue.expect(7)
     queue.serve(7, LoadedStage(spec, made))
-    assert queue.has_stage(7, spec.index)
+    assert (7, spec.index) in queue._stages

@@ -1,4 +1,4 @@
-"""Counts the requests in flight, so that shutdown and unloading can wait for them."""
+"""Counts the open requests, so that shutdown and unloading can wait for them."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 
-class RemoteInflight(Protocol):
-    """Requests in flight in other processes."""
+class RemoteOpenRequests(Protocol):
+    """Open requests in other processes."""
 
     @property
     def count(self) -> int:
@@ -23,21 +23,21 @@ class RemoteInflight(Protocol):
         ...
 
 
-class InflightTracker:
-    """Counts requests in flight. For one event loop.
+class OpenRequests:
+    """Counts open requests: those that have begun and are not answered. For one event loop.
 
     Attributes:
         remote: further requests to count and to wait for.
     """
 
     def __init__(self) -> None:
-        self.remote: RemoteInflight | None = None
+        self.remote: RemoteOpenRequests | None = None
         self._local = 0
         self._changed = asyncio.Event()
 
     @property
     def count(self) -> int:
-        """Requests in flight, remote ones included."""
+        """Open requests, remote ones included."""
         return self._local + (self.remote.count if self.remote else 0)
 
     @contextlib.contextmanager
@@ -56,7 +56,7 @@ class InflightTracker:
             await self.remote.sync_state()
 
     async def wait_idle(self) -> None:
-        """Wait until no request is in flight. Remote requests first, because they cause local ones."""
+        """Wait until no request is open. Remote requests first, because they cause local ones."""
         if self.remote is not None:
             await self.remote.wait_idle()
         while self._local:

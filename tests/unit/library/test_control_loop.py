@@ -1,4 +1,4 @@
-"""The watchdog thread: timers, calls from other threads, sockets; it tolerates its own stalls and failing callbacks."""
+"""The control loop: timers, calls from other threads, sockets; it tolerates its own stalls and failing callbacks."""
 
 import logging
 import selectors
@@ -12,14 +12,14 @@ import pytest
 
 from multiworld.control.connection import ControlConnection
 from multiworld.control.frames import MAX_FRAME_BYTES, Frame, FrameError, Kind
-from multiworld.control.loop import WatchDog
+from multiworld.control.loop import ControlLoop
 
 PATIENCE_S = 30.0
 
 
 @pytest.fixture
-def watchdog() -> Iterator[WatchDog]:
-    made = WatchDog()
+def control_loop() -> Iterator[ControlLoop]:
+    made = ControlLoop()
     made.start()
     yield made
     made.stop()
@@ -49,36 +49,36 @@ class Owner:
 class Ends:
     """A control connection and the plain socket at its other end."""
 
-    def __init__(self, watchdog: WatchDog) -> None:
+    def __init__(self, control_loop: ControlLoop) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.peer = socket.create_connection(server.getsockname())
             ours, _ = server.accept()
         self.owner = Owner()
         self._made: SimpleQueue[ControlConnection] = SimpleQueue()
-        watchdog.call_soon(lambda: self._made.put(ControlConnection(watchdog, ours, self.owner)))
+        control_loop.call_soon(lambda: self._made.put(ControlConnection(control_loop, ours, self.owner)))
         self.connection = self._made.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
-def ends(watchdog: WatchDog) -> Iterator[Ends]:
-    made = Ends(watchdog)
+def ends(control_loop: ControlLoop) -> Iterator[Ends]:
+    made = Ends(control_loop)
     yield made
     made.peer.close()
 
 
-def test_calls_run_in_the_order_in_which_they_were_scheduled(watchdog: WatchDog) -> None:
+def test_calls_run_in_the_order_in_which_they_were_scheduled(control_loop: ControlLoop) -> None:
     done: SimpleQueue[int] = SimpleQueue()
     for number in range(1000):
-        watchdog.call_soon(done.put, number)
+        control_loop.call_soon(done.put, number)
     assert [done.get(timeout=PATIENCE_S) for _ in range(1000)] == list(range(1000))
 
 
-def test_calls_of_many_threads_all_run(watchdog: WatchDog) -> None:
+def test_calls_of_many_threads_all_run(control_loop: ControlLoop) -> None:
     done: SimpleQueue[int] = SimpleQueue()
 
     def ask() -> None:
         for _ in range(500):
-            watchdog.call_soon(done.put, 1)
+            control_loop.call_soon(done.put, 1)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -86,62 +86,62 @@ def test_calls_of_many_threads_all_run(watchdog: WatchDog) -> None:
     assert sum(done.get(timeout=PATIENCE_S) for _ in range(4000)) == 4000
 
 
-def test_timers_run_in_order_and_cancelled_ones_never(watchdog: WatchDog) -> None:
+def test_timers_run_in_order_and_cancelled_ones_never(control_loop: ControlLoop) -> None:
     done: SimpleQueue[str] = SimpleQueue()
 
     def plan() -> None:
-        watchdog.call_later(0.06, done.put, "third")
-        watchdog.call_later(0.02, done.put, "first")
-        watchdog.call_later(0.03, done.put, "never").cancel()
-        watchdog.call_later(0.04, done.put, "second")
+        control_loop.call_later(0.06, done.put, "third")
+        control_loop.call_later(0.02, done.put, "first")
+        control_loop.call_later(0.03, done.put, "never").cancel()
+        control_loop.call_later(0.04, done.put, "second")
 
-    watchdog.call_soon(plan)
+    control_loop.call_soon(plan)
     assert [done.get(timeout=PATIENCE_S) for _ in range(3)] == ["first", "second", "third"]
     assert done.empty()
 
 
 def test_failing_callback_is_logged_and_does_not_stop_others(
-    watchdog: WatchDog, caplog: pytest.LogCaptureFixture
+    control_loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: SimpleQueue[str] = SimpleQueue()
 
     def fail() -> None:
         raise RuntimeError("on purpose")
 
-    watchdog.call_soon(fail)
-    watchdog.call_soon(watchdog.call_later, 0.0, fail)
-    watchdog.call_soon(watchdog.call_later, 0.01, done.put, "timer")
-    watchdog.call_soon(done.put, "call")
+    control_loop.call_soon(fail)
+    control_loop.call_soon(control_loop.call_later, 0.0, fail)
+    control_loop.call_soon(control_loop.call_later, 0.01, done.put, "timer")
+    control_loop.call_soon(done.put, "call")
     assert [done.get(timeout=PATIENCE_S) for _ in range(2)] == ["call", "timer"]
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
 def test_scheduled_calls_run_before_the_stop() -> None:
-    watchdog = WatchDog()
+    control_loop = ControlLoop()
     done: list[int] = []
-    watchdog.start()
+    control_loop.start()
     for number in range(100):
-        watchdog.call_soon(done.append, number)
-    watchdog.stop()
+        control_loop.call_soon(done.append, number)
+    control_loop.stop()
     assert done == list(range(100))
-    watchdog.call_soon(done.append, 100)  # harmless, and never run
+    control_loop.call_soon(done.append, 100)  # harmless, and never run
     assert len(done) == 100
 
 
-def test_watchdog_that_never_started_can_be_stopped() -> None:
-    WatchDog().stop()
+def test_control_loop_that_never_started_can_be_stopped() -> None:
+    ControlLoop().stop()
 
 
-def test_own_stall_does_not_count_as_silence_of_peers(watchdog: WatchDog, ends: Ends) -> None:
+def test_own_stall_does_not_count_as_silence_of_peers(control_loop: ControlLoop, ends: Ends) -> None:
     silences: SimpleQueue[float] = SimpleQueue()
 
     def measure() -> None:
-        silences.put(watchdog.now_s - ends.connection.last_received_s)
+        silences.put(control_loop.now_s - ends.connection.last_received_s)
 
-    watchdog.call_soon(watchdog.call_later, 0.05, measure)
+    control_loop.call_soon(control_loop.call_later, 0.05, measure)
     silences.get(timeout=PATIENCE_S)
-    watchdog.call_soon(time.sleep, 1.0)  # like SIGSTOP, or a thread that holds the GIL
-    watchdog.call_soon(watchdog.call_later, 0.05, measure)
+    control_loop.call_soon(time.sleep, 1.0)  # like SIGSTOP, or a thread that holds the GIL
+    control_loop.call_soon(control_loop.call_later, 0.05, measure)
     # No heartbeat for over a second, but this process was stopped for one second of it.
     assert silences.get(timeout=PATIENCE_S) < 1.0
 
@@ -172,18 +172,18 @@ def test_control_connection_is_lost_when_it_carries(ends: Ends, sent: bytes, rea
     assert ends.peer.recv(1) == b""
 
 
-def test_control_connection_is_lost_when_its_peer_does_not_read(watchdog: WatchDog, ends: Ends) -> None:
+def test_control_connection_is_lost_when_its_peer_does_not_read(control_loop: ControlLoop, ends: Ends) -> None:
     data = Frame(Kind.STORE_SET, (b"key", b"v" * (MAX_FRAME_BYTES - 100))).encode()
     for _ in range(50):
-        watchdog.call_soon(ends.connection.send, data)
+        control_loop.call_soon(ends.connection.send, data)
     assert ends.owner.next() == "it does not read what we send"
     assert len(ends.connection._outbox) <= 6 * MAX_FRAME_BYTES
 
 
-def test_closed_control_connection_still_sends_its_queue(watchdog: WatchDog, ends: Ends) -> None:
+def test_closed_control_connection_still_sends_its_queue(control_loop: ControlLoop, ends: Ends) -> None:
     data = b"x" * 3_000_000  # more than the socket buffers hold: the rest is sent after `close`
-    watchdog.call_soon(ends.connection.send, data)
-    watchdog.call_soon(ends.connection.close)
+    control_loop.call_soon(ends.connection.send, data)
+    control_loop.call_soon(ends.connection.close)
     received = 0
     while piece := ends.peer.recv(1 << 16):
         received += len(piece)
@@ -191,23 +191,23 @@ def test_closed_control_connection_still_sends_its_queue(watchdog: WatchDog, end
     assert ends.owner.told.empty()
 
 
-def test_socket_closed_in_the_same_iteration_is_not_served(watchdog: WatchDog) -> None:
+def test_socket_closed_in_the_same_iteration_is_not_served(control_loop: ControlLoop) -> None:
     served: SimpleQueue[int] = SimpleQueue()
     pairs = [socket.socketpair() for _ in range(2)]
 
     def serve(_mask: int) -> None:
         served.put(0)
         for ours, _ in pairs:
-            watchdog.unregister(ours)
+            control_loop.unregister(ours)
 
     def watch() -> None:
         for ours, theirs in pairs:
             theirs.send(b"x")
-            watchdog.register(ours, selectors.EVENT_READ, serve)
+            control_loop.register(ours, selectors.EVENT_READ, serve)
 
-    watchdog.call_soon(watch)
+    control_loop.call_soon(watch)
     served.get(timeout=PATIENCE_S)
-    watchdog.call_soon(served.put, -1)
+    control_loop.call_soon(served.put, -1)
     assert served.get(timeout=PATIENCE_S) == -1, (
         "the other socket was ready in the same iteration and is no longer watched"
     )
@@ -217,7 +217,7 @@ def test_socket_closed_in_the_same_iteration_is_not_served(watchdog: WatchDog) -
 
 
 def test_nothing_is_logged_during_normal_operation(
-    watchdog: WatchDog, ends: Ends, caplog: pytest.LogCaptureFixture
+    control_loop: ControlLoop, ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
         ends.peer.sendall(Frame(Kind.HEARTBEAT).encode())
