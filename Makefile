@@ -11,7 +11,7 @@ TEST_FILES_AT_ONCE ?= 2
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost scrape_cost elastic
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check dist fmt bench chaos peers throughput soak docs clean
+.PHONY: help install serve test containers check dist fmt bench chaos peers throughput gpu soak docs clean
 .SILENT:
 
 help: ## List all targets.
@@ -52,6 +52,9 @@ peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec and th
 
 throughput: $(STAMP) .venv-peers/.installed ## Compare throughput and latency with FastAPI, LitServe and mosec, about ten minutes.
 	exec $(BIN)/python -m benchmarks.throughput --python .venv-peers/bin/python $(ARGS)
+
+gpu: $(STAMP) ## Run all GPU tests and benchmarks, at most nine minutes; report in build/gpu. Does nothing without a GPU.
+	exec $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 soak: $(STAMP) ## Test scheduler, worlds and elastic worlds under random faults with new seeds: make soak ARGS="--hours 3".
 	exec $(BIN)/python -m tests.torture.soak $(ARGS)

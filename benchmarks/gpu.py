@@ -1,0 +1,229 @@
+"""Everything that a first hour on GPUs must answer, in one run of at most nine minutes: tests, copies, speed, failures. Never run on a GPU.
+
+    make gpu
+    python -m benchmarks.gpu --device cuda:1 --out build/gpu
+    python -m benchmarks.gpu --device cpu --cycles 2     # a rehearsal without a GPU
+
+Writes `report.json` and `report.md`. Each step has a time limit, and a step that fails does not stop the others. The exit status is 1 if a
+test failed or a request was lost, and 0 without a GPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multiworld_serving.testing.chaos.system.processes import resources
+from multiworld_serving.testing.load.clients import Load, record_reference_answers, run_load
+from multiworld_serving.testing.load.images import photo
+from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.workers.compute.transfers import transfers_for
+
+_TOTAL_S = 540.0
+_TESTS = ("tests/integration/test_gpu_stages.py", "tests/integration/test_nccl.py")
+_TESTS_S, _SPEED_S, _READY_S = 180.0, 150.0, 60.0
+_COPY_MIB = (1, 4, 16, 64)
+_COPIES = 20
+_GROWTH_MIB = 64.0
+"""Most device memory that may be in use more after the kills than before."""
+
+
+@dataclass
+class Step:
+    """One step of the report.
+
+    Attributes:
+        passed: False if something is wrong; None if the step only measures.
+        found: figures, by name.
+        output: the end of what its program printed.
+    """
+
+    name: str
+    command: str
+    passed: bool | None = None
+    took_s: float = 0.0
+    found: dict[str, Any] = field(default_factory=dict)
+    output: str = ""
+
+
+def run_program(name: str, arguments: list[str], limit_s: float, *, checks: bool) -> Step:
+    """Run a module of Python; its output goes into the report."""
+    step = Step(name, f"python -m {' '.join(arguments)}")
+    started_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=limit_s, check=False
+        )
+        step.output = (done.stdout + done.stderr)[-6000:]
+        step.passed = done.returncode == 0 if checks or done.returncode else None
+    except subprocess.TimeoutExpired as error:
+        step.passed, step.output = False, f"not done within {limit_s:g} s\n{_text(error.stdout)[-4000:]}"
+    step.took_s = time.monotonic() - started_s
+    return step
+
+
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def measure_copies(device: torch.device) -> Step:
+    """GB/s to the device and back, as the workers copy: through pinned memory, on a stream of their own."""
+    step = Step("copies", "Transfers.to_device, Transfers.to_host")
+    started_s = time.monotonic()
+    transfers = transfers_for(device)
+    for mib in _COPY_MIB:
+        batch = torch.ones(mib << 18)
+        there = transfers.to_device(batch)()
+        transfers.to_host(there)
+        begin_s = time.perf_counter()
+        for _ in range(_COPIES):
+            there = transfers.to_device(batch)()
+            _wait(device)
+        to_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        for _ in range(_COPIES):
+            transfers.to_host(there)
+        back_s = time.perf_counter() - begin_s
+        moved_gb = _COPIES * batch.nbytes / 1e9
+        step.found[f"{mib} MiB"] = {
+            "to device GB/s": round(moved_gb / to_s, 2),
+            "to host GB/s": round(moved_gb / back_s, 2),
+        }
+    step.took_s = time.monotonic() - started_s
+    return step
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def kill_workers(device: torch.device, cycles: int, until_s: float) -> Step:
+    """`kill -9` of random workers under load: lost requests, seconds until the worker serves again, and what the processes hold."""
+    step = Step("kill -9 under load", f"{cycles} kills of random workers of 2 stages x 2 replicas on {device}")
+    started_s = time.monotonic()
+    generator = random.Random(0)
+    with LocalService(
+        model="resnet18", weights="random:0", image_size=64, stages=2, replicas=2, device=str(device)
+    ) as service:
+        requests = record_reference_answers(service.url, [(photo(seed), "image/jpeg") for seed in range(4)])
+        before, leader = _memory_used_mib(device), service.child_pids("leader")[0]
+        held_before, rejoined_s = asdict(resources(leader)), []
+        with run_load(service.url, requests, clients=8) as load:
+            while len(rejoined_s) < cycles and time.monotonic() < until_s:
+                victim = generator.choice(sorted(service.worker_pids().values()))
+                os.kill(victim, signal.SIGKILL)
+                killed_s = time.monotonic()
+                _wait_until_replaced(service, victim)
+                rejoined_s.append(time.monotonic() - killed_s)
+        step.found = _outcome(load) | {
+            "kills": len(rejoined_s),
+            "median seconds until all serve again": sorted(rejoined_s)[len(rejoined_s) // 2] if rejoined_s else None,
+            "longest": max(rejoined_s, default=None),
+            "leader before": held_before,
+            "leader after": asdict(resources(leader)),
+            "device MiB before": before,
+            "device MiB after": _memory_used_mib(device),
+        }
+    grown = step.found["device MiB after"] - before
+    step.passed = not step.found["failed"] and not step.found["wrong"] and bool(rejoined_s) and grown < _GROWTH_MIB
+    step.took_s = time.monotonic() - started_s
+    return step
+
+
+def _wait_until_replaced(service: LocalService, pid: int) -> None:
+    deadline_s = time.monotonic() + _READY_S
+    while pid in service.worker_pids().values():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the worker pid={pid} was not started again")
+        time.sleep(0.02)
+    service.wait_until_complete(_READY_S)
+
+
+def _outcome(load: Load) -> dict[str, Any]:
+    wrong = [sample for sample in load.samples if sample.status == 200 and sample.error]
+    return {
+        "requests": len(load.samples),
+        "failed": len(load.failed),
+        "wrong": len(wrong),
+        "p50 ms": round(1e3 * load.quantile_s(0.5), 1),
+        "p99 ms": round(1e3 * load.quantile_s(0.99), 1),
+    }
+
+
+def _memory_used_mib(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**20
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """The machine and the versions."""
+    found = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        found |= {"device": torch.cuda.get_device_name(device), "GPUs": str(torch.cuda.device_count())}
+    return found
+
+
+def markdown(facts: dict[str, str], steps: list[Step]) -> str:
+    """The report for people."""
+    lines = ["# GPU report", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    for step in steps:
+        result = {True: "passed", False: "FAILED", None: "measured"}[step.passed]
+        lines += [f"## {step.name}: {result} ({step.took_s:.0f} s)", "", f"`{step.command}`", ""]
+        lines += [f"- {name}: {value}" for name, value in step.found.items()]
+        if step.output:
+            lines += ["", "```", step.output.rstrip(), "```"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--cycles", type=int, default=100, help="most kills of a worker; fewer if the time is up")
+    options = parser.parse_args()
+    device: torch.device = options.device
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no GPU is usable on this machine: nothing to do")
+        return 0
+    until_s = time.monotonic() + _TOTAL_S
+    speed = ["benchmarks.stage_speed", "--device", str(device), "--batch-sizes", "1", "8", "32"]
+    work: list[Callable[[], Step]] = [
+        lambda: run_program("tests", ["pytest", "-q", "-rs", *_TESTS], _TESTS_S, checks=True),
+        lambda: measure_copies(device),
+        lambda: run_program("speed of a stage", speed, _SPEED_S, checks=False),
+        lambda: kill_workers(device, options.cycles, until_s),
+    ]
+    steps: list[Step] = []
+    for each in work:
+        try:
+            steps.append(each())
+        except Exception as error:  # noqa: BLE001 - the other steps have answers of their own
+            steps.append(Step("a step ended early", "", passed=False, output=f"{type(error).__name__}: {error}"))
+        print(f"{steps[-1].name}: {steps[-1].passed} after {steps[-1].took_s:.0f} s", flush=True)
+    facts = machine(device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "report.json").write_text(
+        json.dumps({"machine": facts, "steps": list(map(asdict, steps))}, indent=1)
+    )
+    (options.out / "report.md").write_text(markdown(facts, steps))
+    print(f"wrote {options.out / 'report.md'}")
+    return int(any(step.passed is False for step in steps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
