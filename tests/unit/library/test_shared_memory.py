@@ -35,7 +35,7 @@ from multiworld.transport.wire import (
     RELEASE,
     RING,
 )
-from tests.unit.library.test_multiworld_line import RANKS, End, Owner, heard
+from tests.unit.library.test_peer_connection import RANKS, End, Owner, heard
 from tests.waiting import until
 
 MIB = 1 << 20
