@@ -119,7 +119,7 @@ def kill_workers(device: torch.device, cycles: int, until_s: float) -> Step:
     ) as service:
         requests = record_reference_answers(service.url, [(photo(seed), "image/jpeg") for seed in range(4)])
         before, leader = _memory_used_mib(device), service.child_pids("leader")[0]
-        held_before, rejoined_s = asdict(resources(leader)), []
+        held_before, rejoined_s = asdict(resources(leader)), list[float]()
         with run_load(service.url, requests, clients=8) as load:
             while len(rejoined_s) < cycles and time.monotonic() < until_s:
                 victim = generator.choice(sorted(service.worker_pids().values()))
