@@ -5,8 +5,9 @@ import asyncio
 import fcntl
 import os
 import socket
+import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ from tests.waiting import until
 MIB = 1 << 20
 BUDGET = 64 * MIB
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder with a short path, because that of a Unix socket has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="mw") as folder:
+        yield Path(folder)
 
 
 class LocalEnd(End):
@@ -269,7 +277,7 @@ async def test_world_breaks_when_the_peer_passes_a_wrong_segment(
     pass_fd(peer, frame + in_place(), fd)
     await until(lambda: bool(made.owner.protocol_errors))
     assert reason in made.owner.protocol_errors[0]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -385,8 +393,10 @@ def test_socket_is_refused_when_its_folder_is_not_private(tmp_path: Path) -> Non
     next(tmp_path.iterdir()).chmod(0o755)
     with pytest.raises(PermissionError, match="0700"):
         bind_local(str(tmp_path))
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
     with pytest.raises(OSError, match="too long"):
-        bind_local(str(tmp_path / ("x" * 120)))
+        bind_local(str(long))
 
 
 def test_socket_of_a_killed_process_is_deleted_by_the_next_one(tmp_path: Path) -> None:
