@@ -43,9 +43,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
                 replicas=2,
                 heartbeat_timeout_s=PATIENCE_S,
                 hang_timeout_s=PATIENCE_S,
+                edges="relay",  # the results that go through the leader; tests/unit/edges has lies on edges
             )
         )
-        patience = ("--heartbeat-timeout-s", str(PATIENCE_S))
+        patience = ("--heartbeat-timeout-s", str(PATIENCE_S), "--edges", "relay")
         stack.enter_context(external_worker(running.join_address, name="sound", options=patience))
         running.wait_for(lambda line: line["worker"] == "sound" and "->ready" in line.message, WAIT_S)
         yield running

@@ -127,7 +127,8 @@ def test_worker_whose_stage_always_raises_is_broken_and_quarantined(service: Loc
 def test_worker_out_of_memory_is_broken_and_ends(service: LocalService) -> None:
     seen = len(service.lines)
     with run_load(service) as load, faulty(service, "no-memory") as worker:
-        assert ended(service, "worker-that-no-memory", seen) == ["error"]
+        # It reports the batch, or cannot even do that.
+        assert ended(service, "worker-that-no-memory", seen)[0] in ("error", "exit")
         # Exits normally, by its own exit timer, by the interpreter's MemoryError, or by `terminate` of an abort.
         assert worker.wait(WAIT_S) != 0
     assert_nothing_lost(service, load)

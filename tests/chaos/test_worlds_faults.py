@@ -170,21 +170,23 @@ async def test_world_breaks_when_only_the_control_connection_is_cut(spawn: Spawn
             await there
 
 
-async def test_only_the_operation_timeout_detects_a_cut_data_connection(spawn: Spawn, manager: WorldManager) -> None:
+async def test_only_the_operation_timeout_detects_a_cut_data_connection(spawn: Spawn) -> None:
     """The control connection works, so no member is unresponsive; a timeout of the operation covers this case."""
     victim = await spawn()
-    port = manager.listen(HOST)
-    async with line_to(port) as line:
-        await form_over(line, manager, victim, port)
-        line.freeze_data()
-        there = victim.start("recv", world="w", src=0)
-        victim.start("send", world="w", dst=0)
-        with pytest.raises(BrokenWorldException) as raised:
-            await manager.communicator.recv(torch.zeros(4), 1, "w", timeout_s=3.5)
-        assert raised.value.cause is Cause.TIMEOUT
-        with pytest.raises(BrokenWorldException) as raised:
-            await there
-        assert raised.value.cause is Cause.TIMEOUT
+    # Without shared memory, because only a TCP connection can be cut.
+    async with WorldManager(heartbeat_timeout_s=PULSE_S, shared_memory_bytes=0) as manager:
+        port = manager.listen(HOST)
+        async with line_to(port) as line:
+            await form_over(line, manager, victim, port)
+            line.freeze_data()
+            there = victim.start("recv", world="w", src=0)
+            victim.start("send", world="w", dst=0)
+            with pytest.raises(BrokenWorldException) as raised:
+                await manager.communicator.recv(torch.zeros(4), 1, "w", timeout_s=3.5)
+            assert raised.value.cause is Cause.TIMEOUT
+            with pytest.raises(BrokenWorldException) as raised:
+                await there
+            assert raised.value.cause is Cause.TIMEOUT
 
 
 async def form_over(line: Line, manager: WorldManager, victim: Member, port: int) -> None:

@@ -49,7 +49,7 @@ async def test_worker_joins_at_the_advertised_address() -> None:
         if not formed.done():
             formed.set_result(forming.result())
 
-    async with WorldManager(verify_collectives=False) as leader:
+    async with WorldManager(verify_collectives=False, shared_memory_bytes=0) as leader:
         port = leader.listen()
         with Relay(f"127.0.0.1:{port}") as relay:
 
