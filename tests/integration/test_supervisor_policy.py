@@ -79,7 +79,8 @@ def test_environment_has_the_token_and_no_leader_settings(monkeypatch: pytest.Mo
         (program_environment(NOTIFY), None),
     ):
         ours = {name: value for name, value in environment.items() if name.upper().startswith("MULTIWORLD_")}
-        assert ours == ({"MULTIWORLD_TOKEN": token} if token else {})
+        # The token of edges is the configured one, because workers of other machines fetch from local ones.
+        assert ours == ({"MULTIWORLD_TOKEN": token, "MULTIWORLD_EDGE_TOKEN": "of-the-operator"} if token else {})
         assert environment["COLOUR"] == "blue"
         assert environment.items() >= NOTIFY.items()
         assert "WATCHDOG_PID" not in environment, "it would make the child believe that nobody watches it"
