@@ -29,6 +29,7 @@ from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
 from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest
 from multiworld_serving.models.bundle.nodes import BATCH, Node
 from multiworld_serving.models.errors import BundleError
+from multiworld_serving.models.open_file import OpenFile
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
@@ -78,7 +79,7 @@ class WeightsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
+        self._file = OpenFile(os.open(path, os.O_RDONLY))
         with self.tensors():
             pass  # checks the header
         (length,) = _HEADER_LENGTH.unpack(os.pread(self.fileno(), _HEADER_LENGTH.size, 0))

@@ -13,10 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 8 << 20
+from multiworld_serving.models.open_file import OpenFile
+
+_CHUNK_BYTES = 4 << 20
 
 
-class OpenFile(Protocol):
+class HasFileno(Protocol):
     """A file that is open as long as the object exists."""
 
     def fileno(self) -> int: ...
@@ -26,7 +28,7 @@ class OpenFile(Protocol):
 class FileRange:
     """Bytes of a file."""
 
-    file: OpenFile
+    file: HasFileno
     offset: int
     size: int
 
@@ -53,10 +55,10 @@ class StageWeights:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> StageWeights:
         """Weights that are in memory. They are written to a temporary file without a name."""
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the weights are needed
-        written = file.write(safetensors.torch.save(dict(tensors)))
-        file.flush()
-        return cls(b"", [FileRange(file, 0, written)])
+        with tempfile.TemporaryFile() as file:
+            written = file.write(safetensors.torch.save(dict(tensors)))
+            file.flush()
+            return cls(b"", [FileRange(OpenFile(os.dup(file.fileno())), 0, written)])
 
     def chunks(self) -> Iterator[Tensor]:
         """The file in chunks to send, uint8 [N] each. Reads each when it is asked for.
