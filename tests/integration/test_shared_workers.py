@@ -237,7 +237,7 @@ async def test_stage_is_not_loaded_when_the_weights_do_not_have_the_announced_ha
     good = await worker.leader(plan)
     await good.until("ready")
     lying = plan_of("random:1")
-    object.__setattr__(lying, "weights_sha256", "0" * 64)
+    lying.weights.sha256 = "0" * 64
     bad = await worker.leader(lying)
     await bad.until("broken")
     assert "0000 was announced" in bad.link.detail
