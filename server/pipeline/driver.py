@@ -144,11 +144,13 @@ class SchedulerDriver:
             self._traces.link_ended(link)
 
     def on_result(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
+        kept = link.kept(message) if message.kind is MessageKind.KEPT else None
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is None:  # the link has just ended
             return
-        output = self._output_of(link, message, sent)
+        assert message.payload is not None, "the link has checked it"
+        output = message.payload if kept is None else KeptOutput(link, kept[0], len(sent.requests), kept[1])
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
@@ -167,15 +169,7 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        kept = isinstance(output, KeptOutput)
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
-
-    def _output_of(self, link: WorkerLink, message: Message, sent: SentBatch) -> Tensor | KeptOutput:
-        assert message.payload is not None, "the link has checked it"
-        if message.kind is not MessageKind.KEPT:
-            return message.payload
-        row_shape = link.output_shape(message.version, message.stage)
-        return KeptOutput(link, int(message.payload.item()), len(sent.requests), row_shape)
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None), output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""

@@ -182,9 +182,9 @@ class WorkerLink:
             self._post(trace_message(batch, traced))
         self._post(message)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        """Shape of one row of the output of a loaded stage. Raises KeyError."""
-        return self._validator.output_shape(version, stage)
+    def kept(self, message: Message) -> tuple[int, tuple[int, ...]]:
+        """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
+        return self._validator.kept(message)
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""

@@ -60,8 +60,9 @@ class Line:
     def release(self, output: int) -> None:
         self.released.append(output)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        return (5,)
+    def kept(self, message: Message) -> tuple[int, tuple[int, ...]]:
+        assert message.payload is not None
+        return int(message.payload[0]), (5,)
 
 
 class Bench:
@@ -103,7 +104,7 @@ class Bench:
     def kept(self, line: Line, batch: int) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
         self._tensor += 1
-        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor]), 5, 5, line.stage, 1)
+        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor, 5]), 5, 5, line.stage, 1)
         self.driver.on_result(line, message)  # type: ignore[arg-type]
         return self._tensor
 
