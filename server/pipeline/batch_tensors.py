@@ -22,57 +22,67 @@ class BatchTimes:
     transfer_s: float = 0.0
 
 
-class ImageRef(NamedTuple):
-    """An image that its frontend keeps, uint8 [1,3,H,W].
+class InputRef(NamedTuple):
+    """The input row of a request that its frontend keeps.
 
     Attributes:
         holder: the frontend: HOST:PORT/INCARNATION.
+        row_bytes: see `BatchInputs`.
     """
 
     holder: str
     tensor: int
+    row_bytes: int = 0
 
 
-Image: TypeAlias = Tensor | ImageRef
-"""uint8 [3,H,W], or where it is."""
+InputRow: TypeAlias = Tensor | InputRef
+"""The input row of a request, without batch dimension, or where it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRows:
-    """The input of the first stage: one image for each row; None for a request that was cancelled. At least one is an `ImageRef`."""
+class InputRows:
+    """The input of the first stage. At least one row is an `InputRef`."""
 
-    images: tuple[Image | None, ...]
+    rows: tuple[InputRow, ...]
 
     @property
     def holders(self) -> frozenset[str]:
         """The frontends that keep rows."""
-        return frozenset(image.holder for image in self.images if isinstance(image, ImageRef))
+        return frozenset(row.holder for row in self.rows if isinstance(row, InputRef))
 
     def inputs(self) -> BatchInputs:
         """The message for the worker."""
-        by_holder: dict[str, list[tuple[int, ImageRef]]] = {}
+        by_holder: dict[str, list[tuple[int, InputRef]]] = {}
         relayed: list[tuple[int, Tensor]] = []
-        for at, image in enumerate(self.images):
-            if isinstance(image, ImageRef):
-                by_holder.setdefault(image.holder, []).append((at, image))
-            elif image is not None:
-                relayed.append((at, image))
+        row_bytes = 0
+        for at, row in enumerate(self.rows):
+            if isinstance(row, InputRef):
+                by_holder.setdefault(row.holder, []).append((at, row))
+                row_bytes = row.row_bytes
+            else:
+                relayed.append((at, row))
         sources = tuple(
-            Source(holder, tuple(RowRef(image.tensor, ALL_ROWS) for _, image in rows), tuple(at for at, _ in rows))
-            for holder, rows in by_holder.items()
+            Source(holder, tuple(RowRef(ref.tensor, ALL_ROWS) for _, ref in refs), tuple(at for at, _ in refs))
+            for holder, refs in by_holder.items()
         )
-        stacked = torch.stack([image for _, image in relayed]) if relayed else None
-        return BatchInputs(len(self.images), sources, stacked, tuple(at for at, _ in relayed))
+        stacked = torch.stack([row for _, row in relayed]) if relayed else None
+        at = tuple(at for at, _ in relayed)
+        return BatchInputs(len(self.rows), sources, stacked, at, row_bytes=row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptOutput:
-    """The output of a stage, which its worker keeps until it is released or the link ends."""
+    """The output of a stage, which its worker keeps until it is released or the link ends.
+
+    Attributes:
+        row_bytes: see `BatchInputs`.
+    """
 
     link: WorkerLink
     tensor: int
     rows: int
     row_shape: tuple[int, ...]
+    row_bytes: int = 0
 
     @property
     def holder(self) -> str:
@@ -87,7 +97,7 @@ class KeptOutput:
     def inputs(self) -> BatchInputs:
         """The message for the worker of the next stage."""
         source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
-        return BatchInputs(self.rows, (source,))
+        return BatchInputs(self.rows, (source,), row_bytes=self.row_bytes)
 
     def row(self, row: int) -> KeptRow:
         """One row, for the frontend that fetches it."""
@@ -98,7 +108,7 @@ class KeptOutput:
         self.link.release(self.tensor)
 
 
-StoredInput: TypeAlias = Tensor | ImageRows | KeptOutput
+StoredInput: TypeAlias = Tensor | InputRows | KeptOutput
 
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:
@@ -110,49 +120,47 @@ def relayed_bytes(tensor: StoredInput) -> int:
     """Bytes of this input or output that pass the leader."""
     if isinstance(tensor, Tensor):
         return tensor.nbytes
-    if isinstance(tensor, ImageRows):
-        return sum(image.nbytes for image in tensor.images if isinstance(image, Tensor))
+    if isinstance(tensor, InputRows):
+        return sum(row.nbytes for row in tensor.rows if isinstance(row, Tensor))
     return 0
 
 
 class BatchTensors:
-    """Stores the images of open requests and the input of each batch's current stage. Releases kept outputs that are replaced or freed."""
+    """The input rows of open requests and the input of each batch's current stage. Releases kept outputs that are replaced or freed."""
 
     def __init__(self) -> None:
-        self.images: dict[int, Image] = {}
+        self.rows: dict[int, InputRow] = {}
         """By request, until the request is closed."""
         self.times: dict[int, BatchTimes] = {}
         self._inputs: dict[int, StoredInput] = {}
 
     def __len__(self) -> int:
-        return len(self.images) + len(self._inputs)
+        return len(self.rows) + len(self._inputs)
 
     def get_input(self, batch: int, requests: tuple[int, ...] = ()) -> StoredInput:
-        """The stored input of the batch. Without one, collects and stores the images of `requests` (first stage).
+        """The stored input of the batch. Without one, collects and stores the rows of `requests` (first stage).
 
         Raises:
-            LookupError: there is neither a stored input nor an image.
+            LookupError: there is neither a stored input nor a row.
         """
         if batch not in self._inputs:
             self._collect(batch, requests)
         return self._inputs[batch]
 
     def requests_at(self, requests: tuple[int, ...], holders: Collection[str]) -> list[int]:
-        """Those of `requests` whose image is kept by one of `holders`."""
-        found = ((request, self.images.get(request)) for request in requests)
-        return [request for request, image in found if isinstance(image, ImageRef) and image.holder in holders]
+        """Those of `requests` whose input is kept by one of `holders`."""
+        found = ((request, self.rows.get(request)) for request in requests)
+        return [request for request, row in found if isinstance(row, InputRef) and row.holder in holders]
 
     def _collect(self, batch: int, requests: tuple[int, ...]) -> None:
-        """Stack the requests' images into uint8 [B,3,H,W]. A request that was cancelled meanwhile becomes a row of zeros."""
-        rows = [self.images.get(request) for request in requests]
-        if any(isinstance(row, ImageRef) for row in rows):
-            self.replace(batch, ImageRows(tuple(rows)))
-        else:
-            known = [row for row in rows if isinstance(row, Tensor)]
-            if not known:
-                raise LookupError(f"there is no input for batch {batch}")
-            zeros = torch.zeros_like(known[0])
-            self.replace(batch, torch.stack([row if isinstance(row, Tensor) else zeros for row in rows]))
+        """Stack the requests' rows into [B, …]. A request that was cancelled meanwhile gets the row of another one, of the same form."""
+        found = [self.rows.get(request) for request in requests]
+        other = next((row for row in found if row is not None), None)
+        if other is None:
+            raise LookupError(f"there is no input for batch {batch}")
+        rows = [other if row is None else row for row in found]
+        tensors = [row for row in rows if isinstance(row, Tensor)]
+        self.replace(batch, torch.stack(tensors) if len(tensors) == len(rows) else InputRows(tuple(rows)))
         self.times[batch] = BatchTimes()
 
     def replace(self, batch: int, stored: StoredInput) -> None:
