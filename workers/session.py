@@ -333,12 +333,11 @@ class Session:
         assert self._edges is not None, "`_check` requires edges"
         expected = self._expected_input(message)
         inputs = BatchInputs.parse(message.payload, expected.dtype, expected.row_shape.dims, expected.max_batch_size)
-        if bool(inputs.row_bytes) != expected.row_shape.varies:
-            raise WireError(f"INPUTS with rows of {inputs.row_bytes} bytes; expected {expected.row_shape}")
+        row_shape = inputs.row_shape(expected.row_shape.dims)
+        if not expected.row_shape.accepts(row_shape):
+            raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
         self._edges.store.release(inputs.release, self)
-        return inputs, await fetch_inputs(
-            self._edges, inputs, expected.dtype, inputs.row_shape(expected.row_shape.dims)
-        )
+        return inputs, await fetch_inputs(self._edges, inputs, expected.dtype, row_shape)
 
     def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
         """Keep an output for others to fetch. Returns the payload of KEPT; None if the output must be sent to the leader."""

@@ -76,7 +76,7 @@ class BatchInputs:
         keep: the output should stay at the worker (KEPT); otherwise it comes with the result.
         expires_s: after how many seconds the worker frees a kept output by itself; 0: not at all.
         release: ids of earlier outputs of the worker that are not needed any more.
-        row_bytes: length of the rows, if it varies: uint8 [row_bytes]; 0: they have the shape of the stage's input.
+        row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
     """
 
     rows: int

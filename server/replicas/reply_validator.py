@@ -43,14 +43,14 @@ class ReplyValidator:
         """The worker has loaded this stage."""
         self._outputs[plan.number, plan.spec.index] = _Output(plan.self_test_output.dtype, plan.output_shape)
 
-    def kept(self, message: Message) -> tuple[int, tuple[int, ...]]:
+    def kept(self, message: Message) -> tuple[int, RowShape]:
         """The id of a kept output, and the shape of one of its rows. Raises WireError if it cannot have this shape."""
         assert message.payload is not None, "`check` requires a payload"
         number, *dims = message.payload.tolist()
         expected = self._outputs.get((message.version, message.stage))
         if expected is None or not expected.row_shape.accepts(tuple(dims)):
             raise WireError(f"KEPT with rows of {tuple(dims)}; expected {expected and expected.row_shape}")
-        return number, tuple(dims)
+        return number, RowShape(tuple(dims), expected.row_shape.varies)
 
     def version_unloaded(self, version: int) -> None:
         """The worker is told to free this version."""

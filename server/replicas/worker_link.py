@@ -17,6 +17,7 @@ from multiworld_serving.common.wire import (
     JoinRequest,
     Message,
     MessageKind,
+    RowShape,
     TraceContext,
     WireError,
     trace_message,
@@ -182,7 +183,7 @@ class WorkerLink:
             self._post(trace_message(batch, traced))
         self._post(message)
 
-    def kept(self, message: Message) -> tuple[int, tuple[int, ...]]:
+    def kept(self, message: Message) -> tuple[int, RowShape]:
         """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
         return self._validator.kept(message)
 

@@ -118,7 +118,7 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
     assert kept.payload is not None
     answer, row_shape = second.link.kept(kept)
     found = await first.edges.fetch(
-        second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape), take=True
+        second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
     )
     model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
