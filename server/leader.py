@@ -135,11 +135,11 @@ class Leader:
 
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
-    async def predict(
+    def begin(
         self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
-    ) -> Prediction:
-        """See `SchedulerDriver.predict`."""
-        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher)
+    ) -> asyncio.Future[Prediction]:
+        """See `SchedulerDriver.begin`."""
+        return self._driver.begin(image, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher)
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """See `SchedulerDriver.frontend_cannot_reach`."""
