@@ -289,18 +289,7 @@ class Session:
         """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Returns the outcome."""
         outcome: Outcome = "answered"
         try:
-            keep, payload = await self._input_of(message)
-            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, payload)
-            self._metrics.computed(message.stage, compute_ns / 1e9)
-            if self._traces is not None and parents:
-                images = len(payload)
-                self._traces.computed(
-                    parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
-                )
-            kind = MessageKind.RESULT
-            if keep is not None and (kept := self._keep(output, keep)) is not None:
-                kind, output = MessageKind.KEPT, kept
-            answer = Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+            answer = await self._compute(message, parents)
         except InputLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
             answer = error.lost.message(message.batch, message.stage, message.version)
@@ -323,6 +312,25 @@ class Session:
         if self.device_failed:
             self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
         return outcome
+
+    async def _compute(self, message: Message, parents: list[TraceContext]) -> Message:
+        """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""
+        inputs, batch = await self._input_of(message)
+        images, keep, allocate = len(batch), inputs is not None and inputs.keep, None
+        if keep and self._edges is not None:
+            allocate = self._edges.allocate
+        output, compute_ns, waited_ns = await self.queue.compute(
+            message.version, message.stage, batch, allocate=allocate
+        )
+        self._metrics.computed(message.stage, compute_ns / 1e9)
+        if self._traces is not None and parents:
+            self._traces.computed(
+                parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
+            )
+        kind = MessageKind.RESULT
+        if inputs is not None and (kept := self._keep(output, inputs)) is not None:
+            kind, output = MessageKind.KEPT, kept
+        return Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
         """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""

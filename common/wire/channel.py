@@ -65,3 +65,16 @@ class Channel:
         await self.world.recv_message(accept, self._peer)
         assert message is not None, "a message is received after `accept` has returned"
         return message
+
+    async def receive_view(self) -> Message:
+        """As `receive`, but a large payload stays in shared memory of the sender if it can, until all tensors that use it are dropped."""
+        header: Header | None = None
+
+        def check(data: bytes, size_bytes: int) -> None:
+            nonlocal header
+            header = Header.parse(data, size_bytes)
+            self._check(header)
+
+        view = await self.world.recv_view(check, self._peer)
+        assert header is not None, "a view is received after `check` has returned"
+        return header.message(view.data)

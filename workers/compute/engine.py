@@ -29,7 +29,7 @@ from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.fair_queue import FairQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
-from multiworld_serving.workers.compute.transfers import transfers_for
+from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,7 @@ class Engine:
             torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
         while (job := self._next()) is not None:
             if job.future.cancelled():
+                del job  # its tensors may lie in memory of another process
                 continue
             result, error = None, None
             try:
@@ -235,9 +236,20 @@ class EngineQueue:
         self._unloaded.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
-    async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+    async def compute(
+        self,
+        version: int,
+        stage: int,
+        batch: Tensor,
+        dtype: torch.dtype | None = None,
+        allocate: Allocate | None = None,
+    ) -> tuple[Tensor, int, int]:
         """Compute a batch. Returns the output on the CPU, nanoseconds computed, and nanoseconds waited.
 
+        Args:
+            batch: of the dtype of the stage's input, or another float dtype, which is converted.
+            dtype: of the output; None: as computed.
+            allocate: makes the memory for the output; None: any memory.
         Raises what the stage raises, and KeyError if the stage is not loaded in this version.
         """
         asked_ns = time.perf_counter_ns()
@@ -246,7 +258,7 @@ class EngineQueue:
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.acquire_cores():
-                output = self._forward(self._stages[version, stage].optimized.module, arrived)
+                output = self._forward(self._stages[version, stage].optimized.module, arrived, dtype, allocate)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
@@ -286,9 +298,18 @@ class EngineQueue:
         with torch_threads(threads):
             self._forward(stage, self._engine.transfers.to_device(batch))
 
-    def _forward(self, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
+    def _forward(
+        self,
+        stage: nn.Module,
+        arrived: Callable[[], Tensor],
+        dtype: torch.dtype | None = None,
+        allocate: Allocate | None = None,
+    ) -> Tensor:
         with torch.inference_mode():
-            return self._engine.transfers.to_host(stage(arrived()))
+            batch = arrived()
+            if batch.is_floating_point():
+                batch = batch.to(torch.float32)
+            return self._engine.transfers.to_host(stage(batch), dtype, allocate)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
+Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Returns an uninitialized contiguous tensor of this shape and dtype. May be called on any thread."""
 
 
 class Transfers(Protocol):
@@ -17,9 +21,21 @@ class Transfers(Protocol):
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         ...
 
-    def to_host(self, output: Tensor) -> Tensor:
-        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread."""
+    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
+        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
+
+        Args:
+            dtype: of the result; None: that of the output.
+            allocate: makes the memory for the result; None: any memory.
+        """
         ...
+
+
+def _in_range(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """Limit the values to those of float16 if they are converted to it: infinity would become NaN in the next stage."""
+    if dtype != torch.float16 or output.dtype == torch.float16:
+        return output
+    return output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
 
 
 def transfers_for(device: torch.device) -> Transfers:
@@ -31,8 +47,12 @@ class _CpuTransfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         return lambda: batch
 
-    def to_host(self, output: Tensor) -> Tensor:
-        return output.contiguous()
+    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
+        dtype = dtype or output.dtype
+        output = _in_range(output, dtype)
+        if allocate is None:
+            return output.to(dtype).contiguous()
+        return allocate(output.shape, dtype).copy_(output)
 
 
 class _GpuTransfers:
@@ -57,7 +77,10 @@ class _GpuTransfers:
 
         return arrived
 
-    def to_host(self, output: Tensor) -> Tensor:
+    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
+        dtype = dtype or output.dtype
+        output = _in_range(output, dtype).to(dtype)
+        # Only pinned memory is copied to without blocking, and segments of shared memory are not pinned.
         host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
         host.copy_(output, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
