@@ -51,13 +51,18 @@ _FAILURE_GRACE_S = 30.0
 LEADER_RANK = 0
 
 
-class _ExpectedInput(NamedTuple):
-    """Input that an assigned stage accepts, in the order of `Header.require_batch`'s parameters."""
+class _Expected(NamedTuple):
+    """What an assigned stage accepts and returns. The first fields are in the order of `Header.require_batch`'s parameters.
+
+    Attributes:
+        float32_as: as which a float32 output travels.
+    """
 
     dtype: torch.dtype
     sample_shape: tuple[int, ...]
     min_batch_size: int
     max_batch_size: int
+    float32_as: torch.dtype
 
     @property
     def max_inputs_bytes(self) -> int:
@@ -106,7 +111,7 @@ class Session:
         self._slots = asyncio.Semaphore(1)
         self._incoming: IncomingAssignment | None = None
         """The assignment whose stage is not loaded yet, and whose weights have not all arrived."""
-        self._inputs: dict[tuple[int, int], _ExpectedInput] = {}
+        self._inputs: dict[tuple[int, int], _Expected] = {}
         """By version and stage: the stages that are assigned and not unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -165,9 +170,9 @@ class Session:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
             case MessageKind.BATCH:
-                header.require_batch(*self._expected_input(header))
+                header.require_batch(*self._expected(header)[:4])
             case MessageKind.INPUTS if self._edges is not None:
-                header.require_batch(torch.uint8, (), 1, self._expected_input(header).max_inputs_bytes)
+                header.require_batch(torch.uint8, (), 1, self._expected(header).max_inputs_bytes)
             case MessageKind.RELEASE if self._edges is not None:
                 header.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN if self._incoming is None:
@@ -181,7 +186,7 @@ class Session:
             case _:
                 raise WireError(f"{header.kind.name} was not expected here")
 
-    def _expected_input(self, message: Header | Message) -> _ExpectedInput:
+    def _expected(self, message: Header | Message) -> _Expected:
         expected = self._inputs.get((message.version, message.stage))
         if expected is None:
             raise WireError(
@@ -194,7 +199,11 @@ class Session:
             case MessageKind.ASSIGN if self._incoming is None:
                 self._incoming = incoming = IncomingAssignment(message)
                 spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
-                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(spec.input_dtype, shape, 1, most)
+                self._inputs[incoming.assignment.version, spec.index] = _Expected(
+                    spec.input_dtype if spec.is_first else incoming.assignment.travels_as(spec.input_dtype),
+                    *(shape, 1, most),
+                    torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
+                )
                 self._on_assigned(spec)
                 self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))
@@ -318,7 +327,7 @@ class Session:
         if keep and self._edges is not None:
             allocate = self._edges.allocate
         output, compute_ns, waited_ns = await self.queue.compute(
-            message.version, message.stage, batch, allocate=allocate
+            message.version, message.stage, batch, self._expected(message).float32_as, allocate
         )
         self._metrics.computed(message.stage, compute_ns / 1e9)
         if self._traces is not None and parents:
@@ -336,7 +345,7 @@ class Session:
         if message.kind is MessageKind.BATCH:
             return None, message.payload
         assert self._edges is not None, "`_check` requires edges"
-        expected = self._expected_input(message)
+        expected = self._expected(message)
         dtype, sample_shape = expected.dtype, expected.sample_shape
         inputs = BatchInputs.parse(message.payload, dtype, sample_shape, expected.max_batch_size)
         self._edges.store.release(inputs.release, self)

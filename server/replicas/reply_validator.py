@@ -42,7 +42,7 @@ class ReplyValidator:
     def stage_loaded(self, plan: StagePlan) -> None:
         """The worker has loaded this stage."""
         output = plan.self_test_output
-        self._outputs[plan.number, plan.spec.index] = _Output(output.dtype, tuple(output.shape[1:]))
+        self._outputs[plan.number, plan.spec.index] = _Output(plan.output_dtype, tuple(output.shape[1:]))
 
     def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
         """Shape of one row of the output of a loaded stage. Raises KeyError."""

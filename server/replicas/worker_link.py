@@ -281,7 +281,7 @@ class WorkerLink:
         self._validator.stage_loaded(plan)
         self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
         await channel.send(
-            Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
+            Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=plan.spec.index, version=plan.number)
         )
         answer = await self._expect((MessageKind.RESULT,), plan)
         if wrong := plan.check_self_test(answer.payload):

@@ -242,14 +242,14 @@ class EngineQueue:
         version: int,
         stage: int,
         batch: Tensor,
-        dtype: torch.dtype | None = None,
+        float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
     ) -> tuple[Tensor, int, int]:
         """Compute a batch. Returns the output on the CPU, nanoseconds computed, and nanoseconds waited.
 
         Args:
-            batch: of the dtype of the stage's input, or another float dtype, which is converted.
-            dtype: of the output; None: as computed.
+            batch: of the dtype of the stage's input, or as it travels, which is converted.
+            float32_as: dtype of the output if the stage computes float32.
             allocate: makes the memory for the output; None: any memory.
         Raises what the stage raises, and KeyError if the stage is not loaded in this version.
         """
@@ -259,7 +259,9 @@ class EngineQueue:
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.acquire_cores():
-                output = self._forward(self._stages[version, stage].optimized.module, arrived, dtype, allocate)
+                loaded = self._stages[version, stage]
+                rows = arrived().to(loaded.spec.input_dtype)
+                output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
@@ -298,20 +300,17 @@ class EngineQueue:
 
     def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
         with torch_threads(threads):
-            self._forward(stage, self._engine.transfers.to_device(batch))
+            self._forward(stage, self._engine.transfers.to_device(batch)())
 
     def _forward(
         self,
         stage: nn.Module,
-        arrived: Callable[[], Tensor],
-        dtype: torch.dtype | None = None,
+        batch: Tensor,
+        float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
     ) -> Tensor:
         with torch.inference_mode():
-            batch = arrived()
-            if batch.is_floating_point():
-                batch = batch.to(torch.float32)
-            return self._engine.transfers.to_host(stage(batch), dtype, allocate)
+            return self._engine.transfers.to_host(stage(batch), float32_as, allocate)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -21,21 +21,23 @@ class Transfers(Protocol):
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         ...
 
-    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
+    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
         """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
 
         Args:
-            dtype: of the result; None: that of the output.
+            float32_as: dtype of the result if the output is float32; other outputs keep theirs.
             allocate: makes the memory for the result; None: any memory.
         """
         ...
 
 
-def _in_range(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """Limit the values to those of float16 if they are converted to it: infinity would become NaN in the next stage."""
-    if dtype != torch.float16 or output.dtype == torch.float16:
-        return output
-    return output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.dtype]:
+    """The output, with values that fit, and the dtype to convert it to. In float16, too large values would become infinity, and then NaN."""
+    if output.dtype != torch.float32:
+        return output, output.dtype
+    if float32_as == torch.float16:
+        output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+    return output, float32_as
 
 
 def transfers_for(device: torch.device) -> Transfers:
@@ -47,9 +49,8 @@ class _CpuTransfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         return lambda: batch
 
-    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
-        dtype = dtype or output.dtype
-        output = _in_range(output, dtype)
+    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
+        output, dtype = _converting(output, float32_as)
         if allocate is None:
             return output.to(dtype).contiguous()
         return allocate(output.shape, dtype).copy_(output)
@@ -77,9 +78,9 @@ class _GpuTransfers:
 
         return arrived
 
-    def to_host(self, output: Tensor, dtype: torch.dtype | None = None, allocate: Allocate | None = None) -> Tensor:
-        dtype = dtype or output.dtype
-        output = _in_range(output, dtype).to(dtype)
+    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
+        output, dtype = _converting(output, float32_as)
+        output = output.to(dtype)
         # Only pinned memory is copied to without blocking, and segments of shared memory are not pinned.
         host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
         host.copy_(output, non_blocking=True)
