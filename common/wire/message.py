@@ -166,7 +166,9 @@ class Header:
         """The message, whose payload is `data`, uint8 [size]. Without it, new memory."""
         payload = None
         if self.shape is not None:
-            payload = torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
+            payload = (
+                torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
+            )
         return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 

@@ -21,7 +21,9 @@ class Transfers(Protocol):
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         ...
 
-    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
         """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
 
         Args:
@@ -49,7 +51,9 @@ class _CpuTransfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         return lambda: batch
 
-    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
         output, dtype = _converting(output, float32_as)
         if allocate is None:
             return output.to(dtype).contiguous()
@@ -78,7 +82,9 @@ class _GpuTransfers:
 
         return arrived
 
-    def to_host(self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None) -> Tensor:
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
         output, dtype = _converting(output, float32_as)
         output = output.to(dtype)
         # Only pinned memory is copied to without blocking, and segments of shared memory are not pinned.

@@ -67,8 +67,7 @@ class Bench:
     def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            self.driver.begin(IMAGE + number, deadline_s=deadline_s, request_id=str(number))
-            for number in range(count)
+            self.driver.begin(IMAGE + number, deadline_s=deadline_s, request_id=str(number)) for number in range(count)
         ]
 
     async def work(
