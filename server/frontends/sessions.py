@@ -287,7 +287,7 @@ class FrontendSession:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
         try:
             prediction = self._begin(frame)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - reported to the frontend
             self._send_failure(frame.number, error)
             return
         self._start(frame.number, prediction)

@@ -34,7 +34,7 @@ class Transfers(Protocol):
 
 
 def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.dtype]:
-    """The output, with values that fit, and the dtype to convert it to. In float16, too large values would become infinity, and then NaN."""
+    """The output, and the dtype to convert it to. Values too large for float16 are limited: infinity would become NaN in the next stage."""
     if output.dtype != torch.float32:
         return output, output.dtype
     if float32_as == torch.float16:
