@@ -134,11 +134,11 @@ class Leader:
 
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
-    async def predict(
+    def begin(
         self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
-    ) -> Prediction:
-        """See `SchedulerDriver.predict`."""
-        return await self._driver.predict(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
+    ) -> asyncio.Future[Prediction]:
+        """See `SchedulerDriver.begin`."""
+        return self._driver.begin(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """See `SchedulerDriver.frontend_cannot_reach`."""

@@ -144,6 +144,11 @@ class LeaderSettings(_ServiceSettings):
         "Pipeline",
         "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
+    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32",
+        "Pipeline",
+        "dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values.",
+    )
     join_host: str = setting(
         "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
     )

@@ -88,6 +88,11 @@ class Edges:
         await self._server.close()
         await self._manager.aclose()
 
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory for a tensor to keep. Consumers on this host can read it in place if it is in shared memory, which it is
+        unless it is small or no shared memory is left. May be called on any thread."""
+        return self._manager.allocate(shape, dtype)
+
     async def wait_fetched(self, timeout_s: float) -> None:
         """Wait until no tensor is kept any more, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):

@@ -120,7 +120,8 @@ class EdgePool:
         If the edge breaks, the fetch is repeated once over a new one.
         Raises:
             HolderUnreachableError, TensorGoneError: other producers are not affected.
-        Cancelling does not end the edge.
+        Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
+        tensors over it are dropped. It may be written: this changes only the memory of this process.
         """
         began_s = time.monotonic()
         try:
@@ -300,7 +301,7 @@ class _Edge:
         refs = [ref for fetch in fetches for ref in fetch.refs]
         async with asyncio.timeout(_FETCH_S):
             await channel.send(Message(kind, number, row_refs_tensor(refs)))
-            tensor = (await channel.receive()).payload
+            tensor = (await channel.receive_view()).payload
         if tensor is not None:
             self._pool.received(tensor, self._transport)
         return tensor

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from multiworld import AskError, World, WorldError, WorldManager
+from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.wire import (
@@ -110,11 +110,12 @@ class EdgeServer:
     async def _answer(self, world: World) -> NoReturn:
         """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
         channel = Channel(world, _CONSUMER_RANK, _check)
+        allocate = world.allocate if world.transport is Transport.SHARED_MEMORY else None
         while True:
             message = await channel.receive()
             assert message.payload is not None, "`_check` requires it"
             refs = row_refs(message.payload)
-            found = self._store.rows(refs)
+            found = self._store.rows(refs, allocate)
             async with asyncio.timeout(_SEND_S):
                 if found is None:
                     await channel.send(Message(MessageKind.GONE, message.batch))

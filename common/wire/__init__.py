@@ -15,6 +15,7 @@ from multiworld_serving.common.wire.inputs import (
     row_refs_tensor,
 )
 from multiworld_serving.common.wire.join import (
+    EDGE_DTYPES,
     FRONTEND_PROTOCOL,
     MAX_PARTS,
     RELEASE,
@@ -32,6 +33,7 @@ from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext
 
 __all__ = [
     "ALL_ROWS",
+    "EDGE_DTYPES",
     "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
     "MAX_FETCH_ROWS",

@@ -185,9 +185,13 @@ class Header:
         if self.shape is not None:
             raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
 
-    def message(self) -> Message:
-        """The message, with memory for its payload."""
-        payload = None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)
+    def message(self, data: Tensor | None = None) -> Message:
+        """The message, whose payload is `data`, uint8 [size]. Without it, new memory."""
+        payload = None
+        if self.shape is not None:
+            payload = (
+                torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
+            )
         return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 

@@ -121,6 +121,14 @@ class ControlLoop:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), timer))
         return timer
 
+    def call_at_multiple(self, interval_s: float, call: Callable[..., object]) -> Timer:
+        """Call when the clock next reaches a multiple of `interval_s`.
+
+        Timers with equal intervals fire together, in all worlds and in all processes of a host, so a process that has many worlds wakes
+        up once for the heartbeats of all of them.
+        """
+        return self.call_later(interval_s - time.monotonic() % interval_s, call)
+
     def register(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
         self._selector.register(sock, events, callback)
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,6 +93,8 @@ class SchedulerDriver:
         self._edges = EdgeRouting(num_stages)
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        """When the timer fires, as `time.monotonic()`."""
 
     def close(self) -> None:
         """Stop the timer and end all pending requests with `DrainingError`."""
@@ -101,38 +104,48 @@ class SchedulerDriver:
             if not pending.future.done():
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
-    async def predict(
+    def begin(
         self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
-    ) -> Prediction:
-        """See `multiworld_serving.server.predictor.Predictor.predict`.
+    ) -> asyncio.Future[Prediction]:
+        """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
+
+        Returns a future and starts no task, because a leader handles thousands of requests a second.
 
         Args:
             fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
                 prediction has the output.
-        Raises:
-            InputUnreachableError: the input is at a frontend that the worker cannot reach. Send it again with the input.
+        The future raises InputUnreachableError if the input is at a frontend that the worker cannot reach: send it again with the input.
         """
         request = self._next_request
         self._next_request += 1
-        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._pending[request] = PendingRequest(future, request_id, time.monotonic(), fetcher)
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        future: asyncio.Future[Prediction] = loop.create_future()
+        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, self._lose, future, request_id)
+        self._pending[request] = PendingRequest(future, request_id, now_s, fetcher)
         self._tensors.rows[request] = row
         if self._traces is not None:
             self._traces.request_started(request)
+        future.add_done_callback(partial(self._ended, request, timer))
         self.submit_event(RequestArrived(request, deadline_s, key))
-        try:
-            await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
-            if future.done():
-                return future.result()
+        return future
+
+    def _ended(self, request: int, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
+        """The future of a request has a result or is cancelled."""
+        timer.cancel()
+        if self._traces is not None:
+            self._traces.request_ended(request)
+        if request in self._pending:  # no outcome: the caller has cancelled it, or it is lost
+            self._close(request)
+            self.submit_event(RequestCancelled(request))
+
+    def _lose(self, future: asyncio.Future[Prediction], request_id: str) -> None:
+        """The deadline of a request has passed some time ago."""
+        if not future.done():
             self._metrics.request_lost()
             logger.error("request_id=%s lost: neither answer nor error by its deadline", request_id)
-            raise DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
-        finally:
-            if self._traces is not None:
-                self._traces.request_ended(request)
-            if self._pending.pop(request, None) is not None:  # no outcome yet: the caller was cancelled
-                self._tensors.rows.pop(request, None)
-                self.submit_event(RequestCancelled(request))
+            future.set_exception(
+                DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            )
 
     # -- events of links -----------------------------------------------------------------------------------------------------
 
@@ -278,12 +291,14 @@ class SchedulerDriver:
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
     def _wake_at(self, wakeup_s: float | None) -> None:
+        """Set the timer. One that fires earlier is left as it is: its `Tick` sets the next one."""
+        if wakeup_s is None or (self._timer is not None and self._timer_s <= wakeup_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if wakeup_s is not None:
-            delay_s = max(0.0, wakeup_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer_s = wakeup_s
+        delay_s = max(0.0, wakeup_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -112,7 +112,6 @@ class WorkerLink:
         self._world: World | None = None
         self._channel: Channel | None = None
         self._joining: asyncio.Task[World] | None = None
-        self._sends: set[asyncio.Task[None]] = set()
         self._replies: asyncio.Queue[Message | None] | None = None
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
@@ -283,7 +282,7 @@ class WorkerLink:
         self._validator.stage_loaded(plan)
         self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
         await channel.send(
-            Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
+            Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=plan.spec.index, version=plan.number)
         )
         answer = await self._expect((MessageKind.RESULT,), plan)
         if wrong := plan.check_self_test(answer.payload):
@@ -363,14 +362,10 @@ class WorkerLink:
             logger.debug("world=%s ignored %s", self.id, message.kind.name)
 
     def _post(self, message: Message) -> None:
-        task = asyncio.get_running_loop().create_task(self._send(message))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
-
-    async def _send(self, message: Message) -> None:
+        """Start to send a message. Does nothing if the link has ended, which `run` reports."""
         assert self._channel is not None
         try:
-            await self._channel.send(message)
+            self._channel.start(message)
         except (BrokenWorldException, WorldClosedError):
             logger.debug("world=%s %s %d was not sent: the link has ended", self.id, message.kind.name, message.batch)
 
@@ -408,6 +403,3 @@ class WorkerLink:
             world.fail(Cause.ABORTED, 0, self.detail)
             if manager.worlds.get(self.world_name) is world:
                 await manager.close_world(self.world_name)
-        for task in self._sends:
-            task.cancel()
-        await asyncio.gather(*self._sends, return_exceptions=True)

@@ -91,10 +91,8 @@ class Bench:
             self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
         self._tensor = 0
 
-    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Task[Prediction]:
-        asked = asyncio.create_task(
-            self.driver.predict(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
-        )
+    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
+        asked = self.driver.begin(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 

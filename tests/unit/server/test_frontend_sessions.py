@@ -69,9 +69,12 @@ class FakeLeader:
         self.ahead: list[int] = []
         self.cancelled = 0
 
-    async def predict(
+    def begin(
         self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
-    ) -> Prediction:
+    ) -> asyncio.Task[Prediction]:
+        return asyncio.create_task(self._predict(image, deadline_s, request_id))
+
+    async def _predict(self, image: Tensor, deadline_s: float, request_id: str) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))
         try:
             if self.proceed is not None:
