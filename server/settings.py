@@ -160,6 +160,13 @@ class LeaderSettings(_ServiceSettings):
     batch_timeout_s: float = setting(
         0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
     )
+    target_latency_ms: float | None = setting(
+        None,
+        "Batching",
+        "Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only.",
+        gt=0,
+        le=3_600_000,
+    )
     window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
     max_attempts: int = setting(
         3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
@@ -217,6 +224,9 @@ class LeaderSettings(_ServiceSettings):
         le=65535,
     )
     join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
+    report_capacity: bool = setting(
+        False, "Process", "Report the replicas that the load needs to the supervisor.", hidden=True
+    )
 
     @property
     def accepted_secrets(self) -> tuple[bytes, ...]:
