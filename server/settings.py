@@ -24,6 +24,7 @@ from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSetting
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
+_MAX_WORKERS = 1024
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -450,6 +451,17 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     external_workers: bool = setting(
         False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
     )
+    autoscale: str | None = setting(
+        None,
+        "Pipeline",
+        "Start and stop local workers as the load changes: the least and the largest number of workers, of all stages together; none "
+        "keeps --replicas of each stage.",
+        pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
+        allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
+    )
+    autoscale_down_after_s: float = setting(
+        60.0, "Pipeline", "How long a worker is not needed before --autoscale stops it.", ge=1, le=3600
+    )
     device: str = setting(
         "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
     )
@@ -466,8 +478,21 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of the full pipeline: replicas of all stages, and spares."""
-        return self.stages * self.replicas + self.spares
+        """Number of workers at start: replicas of all stages, and spares; or the least number of `autoscale`."""
+        return self.stages * self.replicas + self.spares if self.worker_limits is None else self.worker_limits[0]
+
+    @property
+    def max_workers(self) -> int:
+        """Largest number of workers."""
+        return self.num_workers if self.worker_limits is None else self.worker_limits[1]
+
+    @property
+    def worker_limits(self) -> tuple[int, int] | None:
+        """The numbers of `autoscale`."""
+        if self.autoscale is None:
+            return None
+        least, _, most = self.autoscale.partition("..")
+        return int(least), int(most)
 
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
@@ -486,6 +511,24 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)
                 raise ValueError(f"{names} are both {port}; choose different ports, or 0 for a free one")
+        return self
+
+    @model_validator(mode="after")
+    def _autoscale_keeps_redundancy(self) -> Self:
+        if self.worker_limits is None:
+            return self
+        (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
+        if self.external_workers:
+            raise ValueError("autoscale starts local workers, and external_workers allows none: use one of them")
+        if not least <= most <= _MAX_WORKERS:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"
+            )
+        if least < needed:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: {self.stages} stages x {self.replicas} replicas + {self.spares} spares need at least "
+                f"{needed} workers; use {needed}..{max(needed, most)}, or fewer replicas"
+            )
         return self
 
     def _without_token(self) -> Self:
