@@ -62,6 +62,10 @@ class NotifyListener:
         self._receive()  # what arrived while this process was blocked
         return time.monotonic() - self._heard_s[pid] if pid in self._heard_s else 0.0
 
+    def heard(self, pid: int) -> bool:
+        """Whether a child has ever sent a message: it does so when it has started."""
+        return pid in self._heard_s
+
     def forget(self, pid: int) -> None:
         """Forget a child that has ended: its pid may be reused."""
         self._heard_s.pop(pid, None)
