@@ -240,7 +240,7 @@ def by_replicas_wanted() -> Way:
 
 
 def by_cpu(*, of_each_stage: bool, target: float = 0.7) -> Way:
-    """The rule of Kubernetes' HorizontalPodAutoscaler: workers times utilisation of the last 15 s over the target, in steps of over 10 %."""
+    """The rule of Kubernetes' HorizontalPodAutoscaler: workers times utilisation over the target, in steps of over 10 %."""
     before, history = [0.0] * len(STAGES), deque[tuple[float, list[int]]]()
 
     def scale(cluster: Cluster) -> None:

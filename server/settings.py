@@ -14,13 +14,12 @@ from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsE
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
-    Address,
     default_name,
     name_after_host,
     parse_address,
-    parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
+from multiworld_serving.common.config.leaders import LeadersSettings
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
@@ -400,18 +399,11 @@ class HttpSettings(_ServiceSettings):
         return self
 
 
-class FrontendSettings(EdgePortSettings, HttpSettings):
+class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     """Settings of a frontend: the leaders to use, and its HTTP API."""
 
     section: ClassVar[str] = "frontend"
 
-    leader: str = setting(
-        ...,
-        "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
-        repeatable=True,
-    )
     name: str = setting(
         None,
         "Network",
@@ -420,17 +412,6 @@ class FrontendSettings(EdgePortSettings, HttpSettings):
         pattern=NAME_PATTERN,
         allowed=NAME_ALLOWED,
     )
-
-    @property
-    def leaders(self) -> tuple[Address, ...]:
-        """Join addresses of the leaders."""
-        return parse_addresses(self.leader)
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str) -> str:
-        parse_addresses(leader)
-        return leader
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
@@ -468,12 +449,40 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
+        "Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs "
+        "that Ray reserves for each worker, and 0 is 1.",
         ge=0,
         le=1024,
     )
     frontends: int = setting(
         1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
+    )
+
+    launcher: Literal["local", "ray"] = setting(
+        "local",
+        "Launcher",
+        "What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray "
+        "cluster, where they run until `multiworld down`.",
+    )
+    ray_address: str = setting(
+        "auto",
+        "Launcher",
+        "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
+        allowed="auto or HOST:PORT",
+    )
+    ray_namespace: str = setting(
+        "multiworld",
+        "Launcher",
+        "Namespace of the actors in the Ray cluster; several services need different ones.",
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
+    )
+    worker_memory: int = setting(
+        0,
+        "Launcher",
+        "Bytes of memory that Ray reserves for each worker; 0 reserves none.",
+        ge=0,
+        le=1 << 44,
     )
 
     @property

@@ -71,6 +71,10 @@ class NotifyListener:
         at_s, report = self._reports.get(pid, (float("-inf"), None))
         return report if time.monotonic() - at_s <= max_age_s else None
 
+    def heard(self, pid: int) -> bool:
+        """Whether a child has ever sent a message: it does so when it has started."""
+        return pid in self._heard_s
+
     def forget(self, pid: int) -> None:
         """Forget a child that has ended: its pid may be reused."""
         self._heard_s.pop(pid, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from types import TracebackType
+from typing import Self
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.deploy.processes.launcher import Launcher
@@ -19,7 +21,7 @@ _REPORT_AGE_S = 5.0
 
 
 class Autoscaler:
-    """Performs what the policy decides.
+    """Performs what the policy decides inside its `async with` block. Leaving waits until a worker that is being stopped has ended.
 
     Args:
         notify: receives the reports of the leaders.
@@ -32,17 +34,26 @@ class Autoscaler:
         self._stopping: dict[str, asyncio.Task[None]] = {}
         """The worker that is being stopped, if there is one: the next one is chosen when it has ended."""
         self._refused = False
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Scale until cancelled. Cancelling kills a worker that is being stopped; its batches are rerouted."""
-        try:
-            while True:
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, *self._stopping.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
                 await self._step()
-                await asyncio.sleep(_INTERVAL_S)
-        finally:
-            for task in self._stopping.values():
-                task.cancel()
-            await asyncio.gather(*self._stopping.values(), return_exceptions=True)
+            except Exception:
+                logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+            await asyncio.sleep(_INTERVAL_S)
 
     async def _step(self) -> None:
         processes = await self._launcher.processes()
@@ -52,7 +63,7 @@ class Autoscaler:
         match self._policy.decide(reports, workers - self._stopping.keys(), time.monotonic()):
             case Grow(count):
                 await self._grow(count, len(workers - self._stopping.keys()), len(workers & self._stopping.keys()))
-            case Stop(worker) if not self._stopping:
+            case Stop(worker) if not self._stopping:  # otherwise later, when that one has ended
                 logger.info("autoscaling: stopping worker=%s, which the load does not need", worker)
                 self._stopping[worker] = asyncio.create_task(self._stop(worker))
 
