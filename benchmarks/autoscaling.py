@@ -300,7 +300,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--days", type=float, default=2.0)
-    days = parser.parse_args().days
+    parser.add_argument("--only", default="", help="only the ways whose name contains this")
+    options = parser.parse_args()
+    days = options.days
     least = [LEAST_PER_STAGE] * len(STAGES)
     ways: dict[str, tuple[list[int], float, Way | None]] = {
         "fixed, for the daily peak": ([3, 5], 15.0, None),
@@ -312,7 +314,7 @@ def main() -> None:
     }
     print("| way | requests | late | refused | worker-hours | most workers |")
     print("|---|---:|---:|---:|---:|---:|")
-    for name, (first, period_s, way) in ways.items():
+    for name, (first, period_s, way) in ((name, way) for name, way in ways.items() if options.only in name):
         found = simulate(days, first, period_s, way)
         late, refused = found.late / found.requests, found.refused.total() / found.requests
         print(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import ceil
+from math import ceil, sqrt
 
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
@@ -19,13 +19,13 @@ DRAIN_S = 2.0
 """Requests that wait longer than usual are to be answered within this time."""
 _BUCKET_S = 0.25
 _MIN_WINDOW_S, _MAX_WINDOW_S = 1.0, 30.0
-_ENOUGH_ARRIVALS = 100
-"""The rate of this many random arrivals has a standard error of 10 %."""
+_DEVIATIONS = 2.0
+"""A shorter time counts by how many arrivals it had beyond chance: this many standard deviations below their number."""
 _ROUNDING = 1e-6
 
 
 class ArrivalRate:
-    """Requests per second over the shortest recent period with enough arrivals, between 1 s and 30 s."""
+    """Requests per second: the mean of the last 30 s or, after a rise, what a shorter recent time proves, at least 1 s."""
 
     def __init__(self) -> None:
         self._buckets: deque[tuple[int, int]] = deque(maxlen=int(_MAX_WINDOW_S / _BUCKET_S) + 1)
@@ -45,19 +45,18 @@ class ArrivalRate:
 
     def per_s(self, now_s: float) -> float:
         """The rate. The bucket of `now_s` is not complete, and does not count."""
-        current, arrivals, length_s = int(now_s / _BUCKET_S), 0, _MIN_WINDOW_S
+        current, arrivals, proven = int(now_s / _BUCKET_S), 0, 0.0
         if self._since is None or current <= self._since:
             return 0.0
         for bucket, count in reversed(self._buckets):
             age_s = (current - bucket) * _BUCKET_S
-            if age_s > _MAX_WINDOW_S or (arrivals >= _ENOUGH_ARRIVALS and age_s > length_s):
+            if age_s > _MAX_WINDOW_S:
                 break
             if bucket < current:
                 arrivals += count
-                length_s = max(length_s, age_s)
-        if arrivals < _ENOUGH_ARRIVALS:
-            length_s = min(_MAX_WINDOW_S, max(_MIN_WINDOW_S, (current - self._since) * _BUCKET_S))
-        return arrivals / length_s
+                proven = max(proven, (arrivals - _DEVIATIONS * sqrt(arrivals)) / max(_MIN_WINDOW_S, age_s))
+        known_s = min(_MAX_WINDOW_S, max(_MIN_WINDOW_S, (current - self._since) * _BUCKET_S))
+        return max(proven, arrivals / known_s)
 
 
 def replicas_wanted(rate_per_s: float, backlog: int, times: ServiceTimes, config: SchedulerConfig) -> tuple[float, ...]:

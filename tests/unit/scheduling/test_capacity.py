@@ -52,7 +52,13 @@ def test_rate_of_steady_arrivals_is_exact(per_s: int) -> None:
 def test_rate_follows_a_step_within_a_second_and_a_half() -> None:
     before = [number / 10 for number in range(1000)]
     after = [100 + number / 100 for number in range(150)]
-    assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.15)
+    assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.2)
+
+
+def test_rate_follows_a_rise_of_few_arrivals_within_two_seconds() -> None:
+    before = [number / 2 for number in range(200)]
+    after = [100 + number / 20 for number in range(40)]
+    assert rate_of(before + after, 102.0) > 12
 
 
 def test_rate_of_few_arrivals_counts_a_longer_time() -> None:
