@@ -163,7 +163,7 @@ async def test_a_refusal_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCa
         ("2..8", "at least 4 workers; use 4..8"),
         ("8..4", "MIN at most MAX"),
         ("4..2000", "at most 1024"),
-        ("4", "4..12"),
+        ("4", "pattern"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused_with_what_to_use(text: str, why: str) -> None:
