@@ -309,6 +309,7 @@ def main() -> None:
         "fixed, for the spikes": ([7, 13], 15.0, None),
         "CPU 70 %, all workers, every 15 s": (least, 15.0, by_cpu(of_each_stage=False)),
         "CPU 70 %, each stage, every 15 s": (least, 15.0, by_cpu(of_each_stage=True)),
+        "CPU 90 %, each stage, every 15 s": (least, 15.0, by_cpu(of_each_stage=True, target=0.9)),
         "replicas wanted, every 15 s": (least, 15.0, by_replicas_wanted()),
         "replicas wanted, every 0.5 s": (least, 0.5, by_replicas_wanted()),
     }
