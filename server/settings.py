@@ -529,6 +529,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
         if self.external_workers:
             raise ValueError("autoscale starts local workers, and external_workers allows none: use one of them")
+        if self.launcher != "local":
+            raise ValueError(f"autoscale starts local workers, and launcher is {self.launcher}: use one of them")
         if not least <= most <= _MAX_WORKERS:
             raise ValueError(
                 f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"

@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import logging
 import socket
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +16,13 @@ from multiworld_serving.deploy.processes.launcher import Resources
 
 _DISTRIBUTION = "multiworld-serving"
 _PROBE_S = 5.0
-"""Longest wait for a TCP connection to the head."""
-_CONNECT_S = 45.0
-"""Longest wait for the connection to the cluster; it takes a second."""
+"""Longest wait for a connection to the head, and for its first answer."""
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""What a client of gRPC sends first, with empty settings (RFC 9113, section 3.4). The server sends its settings."""
+_FRAME_HEADER_BYTES, _FRAME_TYPE, _SETTINGS = 9, 3, 4
+_ADVICE = (
+    "start one with `ray start --head`, run this command on one of its nodes, or give its HOST:PORT with --ray-address"
+)
 _VERSIONS_S = 60.0
 """Longest wait for the answers of all nodes; each starts a Python process."""
 
@@ -44,36 +47,17 @@ def connected(address: str, namespace: str) -> Iterator[None]:
         address: "auto" for the cluster of this machine, or HOST:PORT of the head.
         namespace: in which actors are created and found.
     """
-    if address != "auto":
-        _probe(address)
+    _probe(address)
     # Ray warns that actors of a removed placement group cannot run again; ours are stopped before it is removed.
     logging.getLogger("ray.actor").setLevel(logging.ERROR)
-    failures: list[BaseException] = []
-
-    def connect() -> None:
-        try:
-            ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
-        except BaseException as error:  # noqa: BLE001 - passed to the other thread
-            failures.append(error)
-
-    # In a thread, because the wait for a cluster that does not answer has no other bound.
-    thread = threading.Thread(target=connect, name="ray-init", daemon=True)
-    thread.start()
-    thread.join(_CONNECT_S)
-    if thread.is_alive():
-        raise UserError(f"{_at(address)} does not answer within {_CONNECT_S:g} s; {_ADVICE}")
-    if failures:
-        reason = str(failures[0]).splitlines()[0] if str(failures[0]) else type(failures[0]).__name__
-        raise UserError(f"cannot connect to {_at(address)}: {reason}; {_ADVICE}") from failures[0]
+    try:
+        ray.init(address=address, namespace=namespace, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"cannot connect to {_at(address)}: {str(error).splitlines()[0]}; {_ADVICE}") from error
     try:
         yield
     finally:
         ray.shutdown()
-
-
-_ADVICE = (
-    "start one with `ray start --head`, run this command on one of its nodes, or give its HOST:PORT with --ray-address"
-)
 
 
 def _at(address: str) -> str:
@@ -81,14 +65,25 @@ def _at(address: str) -> str:
 
 
 def _probe(address: str) -> None:
+    """Raise UserError unless the head answers like a gRPC server. `ray.init` would wait for it without a limit."""
     try:
-        parsed = parse_address(address)
+        if address != "auto":
+            parse_address(address)
+        head = ray._private.services.canonicalize_bootstrap_address(address)
+        host, port = parse_address(head)
+    except ConnectionError as error:
+        raise UserError(f"there is no Ray cluster on this machine; {_ADVICE}") from error
     except ValueError as error:
         raise UserError(f"--ray-address {address}: must be auto, or HOST:PORT of the head of a Ray cluster") from error
     try:
-        socket.create_connection(parsed, timeout=_PROBE_S).close()
+        with socket.create_connection((host, port), timeout=_PROBE_S) as connection:
+            connection.settimeout(_PROBE_S)
+            connection.sendall(_HTTP2_PREFACE)
+            answer = connection.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
     except OSError as error:
-        raise UserError(f"nothing answers at {address}: {error}; {_ADVICE}") from error
+        raise UserError(f"nothing answers at {head}: {error}; {_ADVICE}") from error
+    if len(answer) < _FRAME_HEADER_BYTES or answer[_FRAME_TYPE] != _SETTINGS:
+        raise UserError(f"what answers at {head} is not the head of a Ray cluster; {_ADVICE}")
 
 
 def nodes() -> list[Node]:

@@ -36,9 +36,11 @@ class Nodes:
         self.nodes: dict[str, Any] = {}
 
     def add(self, name: str, cpus: int, path: str = "") -> None:
-        more: dict[str, Any] = {"env_vars": {"PYTHONPATH": f"{path}:{os.environ['PYTHONPATH']}"}} if path else {}
-        # Each node has its own address, as on several machines.
-        address = f"127.0.0.{len(self.nodes) + 1}"
+        more: dict[str, Any] = (
+            {"env_vars": {"PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}} if path else {}
+        )
+        # Each node has its own address, as on several machines. Ray replaces 127.0.0.1 by the address of the machine.
+        address = f"127.0.0.{len(self.nodes) + 2}"
         self.nodes[name] = self.cluster.add_node(
             num_cpus=cpus,
             node_name=name,

@@ -171,9 +171,10 @@ def test_limits_that_cannot_be_kept_are_refused_with_what_to_use(text: str, why:
         ServeSettings(autoscale=text)
 
 
-def test_external_workers_are_not_scaled() -> None:
+@pytest.mark.parametrize("other", [{"external_workers": True, "token": "secret"}, {"launcher": "ray"}])
+def test_only_local_workers_are_scaled(other: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="use one of them"):
-        ServeSettings(autoscale="4..8", external_workers=True, token="secret")  # type: ignore[arg-type]
+        ServeSettings.model_validate({"autoscale": "4..8", **other})
 
 
 def test_the_service_starts_with_the_least_number_of_workers() -> None:
