@@ -86,7 +86,7 @@ class RecordingLauncher:
         self.changed = asyncio.Condition()
 
     async def processes(self) -> tuple[Launched, ...]:
-        roles: list[tuple[Role, str]] = [("leader", "leader-0"), *(("worker", name) for name in self.workers)]  # type: ignore[list-item]
+        roles: list[tuple[Role, str]] = [("leader", "leader-0"), *(("worker", name) for name in self.workers)]
         return tuple(Launched(role, name, "", 1, 0) for role, name in roles)
 
     async def scale_workers(self, count: int) -> None:
