@@ -14,7 +14,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from multiworld_serving.common.config import load
+from multiworld_serving.common.config import Settings, load
 from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
@@ -371,7 +371,7 @@ def test_examples_for_other_engines_match_the_schemas_of_their_resources(file: s
 
 @pytest.mark.parametrize("file", ENGINES)
 def test_containers_of_examples_are_valid_and_have_arguments_that_the_programs_accept(file: str) -> None:
-    programs = {
+    programs: dict[str, type[Settings]] = {
         "serve": ServeSettings,
         "leader": LeaderSettings,
         "frontend": FrontendSettings,
