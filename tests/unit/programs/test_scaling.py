@@ -1,6 +1,7 @@
 """Autoscaling: when workers are started and stopped, and what happens when the launcher refuses."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
@@ -8,11 +9,12 @@ from typing import cast
 import pytest
 
 from multiworld_serving.common.config import UserError
+from multiworld_serving.common.config.process import notify
 from multiworld_serving.deploy.processes.launcher import Launched, Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
 from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
-from multiworld_serving.server.capacity_report import CapacityReport
+from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
 from multiworld_serving.server.settings import ServeSettings
 
 LIMITS = Limits(least=4, most=10, replicas=2, down_after_s=60.0)
@@ -72,6 +74,23 @@ def test_a_worker_is_not_stopped_when_a_leader_lacks_it_or_does_not_report() -> 
 
 def test_workers_are_started_although_a_leader_does_not_report() -> None:
     assert ScalingPolicy(LIMITS).decide([report((3.0, 3.0), "ac", "bd"), None], "abcd", 0.0) == Grow(6)
+
+
+def test_supervisor_keeps_the_last_report_of_a_leader_until_it_is_old_or_the_leader_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, last = report((1.5,), ["local-0"]), report((2.5,), ["local-0"])
+    with NotifyListener() as listener:
+        monkeypatch.setenv("NOTIFY_SOCKET", listener.environment["NOTIFY_SOCKET"])
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+        for text in (first.to_json(), last.to_json(), last.to_json()[:-3]):
+            notify(CAPACITY_FIELD + text)
+        notify("WATCHDOG=1")
+        listener.silent_s(os.getpid())  # receives what has arrived
+        assert listener.capacity(os.getpid(), max_age_s=60.0) == last
+        assert listener.capacity(os.getpid(), max_age_s=-1.0) is None
+        listener.forget(os.getpid())
+        assert listener.capacity(os.getpid(), max_age_s=60.0) is None
 
 
 class RecordingLauncher:
