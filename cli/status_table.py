@@ -41,7 +41,9 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
 
     from multiworld_serving.cli.console import table
 
-    columns = ("stage", "replica", "state", "worker", "device", "world", "in flight", "done", "last failure")
+    hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
+    host = ("host",) if len(hosts) > 1 else ()
+    columns = ("stage", "replica", "state", "worker", *host, "device", "world", "in flight", "done", "last failure")
     rows = table(*columns, numbers=("in flight", "done"))
     for stage in stages:
         for replica in stage["replicas"]:
@@ -50,6 +52,7 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 str(replica["slot"]),
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
+                *(Text(replica.get("host") or "-") for _ in host),
                 Text(replica["device"] or "-"),
                 Text(f"{replica['world']}@{replica['generation']}" if replica["world"] else "-"),
                 str(replica["in_flight"]),

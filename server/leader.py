@@ -16,6 +16,7 @@ from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.common.wire import Message
 from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.observability.metrics import Metrics
@@ -27,6 +28,7 @@ from multiworld_serving.server.pipeline.rollout import VersionRollout
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.placement import ready_links
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.replica_ids import (
     activate,
@@ -175,6 +177,16 @@ class Leader:
             version_number=self.version.number,
             version_loading=self._rollout.loading,
             unloaded=self._unloaded,
+        )
+
+    def report_capacity(self) -> CapacityReport:
+        """The replicas that the current load needs, and who serves. Sets the metric and what joining workers are placed by."""
+        wanted, placement = self._driver.scheduler.replicas_wanted(time.monotonic()), self._registry.placement
+        self._metrics.replicas_wanted(wanted)
+        placement.wanted = wanted
+        stages = range(placement.num_stages)
+        return CapacityReport(
+            wanted, tuple(tuple(link.worker for link in ready_links(placement.of_stage(stage))) for stage in stages)
         )
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:

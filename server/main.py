@@ -24,12 +24,13 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify, notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
 from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tuning, load_model, split_model
+from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
@@ -43,6 +44,8 @@ from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
+
+_CAPACITY_INTERVAL_S = 0.5
 
 
 def run(settings: LeaderSettings) -> int:
@@ -138,6 +141,8 @@ async def _serve(
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)
+        capacity = asyncio.create_task(_report_capacity(leader, tell=settings.report_capacity))
+        stack.callback(capacity.cancel)
         _reload_tokens_on_sighup(settings, leader)
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
@@ -150,6 +155,16 @@ async def _serve(
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+async def _report_capacity(leader: Leader, *, tell: bool) -> None:
+    """Compute regularly how many replicas the load needs. `tell` the supervisor, which starts and stops workers."""
+    observe = guarded(leader.report_capacity)
+    while True:
+        report = observe()
+        if tell and report is not None:
+            notify(CAPACITY_FIELD + report.to_json())
+        await asyncio.sleep(_CAPACITY_INTERVAL_S)
 
 
 def _answerer(leader: Leader, frontends: FrontendSessions) -> Callable[[str, str], Any]:

@@ -137,7 +137,7 @@ class _Frontend:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
                 if self._edges is not None:
                     await stack.enter_async_context(self._edges)
-                links = [await self._link(stack, address) for address in settings.leaders]
+                links = [await self._link(stack, *numbered) for numbered in enumerate(settings.leaders)]
                 self._pool.links.extend(links)
                 running = [tasks.create_task(link.run()) for link in links]
                 stopping = asyncio.create_task(self._stop.wait())
@@ -156,7 +156,7 @@ class _Frontend:
         logger.info("stopped")
         return 0
 
-    async def _link(self, stack: contextlib.AsyncExitStack, address: Address) -> LeaderLink:
+    async def _link(self, stack: contextlib.AsyncExitStack, number: int, address: Address) -> LeaderLink:
         settings = self._settings
         manager = await stack.enter_async_context(
             WorldManager(
@@ -167,7 +167,7 @@ class _Frontend:
                 loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             )
         )
-        return LeaderLink(address, settings, manager, self._pool, self._edges)
+        return LeaderLink(address, settings, manager, self._pool, self._edges, number)
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics

@@ -141,6 +141,11 @@ class Metrics(ProgramMetrics):
             "replica_in_flight", "Batches in flight to a replica.", ("stage", "replica")
         )
         self._stage_replicas = self.gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._replicas_wanted = self.gauge(
+            "replicas_wanted",
+            "Replicas of a stage that the load of this leader needs; add those of all leaders and round up.",
+            ("stage",),
+        )
         self._redundancy = self.gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
         )
@@ -340,6 +345,11 @@ class Metrics(ProgramMetrics):
             self._reroutes.labels(stage.index)
             self._retries.labels(stage.index)
         self._redundancy.labels().set(min((stage.ready_replicas for stage in stages), default=0) - 1)
+
+    def replicas_wanted(self, wanted: Sequence[float]) -> None:
+        """Set the replicas that the load of this leader needs, by stage."""
+        for stage, replicas in enumerate(wanted):
+            self._replicas_wanted.labels(stage).set(replicas)
 
     def spares(self, spares: int, quarantined: int) -> None:
         """Set the number of spares and of quarantined workers."""

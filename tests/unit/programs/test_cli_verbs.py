@@ -203,10 +203,7 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
         fork_server = cast(ForkServer, None)
-        [workers] = service._workers(fork_server)
-        monkeypatch.setenv("MULTIWORLD_TOKEN", workers._environment["MULTIWORLD_TOKEN"])
-        worker = received(program, workers, WorkerSettings)
-        monkeypatch.delenv("MULTIWORLD_TOKEN")
+        worker = received(program, service._workers(fork_server), WorkerSettings)
         leader = received(program, service._leaders(fork_server), LeaderSettings)
         frontend = received(program, service._frontends(fork_server), FrontendSettings)
         addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)

@@ -37,6 +37,7 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
+    "multiworld_replicas_wanted": ("gauge", {"stage"}),
     "multiworld_frontends": ("gauge", set()),
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
@@ -76,6 +77,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.request_lost()
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
+    metrics.replicas_wanted((1.5,))
     metrics.frontends(2)
     metrics.leaders(1, 2)
     metrics.resubmitted("failed")
