@@ -138,7 +138,7 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
     started = cluster.run(*SERVE, "--stages", "2", "--replicas", "2", "--leaders", "2", "--frontends", "2")
     assert started.returncode == 0, started.stderr
     try:
-        urls = re.findall(r"http=(\S+)", started.stderr)[-1].split(",")
+        urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",")
         wait_until(lambda: is_complete(status(urls)))
         assert "runs already in the namespace multiworld" in cluster.refusal(*SERVE)
         before = hosts(status(urls))
