@@ -24,6 +24,7 @@ from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSetting
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
+_MIN_HUNG_S = 5.0
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -352,7 +353,9 @@ class HttpSettings(_ServiceSettings):
         32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
     )
     max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
-    access_log: bool = setting(False, "Logging", "Log one line per HTTP request.")
+    access_log: bool = setting(
+        False, "Logging", "Log one line per HTTP request; otherwise, only failed inference requests are logged."
+    )
 
     http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
     metrics_fd: int | None = setting(
@@ -450,6 +453,14 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         ge=0,
         le=1024,
     )
+    replace_hung_after_s: float = setting(
+        10.0,
+        "Failure",
+        "Time after which a local worker that is frozen is killed and replaced; 0 disables this.",
+        ge=0,
+        le=86400,
+        allowed="0, or a number of seconds from 5 to 86,400",
+    )
     frontends: int = setting(
         1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
     )
@@ -462,6 +473,15 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
         return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
+    @field_validator("replace_hung_after_s")
+    @classmethod
+    def _hung_is_longer_than_a_busy_moment(cls, seconds: float) -> float:
+        if 0 < seconds < _MIN_HUNG_S:
+            raise ValueError(
+                f"must be 0, or at least {_MIN_HUNG_S:g}: a busy machine delays a healthy worker by seconds"
+            )
+        return seconds
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

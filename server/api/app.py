@@ -32,6 +32,7 @@ from multiworld_serving.server.auth.authorizer import (
     http_port_permission,
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
+from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.body import BodyReader
 from multiworld_serving.server.http.direct_routes import DirectRoutes
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
@@ -55,6 +56,7 @@ def create_app(
     traces: RequestTraces | None = None,
     statistics: Statistics | None = None,
     scrape: Scrape | None = None,
+    access_log: bool = False,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -64,6 +66,7 @@ def create_app(
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
         statistics: of this process's requests.
         scrape: the metrics to serve; None = `metrics` alone.
+        access_log: log all requests; otherwise failed inference requests only.
     Raises:
         ValueError: the model has invalid sizes or no classes.
     """
@@ -92,7 +95,8 @@ def create_app(
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)
+    recorder = LocalRequestRecorder(model.name, metrics, statistics)
+    _guard(app, pipeline, recorder, authorizer, traces, AccessLog(every_request=access_log))
     return app
 
 
@@ -140,11 +144,12 @@ def _guard(
     recorder: RequestRecorder,
     authorizer: Authorizer | None,
     traces: RequestTraces | None,
+    log: AccessLog,
 ) -> None:
     """Add the middleware and error handlers that apply to every request."""
     authorizer = authorizer or _open_access()
     app.add_middleware(AuthorizationMiddleware, authorizer=authorizer, permission_for=http_port_permission)
-    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces)
+    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces, log=log)
     install_error_handlers(app)
     if authorizer.keys.inference:
         document_authentication(app)

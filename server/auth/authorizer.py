@@ -195,8 +195,11 @@ class AuthorizationMiddleware:
         except (UnauthenticatedError, ForbiddenError) as rejection:
             await _reject(rejection, permission, scope, receive, send)
             return
+        record = RequestRecord.of(scope)
+        record.key_name = name
         if permission is Permission.ADMIN:
-            logger.info("admin request %s %s by=%s", scope["method"], scope["path"][:256], name.replace(" ", "_"))
+            fields = {"method": scope["method"], "target": scope["path"][:256], "by": name}
+            logger.info("admin request", extra={**fields, "request_id": record.request_id})
         await self._app(scope, receive, send)
 
 

@@ -183,6 +183,7 @@ class _Frontend:
             self._traces,
             statistics,
             scrape=self._scrape,
+            access_log=settings.access_log,
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
@@ -195,7 +196,6 @@ class _Frontend:
             self._http,
             ConnectionTable(limits, metrics.connection_closed, self._on_connections),
             context=contexts["http_port"],
-            access_log=settings.access_log,
         )
         admin = HttpServer(
             admin_app,
