@@ -217,8 +217,7 @@ class _Service:
                 environment=worker_environment(settings, self._notify.environment),
                 fork_server=fork_server,
                 notify=self._notify,
-                # Longer than a load or a measurement may block a worker's event loop.
-                blocked_timeout_s=2 * settings.join_timeout_s + settings.breaker_max_s,
+                blocked_timeout_s=settings.replace_hung_after_s or float("inf"),
                 on_restart=lambda slot: self._restarts.count("worker", slot),
             )
         ]
