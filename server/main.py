@@ -72,8 +72,15 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, VersionLoader, Vers
     """Load the model and split it into stages. The model itself is not kept, because the plan has its weights."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
-    logger.info("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
+    model = load_model(
+        settings.model,
+        settings.weights,
+        labels=settings.labels,
+        image_size=settings.image_size,
+        mean=settings.channel_means,
+        std=settings.channel_stds,
+    )
+    logger.debug("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
     specs = None
     if settings.cut == "measured":
@@ -199,7 +206,7 @@ class _SnapshotListeners:
 
 
 class _StartupReporter:
-    """Logs the states of the replicas until the pipeline is ready."""
+    """Logs when the pipeline is ready; at DEBUG also the states of the replicas until then."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -213,10 +220,10 @@ class _StartupReporter:
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)
         if stages != self._last:
             self._last = stages
-            logger.info("workers: %s", stages)
+            logger.debug("workers: %s", stages)
         if snapshot.ready:
             self._ready = True
-            logger.info("ready after %.1f s", time.monotonic() - self._started_s)
+            logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)
 
 
 def _count(replicas: tuple[Any, ...]) -> str:

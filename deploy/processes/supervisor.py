@@ -153,7 +153,10 @@ class Supervisor:
         self._last_signal = signum
         for slot in self._slots:
             if slot.child:
-                logger.info("%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name)
+                level = logging.DEBUG if signum == signal.SIGTERM else logging.WARNING
+                logger.log(
+                    level, "%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name
+                )
                 slot.child.send(signum)
         if running := [monitor for monitor in self._monitors if not monitor.done()]:
             await asyncio.wait(running, timeout=timeout_s)
@@ -173,7 +176,8 @@ class Supervisor:
         while True:
             lived_s, status = await self._end(slot)
             if self._stopping.is_set():
-                logger.info("%s slot=%d stopped status=%s", self._kind, slot.index, status)
+                level = logging.DEBUG if status == "0" else logging.WARNING
+                logger.log(level, "%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
             if status == str(INVALID_INPUT) and not slot.restarts:
                 self.invalid_input.set()

@@ -140,7 +140,7 @@ def make_plan(
         )
         activation = output
     for plan in plans:
-        logger.info(
+        logger.debug(
             "stage=%d blocks=%s..%s weights_mb=%.1f",
             *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], len(plan.weights) / 1e6),
         )

@@ -120,6 +120,18 @@ def test_key_matches_its_stored_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "already has a key named alice" in capsys.readouterr().err
 
 
+def test_key_is_written_to_a_new_file_that_only_the_owner_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "alice", "--add-to", "api.keys", "--out", "alice.key"]) == 0
+    key = Path("alice.key").read_text().strip()
+    assert Path("alice.key").stat().st_mode & 0o777 == 0o600
+    assert read_keys(Path("api.keys")).name_of(key.encode()) == "alice"
+    assert capsys.readouterr().out == "alice.key: the key of alice\n"
+    assert main(["key", "bob", "--add-to", "api.keys", "--out", "alice.key"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["key", "alice", "--add-to", "api.keys", "--out", "other.key"]) == 2
+    assert not Path("other.key").exists(), "a key that was not added would be useless"
+
+
 def test_key_prints_its_line_without_a_key_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "ops", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)

@@ -77,5 +77,5 @@ def test_hung_worker_is_kept_when_replacing_is_disabled() -> None:
     with contextlib.ExitStack() as stack:
         (workers,) = _Service(settings, stack)._workers(None)  # type: ignore[arg-type]
     assert workers._blocked_timeout_s == float("inf")
-    with pytest.raises(SettingsError, match="at least 5"):
+    with pytest.raises(SettingsError, match="from 5 to"):
         load(ServeSettings, {**PORTS, "replace_hung_after_s": "1"})

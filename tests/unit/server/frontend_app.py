@@ -119,11 +119,13 @@ async def running_frontend(
     *,
     authorizer: Authorizer | None = None,
     access_log: bool = False,
+    admin_port: int | None = None,
     **limits: Any,
 ) -> AsyncIterator[RunningFrontend]:
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
-    app = create_app(predictor, model, RequestLimits(**limits), metrics, authorizer=authorizer, access_log=access_log)
+    options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
+    app = create_app(predictor, model, RequestLimits(**limits), metrics, **options)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
