@@ -56,7 +56,8 @@ def test_config_shows_the_source_of_each_setting(
     assert (lines["timeout_s"]["option"], lines["timeout_s"]["variable"]) == ("--timeout-s", "MULTIWORLD_TIMEOUT_S")
 
 
-def test_config_shows_worker_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_worker_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "secret")
     lines = told(capsys, "worker", "--config", "service.toml")
     assert (lines["leader"]["value"], lines["leader"]["origin"]) == ("10.0.0.1:8001", "file service.toml")
     assert "exit_with_parent" not in lines
@@ -89,6 +90,8 @@ def test_config_prints_a_table_of_changed_settings(capsys: pytest.CaptureFixture
         (["--set", "token=abc"], "unknown setting token"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["worker"], "--leader is missing"),
+        (["worker", "--set", "leader=a:1"], "no join token"),
+        (["--set", "external_workers=true"], "no join token"),
         (["somebody"], "somebody"),
     ],
 )
