@@ -97,8 +97,15 @@ def _bundle_path(settings: LeaderSettings) -> Path:
 
 
 def _prepare_resnet(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, Loader, VersionPlan]:
-    model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
-    logger.info("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
+    model = load_model(
+        settings.model,
+        settings.weights,
+        labels=settings.labels,
+        image_size=settings.image_size,
+        mean=settings.channel_means,
+        std=settings.channel_stds,
+    )
+    logger.debug("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
     specs: Sequence[StageSpec] = split_model(model, settings.stages)
     if settings.cut == "measured":
         found = measure_partition(model, settings.stages, batch_size=min(settings.max_batch_size, 8), repeats=3)
@@ -235,7 +242,7 @@ class _SnapshotListeners:
 
 
 class _StartupReporter:
-    """Logs the states of the replicas until the pipeline is ready."""
+    """Logs when the pipeline is ready; at DEBUG also the states of the replicas until then."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -249,10 +256,10 @@ class _StartupReporter:
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)
         if stages != self._last:
             self._last = stages
-            logger.info("workers: %s", stages)
+            logger.debug("workers: %s", stages)
         if snapshot.ready:
             self._ready = True
-            logger.info("ready after %.1f s", time.monotonic() - self._started_s)
+            logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)
 
 
 def _count(replicas: tuple[Any, ...]) -> str:

@@ -24,6 +24,9 @@ from multiworld_serving.common.config.leaders import LeadersSettings
 _TUNING_S = 2.0
 _MAX_PORT = 65535
 _MAX_WORKERS = 1024
+_MIN_HUNG_S = 5.0
+_CHANNELS = 3
+_CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -31,6 +34,10 @@ JOIN_PORT_STEP = 100
 def _admin_port() -> Any:
     text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
     return setting(8002, "Network", text, ge=0, le=65535)
+
+
+def _channels(text: str | None) -> tuple[float, ...] | None:
+    return None if text is None else tuple(map(float, text.split(",")))
 
 
 def _leader_name(settings: dict[str, Any]) -> str:
@@ -99,7 +106,7 @@ class LeaderSettings(_ServiceSettings):
     weights: str = setting(
         "DEFAULT",
         "Model",
-        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
+        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto "
         "(DEFAULT if available, else random:0 with a warning).",
     )
     weights_dir: Path | None = setting(
@@ -116,6 +123,18 @@ class LeaderSettings(_ServiceSettings):
         "Side in pixels of the square that is cropped from each image; none uses the size of the weights.",
         ge=8,
         le=4096,
+    )
+    mean: str | None = setting(
+        None,
+        "Model",
+        "Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's.",
+        allowed=_CHANNELS_ALLOWED,
+    )
+    std: str | None = setting(
+        None,
+        "Model",
+        "Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's.",
+        allowed=_CHANNELS_ALLOWED,
     )
     stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
     replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
@@ -239,6 +258,16 @@ class LeaderSettings(_ServiceSettings):
     )
 
     @property
+    def channel_means(self) -> tuple[float, ...] | None:
+        """`mean` as three numbers."""
+        return _channels(self.mean)
+
+    @property
+    def channel_stds(self) -> tuple[float, ...] | None:
+        """`std` as three numbers."""
+        return _channels(self.std)
+
+    @property
     def accepted_secrets(self) -> tuple[bytes, ...]:
         """Tokens that may join: those configured, and the one of this machine's own processes. Raises SettingsError."""
         local = () if self.local_token is None else (self.local_token.get_secret_value().encode(),)
@@ -255,6 +284,13 @@ class LeaderSettings(_ServiceSettings):
     def tuning_limit_s(self) -> float:
         """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
         return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+
+    @field_validator("mean", "std")
+    @classmethod
+    def _channels_are_three_numbers(cls, text: str | None) -> str | None:
+        if (values := _channels(text)) is not None and len(values) != _CHANNELS:
+            raise ValueError("must be three numbers")
+        return text
 
     @field_validator("advertise_host")
     @classmethod
@@ -372,7 +408,9 @@ class HttpSettings(_ServiceSettings):
         32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
     )
     max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
-    access_log: bool = setting(False, "Logging", "Log one line per HTTP request.")
+    access_log: bool = setting(
+        False, "Logging", "Log one line per HTTP request; otherwise, only failed inference requests are logged."
+    )
 
     http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
     metrics_fd: int | None = setting(
@@ -381,7 +419,7 @@ class HttpSettings(_ServiceSettings):
     supervisor_metrics_file: Path | None = setting(
         None, "Process", "File with the metrics of the supervisor.", hidden=True
     )
-    announce: bool = setting(False, "Process", "Print how to send a request when the service is ready.", hidden=True)
+    banner: str | None = setting(None, "Process", "Text to print when the service is ready.", hidden=True)
     http_shares: int = setting(
         1, "Network", "Number of frontends that share the sockets and the limits.", ge=1, hidden=True
     )
@@ -464,6 +502,14 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         ge=0,
         le=1024,
     )
+    replace_hung_after_s: float = setting(
+        10.0,
+        "Failure",
+        "Time after which a local worker that is frozen is killed and replaced; 0 disables this.",
+        ge=0,
+        le=86400,
+        allowed="0, or a number of seconds from 5 to 86,400",
+    )
     frontends: int = setting(
         1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
     )
@@ -516,6 +562,15 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
         return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
+    @field_validator("replace_hung_after_s")
+    @classmethod
+    def _hung_is_longer_than_a_busy_moment(cls, seconds: float) -> float:
+        if 0 < seconds < _MIN_HUNG_S:
+            raise ValueError(
+                f"must be 0, or at least {_MIN_HUNG_S:g}: a busy machine delays a healthy worker by seconds"
+            )
+        return seconds
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

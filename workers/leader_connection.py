@@ -10,7 +10,7 @@ import random
 import time
 from typing import NoReturn
 
-from multiworld import AskError, JoinError, World, WorldError, WorldManager, ask
+from multiworld import AskError, Cause, JoinError, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges import Edges
@@ -142,7 +142,8 @@ class LeaderConnection:
         self._metrics.world_joined()
         try:
             ending = await session.run()
-            logger.info(
+            logger.log(
+                logging.DEBUG if ending.cause == Cause.LEFT else logging.INFO,
                 "leader=%s world=%s generation=%d ended cause=%s",
                 self._leader,
                 world.name,

@@ -74,7 +74,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
     status, refusals = 0, list[UserError]()
     try:
-        async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+        async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
             if settings.loop_stall_timeout_s:
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))

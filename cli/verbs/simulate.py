@@ -60,10 +60,10 @@ class PlanOptions:
             "Mean time between failures of one worker; `never` for no failures.", "--mtbf", parser=_seconds_or_never
         ),
     ] = "1d"
-    recovery_s: Annotated[Any, duration("Time from the death of a worker until it serves again.", "--recovery")] = "9s"
+    recovery_s: Annotated[Any, duration("Time from the death of a worker until it serves again.", "--recovery")] = "2s"
     detection_s: Annotated[
         Any, duration("Time from the death of a worker until the leader detects it.", "--detection")
-    ] = "5ms"
+    ] = "100ms"
     service_s: Annotated[Any, duration("Compute time of one request in one stage.", "--service-time")] = "25ms"
     row_share: Annotated[
         float, value("SHARE", "Cost of each further request of a batch, as a fraction of --service-time.")

@@ -78,7 +78,7 @@ class Edges:
         if settings.advertise_edge is not None:
             address = parse_address(settings.advertise_edge, default_port=self._server.port)
         self.holder = f"{address}/{self._incarnation}"
-        logger.info("edges listen address=%s", address)
+        logger.debug("edges listen address=%s", address)
         return self
 
     async def __aexit__(

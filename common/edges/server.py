@@ -97,11 +97,11 @@ class EdgeServer:
             logger.info("consumer=%s has not opened its edge: %s", consumer, error)
             return
         self._metrics.opened("sent", 1)
-        logger.info("edge=%s consumer=%s opened", name, consumer)
+        logger.debug("edge=%s consumer=%s opened", name, consumer)
         try:
             await self._answer(world)
         except (WorldError, TimeoutError) as ending:
-            logger.info("edge=%s consumer=%s ended: %s", name, consumer, ending)
+            logger.debug("edge=%s consumer=%s ended: %s", name, consumer, ending)
         finally:
             self._metrics.opened("sent", -1)
             with contextlib.suppress(WorldError):

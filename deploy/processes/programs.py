@@ -6,6 +6,7 @@ Neither the command line nor the environment has a secret.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,8 +68,8 @@ def blocked_timeout_s(settings: ServeSettings) -> float:
 
 
 def worker_blocked_timeout_s(settings: ServeSettings) -> float:
-    """The same of a worker: longer than a load or a measurement may block its event loop."""
-    return 2 * settings.join_timeout_s + settings.breaker_max_s
+    """The same of a worker. A thread of it gives the signs of life, so only a frozen process is silent."""
+    return settings.replace_hung_after_s or math.inf
 
 
 def settings_file(stack: contextlib.ExitStack, section: str, values: Mapping[str, object]) -> str:

@@ -24,6 +24,7 @@ from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.metrics.families import Counter, Families
+from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.environment import (
     PROGRAM,
     child_fork_server,
@@ -171,8 +172,13 @@ class _Service:
             "http_shares": settings.frontends,
             "supervisor_metrics_file": self._restarts.path,
         }
+        is_text = settings.log_format == "text"
         files = [
-            settings_file(self._stack, "frontend", {**frontend_values(settings, index), **own, "announce": index == 0})
+            settings_file(
+                self._stack,
+                "frontend",
+                {**frontend_values(settings, index), **own, "banner": self._banner if index == 0 and is_text else None},
+            )
             for index in range(settings.frontends)
         ]
         return self._supervisor(
@@ -262,13 +268,26 @@ class _Service:
             fd = fcntl.fcntl(found.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
         return self._stack.enter_context(socket.socket(fileno=fd))
 
-    def _log_addresses(self) -> None:
+    @property
+    def _urls(self) -> tuple[str, str]:
+        """The URLs of the HTTP API and of the admin port."""
         settings = self._settings
         scheme = "http" if settings.tls_cert_file is None else "https"
         http = f"{scheme}://{_local_host(settings.host)}:{self._http.getsockname()[1]}"
-        metrics = f"{scheme}://{_local_host(settings.admin_host)}:{self._admin.getsockname()[1]}/metrics"
-        joins = ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins)
-        logger.info("listening http=%s metrics=%s join=%s", http, metrics, joins)
+        return http, f"{scheme}://{_local_host(settings.admin_host)}:{self._admin.getsockname()[1]}"
+
+    @property
+    def _join_addresses(self) -> str:
+        return ",".join(f"{self._settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins)
+
+    @property
+    def _banner(self) -> str:
+        http, admin = self._urls
+        return banner(self._settings, http_url=http, admin_url=admin, joins=self._join_addresses)
+
+    def _log_addresses(self) -> None:
+        settings, (http, admin) = self._settings, self._urls
+        logger.info("listening http=%s metrics=%s/metrics join=%s", http, admin, self._join_addresses)
         if settings.external_workers:
             there = _external_host(settings.join_host)
             each = " ".join(

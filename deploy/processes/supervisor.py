@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 """Interval of the check for processes that are blocked."""
+_PAUSED_S = 3 * _POLL_S
+"""If this check itself is later than this, the silence of other processes counts from now on."""
 INVALID_INPUT = 2
 """Exit status of a program whose settings are invalid."""
 
@@ -181,7 +183,10 @@ class Supervisor:
         for slot in slots:
             slot.last_signal = signum
             if slot.child:
-                logger.info("%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name)
+                level = logging.DEBUG if signum == signal.SIGTERM else logging.WARNING
+                logger.log(
+                    level, "%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name
+                )
                 slot.child.send(signum)
         if running := [slot.monitor for slot in slots if slot.monitor is not None and not slot.monitor.done()]:
             await asyncio.wait(running, timeout=timeout_s)
@@ -201,7 +206,8 @@ class Supervisor:
         while True:
             lived_s, status = await self._end(slot)
             if slot.stopping.is_set():
-                logger.info("%s slot=%d stopped status=%s", self._kind, slot.index, status)
+                level = logging.DEBUG if status == "0" else logging.WARNING
+                logger.log(level, "%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
             if status == str(INVALID_INPUT) and not slot.restarts:
                 self.invalid_input.set()
@@ -226,9 +232,15 @@ class Supervisor:
 
     async def _kill_blocked(self) -> None:
         """Kill processes that have stopped sending watchdog notifications."""
+        checked_s = resumed_s = time.monotonic()
         while not await _set_within(self._stopping, _POLL_S):
+            now_s = time.monotonic()
+            if now_s - checked_s > _PAUSED_S:  # the whole machine may have been paused, and its processes with it
+                resumed_s = now_s
+            checked_s = now_s
             for slot in self._slots.values():
                 silent_s = self._notify.silent_s(slot.child.pid) if self._notify and slot.child else 0.0
+                silent_s = min(silent_s, now_s - resumed_s)
                 if silent_s > self._blocked_timeout_s and slot.child:
                     logger.error(
                         "%s slot=%d pid=%d gave no sign of life for %.1f s: killing it",

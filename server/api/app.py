@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi import Depends, FastAPI
+from fastapi.responses import JSONResponse, Response
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -30,12 +30,16 @@ from multiworld_serving.server.auth.authorizer import (
     Authorizer,
     admin_port_permission,
     http_port_permission,
+    is_admin_path,
+    is_inference_path,
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
+from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.body import BodyReader
 from multiworld_serving.server.http.direct_routes import DirectRoutes
-from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
+from multiworld_serving.server.http.errors import STATUS_OF_REASON, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.query import refuse_unknown_parameters
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
@@ -55,6 +59,8 @@ def create_app(
     traces: RequestTraces | None = None,
     statistics: Statistics | None = None,
     scrape: Scrape | None = None,
+    access_log: bool = False,
+    admin_port: int | None = None,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -64,6 +70,8 @@ def create_app(
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
         statistics: of this process's requests.
         scrape: the metrics to serve; None = `metrics` alone.
+        access_log: log all requests; otherwise failed inference requests only.
+        admin_port: number of the admin port, for requests that belong there.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
     inference = _Inference.of(pipeline, model, limits)
@@ -82,15 +90,18 @@ def create_app(
         docs_url=None,  # FastAPI's page loads scripts from a CDN; tools can use /openapi.json
         redoc_url=None,
     )
-    app.include_router(inference.predict.router())
-    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router())
+    strict = [Depends(refuse_unknown_parameters)]
+    app.include_router(inference.predict.router(), dependencies=strict)
+    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router(), dependencies=strict)
     v2_infer = V2InferRoutes(pipeline, inference.infer.signature, inference.infer)
-    app.include_router(v2_infer.router())
+    app.include_router(v2_infer.router(), dependencies=strict)
     app.include_router(OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed).router())
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)
+    recorder = LocalRequestRecorder(model.name, metrics, statistics)
+    other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
+    _guard(app, pipeline, recorder, authorizer, traces, AccessLog(every_request=access_log), other)
     return app
 
 
@@ -136,12 +147,14 @@ def _guard(
     recorder: RequestRecorder,
     authorizer: Authorizer | None,
     traces: RequestTraces | None,
+    log: AccessLog,
+    other_port: OtherPort | None,
 ) -> None:
     """Add the middleware and error handlers that apply to every request."""
     authorizer = authorizer or _open_access()
     app.add_middleware(AuthorizationMiddleware, authorizer=authorizer, permission_for=http_port_permission)
-    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces)
-    install_error_handlers(app)
+    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces, log=log)
+    install_error_handlers(app, other_port)
     if authorizer.keys.inference:
         document_authentication(app)
 
@@ -157,23 +170,30 @@ def create_admin_app(
     authorizer: Authorizer | None = None,
     repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
+    http_port: int | None = None,
 ) -> ASGIApp:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
         own: the metrics of this process alone, for `GET /metrics?own=true`.
+        http_port: number of the port of the HTTP API, for requests that belong there.
     """
 
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
+    async def index(_: Request) -> Response:
+        paths = {route.path: sorted((route.methods or set()) - {"HEAD"}) for route in routes}
+        return JSONResponse({"service": "multiworld-serving", "port": "admin", "http_port": http_port, "paths": paths})
+
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    app = Starlette(routes=[Route("/metrics", scrape), *verbs])
+    routes = [Route("/", index), Route("/metrics", scrape), *verbs]
+    app = Starlette(routes=routes)
     app.add_middleware(
         AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
     )
     app.add_middleware(RequestIdMiddleware)
-    install_error_handlers(app)
+    install_error_handlers(app, None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path))
     return app
 
 

@@ -122,7 +122,7 @@ class _Frontend:
         if settings.edges == "auto":
             self._edges = Edges(settings.name, local_host(settings.leaders), settings, EdgeMetrics(self._metrics))
         self._pool = LeaderPool(settings.recovery_grace_s, self._metrics, self._on_change, edges=self._edges)
-        self._announced = not settings.announce
+        self._announced = False
         self._started_s = time.monotonic()
         self._connections = 0
         self._traces = RequestTraces(tracing) if tracing else None
@@ -183,10 +183,17 @@ class _Frontend:
             self._traces,
             statistics,
             scrape=self._scrape,
+            access_log=settings.access_log,
+            admin_port=self._admin.getsockname()[1],
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
-            self._scrape, AdminRoutes(pool.restart_workers), authorizer, repository, own=OwnMetrics(metrics)
+            self._scrape,
+            AdminRoutes(pool.restart_workers),
+            authorizer,
+            repository,
+            own=OwnMetrics(metrics),
+            http_port=self._http.getsockname()[1],
         )
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts
@@ -195,7 +202,6 @@ class _Frontend:
             self._http,
             ConnectionTable(limits, metrics.connection_closed, self._on_connections),
             context=contexts["http_port"],
-            access_log=settings.access_log,
         )
         admin = HttpServer(
             admin_app,
@@ -220,15 +226,11 @@ class _Frontend:
         self._feed.observe(snapshot)
         if snapshot.ready and not self._announced:
             self._announced = True
-            scheme, (host, port) = (
-                "http" if self._settings.tls_cert_file is None else "https",
-                self._http.getsockname()[:2],
-            )
-            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - translated, not bound
-            url = f"{scheme}://{Address(host, port)}"
-            logger.info("ready after %.1f s, status page at %s; try:", time.monotonic() - self._started_s, url)
-            key = " -H 'Authorization: Bearer KEY'" if self._settings.needs_keys else ""
-            print(f"\n    curl -s{key} -F image=@photo.jpg {url}/predict\n", flush=True)  # noqa: T201
+            after_s = time.monotonic() - self._started_s
+            logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
+            if self._settings.banner is not None:
+                text = f"{snapshot.model}, weights {snapshot.version}, is ready\n{self._settings.banner}"
+                print(text, end="", flush=True)  # noqa: T201
 
     def _on_connections(self, count: int) -> None:
         self._connections = count

@@ -31,7 +31,27 @@ CAUSES = tuple(cause.value for cause in Cause)
 _REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
 
 # Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
-_REQUEST_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # timeout_s: 30
+_REQUEST_S = (
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.4,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)  # timeout_s: 30
 _QUEUE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 30)  # batch_timeout_s: 0.002
 _STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)  # hang_timeout_s: 10
 _DETECTION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.25, 1.5, 2, 5, 10, 15)  # heartbeat_timeout_s: 1
@@ -78,8 +98,9 @@ class Metrics(ProgramMetrics):
             "request_duration_seconds",
             "Time from the first byte of the request to the last byte of the response, by outcome.",
             _REQUEST_S,
-            ("protocol", "code"),
+            ("model", "protocol", "code"),
         )
+        self._images = self.counter("images", "Images in answered inference requests.", ("model", "version"))
         self._connections = self.gauge("http_connections", "Open connections to the HTTP API.").labels()
         self._connections_closed = self.counter(
             "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
@@ -156,6 +177,9 @@ class Metrics(ProgramMetrics):
         self._world_up = self.gauge(
             "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")
         )
+        self._world_worker = self.gauge(
+            "world_worker", "1 for the worker that has the link, or had it last.", ("world", "worker", "host")
+        )
 
     def _define_failures(self) -> None:
         self._world_failures = self.counter(
@@ -198,7 +222,8 @@ class Metrics(ProgramMetrics):
         for protocol in protocols:
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
-            self._request_duration.labels(protocol, 200)
+            self._request_duration.labels(model, protocol, 200)
+        self._images.labels(model, version)
 
     def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
         """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
@@ -218,6 +243,7 @@ class Metrics(ProgramMetrics):
         """Remove the series of an earlier version. Its counts remain in `totals`."""
         for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version.name)):
             self._retired[code[0]] += int(series.value)
+        self._images.remove(lambda values: values == (model, version.name))
         self._version_info.remove(lambda values: values == (model, version.name, str(version.number)))
 
     def connections(self, count: int) -> None:
@@ -246,14 +272,24 @@ class Metrics(ProgramMetrics):
         self._requests_in_flight.inc()
 
     def request_finished(
-        self, *, model: str, version: str, protocol: InferenceProtocol, code: int, reason: str, duration_s: float
+        self,
+        *,
+        model: str,
+        version: str,
+        protocol: InferenceProtocol,
+        code: int,
+        reason: str,
+        duration_s: float,
+        images: int = 0,
     ) -> None:
-        """An inference request has ended; `reason` is "ok" or the error's."""
+        """An inference request has ended; `reason` is "ok" or the error's. `images` is the number that was answered."""
         self._requests_in_flight.dec()
         self._requests.labels(model, version, protocol, code, reason).inc()
         if code == 200:
             self._durations.append(duration_s)
-        self._request_duration.labels(protocol, code).observe(duration_s)
+        if images:
+            self._images.labels(model, version).inc(images)
+        self._request_duration.labels(model, protocol, code).observe(duration_s)
 
     def queue_depth(self, images: int) -> None:
         """Set the number of images that are accepted and not in flight."""
@@ -316,6 +352,11 @@ class Metrics(ProgramMetrics):
             self._link_bytes.labels(stage, replica, direction)
         for cause in CAUSES:
             self._world_failures.labels(stage, replica, cause)
+
+    def world_worker(self, world: str, worker: str, host: str) -> None:
+        """This worker has the link now. Its series replaces that of the former worker."""
+        self._world_worker.remove(lambda values: values[0] == world and values[1:] != (worker, host))
+        self._world_worker.labels(world, worker, host).set(1)
 
     def world_closed(self, world: str, stage: int, replica: int) -> None:
         """A link was closed deliberately."""

@@ -71,4 +71,5 @@ class LocalRequestRecorder:
             code=outcome.code,
             reason=outcome.reason,
             duration_s=outcome.duration_s,
+            images=len(outcome.times.images) if outcome.times is not None and outcome.code == 200 else 0,
         )

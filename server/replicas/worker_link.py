@@ -34,6 +34,7 @@ LEADER_RANK = 0
 _WORKER_RANK = 1
 _MAX_REPLIES = 3
 """Capacity of the reply queue while a version is loaded: one reply, and two end markers (drained, lost)."""
+_JOINING_STATES: tuple[ReplicaState, ...] = ("joining", "loading", "warming", "checking")
 _JOIN_WORLD_S = 10.0
 """Longest wait for a worker to join the world that it was offered."""
 
@@ -374,9 +375,12 @@ class WorkerLink:
     def _enter(self, state: ReplicaState) -> None:
         was, now_s = self.state, time.monotonic()
         took_s, self.state, self.since_s = now_s - self.since_s, state, now_s
-        log = logger.info if state != "broken" or self.cause == Cause.LEFT else logger.warning
+        level = logging.DEBUG if state in _JOINING_STATES else logging.INFO
+        if state == "broken" and self.cause != Cause.LEFT:
+            level = logging.WARNING
         why = f" cause={self.cause} {self.detail}" if self.cause else ""
-        log(
+        logger.log(
+            level,
             "world=%s generation=%d stage=%s replica=%d worker=%s %s->%s after_s=%.3f%s",
             *(self.world_name, self.generation, "-" if self.slot.stage is None else self.slot.stage, self.slot.index),
             *(self.worker, was, state, took_s, why),

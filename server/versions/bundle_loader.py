@@ -57,14 +57,17 @@ def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[S
     """
     bundle = read_bundle(path)
     manifest = bundle.manifest
-    logger.info("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
+    logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
     if settings.max_batch_size > manifest.max_batch_size:
         raise BundleError(
             f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
             "with a larger one"
         )
-    if settings.image_size is not None:
-        raise BundleError("--image-size is decided when a bundle is made: export it with another --image-size")
+    for option in ("image_size", "mean", "std"):
+        if getattr(settings, option) is not None:
+            raise BundleError(
+                f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
+            )
     image = manifest.image
     served = ServedModel(
         manifest.name,

@@ -229,7 +229,7 @@ def _stages_of(bundle: Bundle, num_stages: int) -> tuple[tuple[Graph, ...], list
 
 def _logged(plans: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
     for plan in plans:
-        logger.info(
+        logger.debug(
             "stage=%d blocks=%s..%s weights_mb=%.1f",
             *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], plan.weights.size / 1e6),
         )

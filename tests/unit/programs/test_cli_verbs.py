@@ -343,6 +343,22 @@ def test_predict_prints_a_table(url: str, images: None, capsys: pytest.CaptureFi
         assert part in out
 
 
+def test_predict_prints_one_table_for_several_files(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "cat.jpg").write_bytes(b"image")
+    assert main(["predict", "--url", url, "a/cat.jpg", "b/cat.jpg", "nowhere.jpg"]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == ["file", "label", "class", "probability", "next", "labels", "ms"]
+    assert [line for line in lines if line[0].endswith("cat.jpg")] == [
+        [f"{folder}/cat.jpg", "tabby", "cat", "281", "0.7500", "12.5"] for folder in ("a", "b")
+    ]
+
+
 def test_predict_prints_one_json_object_per_file(url: str, images: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--url", url, "--json", "--top-k", "1", "cat.jpg", "cat.jpg"]) == 0
     lines = capsys.readouterr().out.splitlines()

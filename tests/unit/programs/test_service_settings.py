@@ -14,7 +14,9 @@ from pydantic import SecretStr
 
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import Settings, SettingsError, load
-from multiworld_serving.deploy.processes.service import _Service, _toml
+from multiworld_serving.deploy.processes.banner import banner
+from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
+from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -31,6 +33,8 @@ OTHERS: dict[str, Any] = {
     "heartbeat_timeout_s": 1e2,
     "labels": 'a "quoted"\\path\n',
     "hedge_floor_s": 1e-07,
+    "mean": "0.5,0.25,0.125",
+    "std": "0.5,0.25,1",
     "token": None,  # with token_file, only one of them may be given
     "api_keys": None,
     "admin_keys": None,
@@ -90,7 +94,10 @@ def service(settings: ServeSettings) -> Iterator[_Service]:
 
 def passed_on(made: _Service, cls: type[Settings], **changes: object) -> Any:
     """The settings that a program of this service gets."""
-    return load(cls, {}, config_file=Path(made._settings_file(cls, **changes)), programs=PROGRAMS).with_token()
+    values = leader_values(made._settings, 0) if cls is LeaderSettings else frontend_values(made._settings, 0)
+    with contextlib.ExitStack() as stack:
+        file = settings_file(stack, cls.section, {**values, **changes})
+        return load(cls, {}, config_file=Path(file), programs=PROGRAMS).with_token()
 
 
 @pytest.mark.parametrize("cls", [LeaderSettings, FrontendSettings])
@@ -99,7 +106,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {"metrics_port": None}
     with service(given) as made:
         found = passed_on(made, cls, **changes)
-    own = {"local_token", "name", *changes}
+    own = {"local_token", "name", "leader_name", "exit_with_parent", "metrics_host", *changes}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
         assert getattr(found, name) == getattr(given, name), name
     assert found.secret == b"of-the-service"
@@ -147,7 +154,7 @@ def test_operators_need_no_token_when_the_service_made_it_up() -> None:
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     with service(ServeSettings(**PORTS)) as made:
-        path = Path(made._settings_file(LeaderSettings))
+        path = Path(settings_file(made._stack, "leader", leader_values(made._settings, 0)))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert 'local_token = "of-the-service"' in path.read_text()
@@ -179,3 +186,34 @@ def test_setting_of_another_program_is_refused_in_a_table(table: str, name: str,
     file.write_text(f"[{table}]\n{name} = 1\n")
     with pytest.raises(SettingsError, match=rf"unknown setting {name} in \[{table}\]"):
         load(ServeSettings, {}, config_file=file, programs=PROGRAMS)
+
+
+def test_mean_and_deviation_are_three_numbers_each() -> None:
+    settings = load(LeaderSettings, {"mean": "0.5,0.25, 0.125", "metrics_port": None})
+    assert settings.channel_means == (0.5, 0.25, 0.125)
+    assert settings.channel_stds is None
+    for wrong in ("0.5", "a,b,c", ""):
+        with pytest.raises(SettingsError, match="three numbers, such as"):
+            load(LeaderSettings, {"mean": wrong})
+
+
+def test_banner_has_the_processes_and_their_addresses() -> None:
+    given = ServeSettings(**PORTS, stages=2, replicas=3, spares=1, leaders=2, api_keys_file=Path("keys"))
+    shown = banner(given, http_url="http://h:1", admin_url="http://h:2", joins="h:3,h:4").splitlines()
+    assert shown == [
+        "  pipeline    2 stages x 3 replicas + 1 spare on cpu, 2 leaders, 1 frontend",
+        "  HTTP API    http://h:1 (status page in a browser)",
+        "  admin port  http://h:2 (metrics, multiworld rolling-restart, multiworld load-version)",
+        "  join port   h:3,h:4",
+        "  try         curl -s -H 'Authorization: Bearer KEY' -F image=@photo.jpg http://h:1/predict",
+    ]
+
+
+@pytest.mark.parametrize(("log_format", "shown"), [("text", [True, False]), ("json", [False, False])])
+def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown: list[bool]) -> None:
+    with service(load(ServeSettings, {**PORTS, "frontends": "2", "log_format": log_format})) as made:
+        frontends = made._frontends(None)  # type: ignore[arg-type]
+        files = [Path(frontends._command(slot)[-1]) for slot in range(2)]
+        found = [load(FrontendSettings, {}, config_file=file, programs=PROGRAMS).banner for file in files]
+        port = made._http.getsockname()[1]
+    assert [text is not None and f"http://127.0.0.1:{port}/predict" in text for text in found] == shown
