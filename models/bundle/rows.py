@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from multiworld_serving.models.bundle.manifest import BATCH, TensorSpec
-from multiworld_serving.models.bundle.nodes import DTYPES, MAX_DIMS
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import BundleError
 
 MAX_ROW_BYTES = 1 << 30
@@ -131,7 +131,7 @@ class RowFormat:
         if not bool((heads == heads[0]).all()):
             raise BundleError("the rows of a batch have different lengths; expected equal ones")
         found = tuple(heads[0].tolist())
-        self._check_lengths(found)
+        self._lengths_to_check(found)
         return found
 
     def key(self, rows: Tensor) -> str:
@@ -147,7 +147,7 @@ class RowFormat:
         """The largest lengths."""
         return tuple(computed if dim is None else self.dimensions[dim][1] for dim in self._variable)
 
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
+    def _lengths_to_check(self, lengths: Sequence[int]) -> None:
         known: dict[str, int] = {}
         for dim, length in zip(self._variable, lengths, strict=True):
             least, most = (0, MAX_ROW_BYTES) if dim is None else self.dimensions[dim]
@@ -169,7 +169,7 @@ class RowFormat:
             lengths += [
                 length for dim, length in zip(spec.shape[1:], tensor.shape[1:], strict=True) if not isinstance(dim, int)
             ]
-        self._check_lengths(lengths)
+        self._lengths_to_check(lengths)
         return tuple(lengths)
 
     def _shapes(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
