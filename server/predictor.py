@@ -25,6 +25,10 @@ Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
 
 
+MAX_ROW_BYTES = 1 << 27
+"""Largest row that a frontend and a leader send each other. The largest image, 4096 x 4096 pixels, has 48 MiB."""
+
+
 class ImageSizes(NamedTuple):
     """How an image becomes the input of the model."""
 
@@ -40,7 +44,7 @@ class ServedModel:
 
     Raises:
         BundleError: a row of its inputs or outputs is impossible.
-        ValueError: sizes of images or labels do not fit its inputs and outputs.
+        ValueError: sizes of images or labels do not fit its inputs and outputs, or a row is too large.
     """
 
     name: str
@@ -54,7 +58,7 @@ class ServedModel:
     image: ImageSizes | None = None
     """None: the input is not an image. Else it is uint8 [batch, 3, crop_size, crop_size]."""
     labels: tuple[str, ...] = ()
-    """One per class, if the output is the probabilities of classes, float32 [batch, classes]; else empty."""
+    """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
 
     def __post_init__(self) -> None:
         if self.image is not None:
@@ -63,11 +67,13 @@ class ServedModel:
                 raise ValueError(f"crop_size must be 1 to resize_size ({self.image.resize_size}), not {side}")
             if [(each.dtype, each.shape) for each in self.inputs] != [("uint8", (BATCH, 3, side, side))]:
                 raise ValueError(f"the input of images is not uint8 [{BATCH}, 3, {side}, {side}]")
-        if self.labels and [(each.dtype, each.shape) for each in self.outputs] != [
-            ("float32", (BATCH, len(self.labels)))
-        ]:
-            raise ValueError(f"the output is not float32 [{BATCH}, {len(self.labels)}], one number for each label")
-        self.input_rows, self.output_rows  # noqa: B018 - checks
+        if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
+            raise ValueError(f"the output is not [{BATCH}, {len(self.labels)}], one number for each label")
+        for what, rows in (("inputs", self.input_rows), ("outputs", self.output_rows)):
+            if rows.max_row_bytes > MAX_ROW_BYTES:
+                raise ValueError(
+                    f"the {what} of one sample have {rows.max_row_bytes} bytes; at most {MAX_ROW_BYTES} are sent"
+                )
 
     @classmethod
     def image_classifier(cls, name: str, version: str, labels: tuple[str, ...], sizes: ImageSizes) -> ServedModel:

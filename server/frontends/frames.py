@@ -18,14 +18,15 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
+from multiworld_serving.server.predictor import MAX_ROW_BYTES
 
 _HEAD = struct.Struct("!BQII")
 """Kind, number, bytes of JSON, bytes of payload."""
 _ALIGNED_BYTES = 8
 """Headers and payloads start at a multiple of this, so that tensors in them are aligned."""
 _HEAD_BYTES = 24
-MAX_BYTES = 1 << 27
-"""Maximum size of one frame. The largest image, 4096 x 4096 pixels, has 48 MiB."""
+MAX_BYTES = MAX_ROW_BYTES
+"""Maximum payload of one frame."""
 _MESSAGE_BYTES = 1 << 22
 """A message is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22

@@ -68,18 +68,27 @@ def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[S
             raise BundleError(
                 f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
             )
-    image = manifest.image
-    served = ServedModel(
-        manifest.name,
-        manifest.version,
-        manifest.inputs,
-        manifest.outputs,
-        manifest.dimensions,
-        None if image is None else ImageSizes(image.resize_size, image.crop_size),
-        _labels(bundle, settings),
-    )
+    served = _served(bundle, settings)
     plan = VersionPlan.of(make_bundle_plan(bundle, settings.stages, tuning))
     return served, BundleLoader(settings, path, _interface(bundle, settings)), plan
+
+
+def _served(bundle: Bundle, settings: LeaderSettings) -> ServedModel:
+    """Raises BundleError if the rows of its inputs or outputs are too large."""
+    manifest = bundle.manifest
+    image = None if manifest.image is None else ImageSizes(manifest.image.resize_size, manifest.image.crop_size)
+    try:
+        return ServedModel(
+            manifest.name,
+            manifest.version,
+            manifest.inputs,
+            manifest.outputs,
+            dict(manifest.dimensions),
+            image,
+            _labels(bundle, settings),
+        )
+    except ValueError as error:
+        raise BundleError(f"{manifest.name} cannot be served: {error}") from error
 
 
 def _labels(bundle: Bundle, settings: LeaderSettings) -> tuple[str, ...]:
