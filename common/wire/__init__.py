@@ -2,6 +2,13 @@
 `inputs`)."""
 
 from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.edge_states import (
+    MAX_EDGE_STATES,
+    EdgeState,
+    EdgeTransport,
+    edge_states_json,
+    parse_edge_states,
+)
 from multiworld_serving.common.wire.inputs import (
     ALL_ROWS,
     MAX_FETCH_ROWS,
@@ -34,6 +41,7 @@ __all__ = [
     "ALL_ROWS",
     "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
+    "MAX_EDGE_STATES",
     "MAX_FETCH_ROWS",
     "MAX_INPUTS_HEAD_BYTES",
     "MAX_PARTS",
@@ -45,6 +53,8 @@ __all__ = [
     "BatchInputs",
     "Channel",
     "EdgeJoinRequest",
+    "EdgeState",
+    "EdgeTransport",
     "FrontendJoinRequest",
     "Header",
     "JoinOffer",
@@ -58,6 +68,8 @@ __all__ = [
     "TraceContext",
     "WireError",
     "different_fields",
+    "edge_states_json",
+    "parse_edge_states",
     "row_refs",
     "row_refs_tensor",
     "trace_contexts",

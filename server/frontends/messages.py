@@ -13,6 +13,7 @@ from torch import Tensor
 from multiworld_serving.common.wire import different_fields
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import (
+    EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
     KeptRow,
@@ -152,6 +153,7 @@ def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
             "spares": tuple(map(_parse_replica, fields["spares"])),
             "leaders": tuple(LeaderSnapshot(**leader) for leader in fields["leaders"]),
             "frontends": tuple(FrontendSnapshot(**frontend) for frontend in fields["frontends"]),
+            "edges": tuple(EdgeSnapshot(**edge) for edge in fields["edges"]),
         }
     )
 
