@@ -29,10 +29,14 @@ class EdgeMetrics:
         )
         self._fetches = program.counter("edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
         self._fetch_s = program.histogram(
-            "edge_fetch_seconds", "Time of a successful fetch, with opening the edge if needed.", _FETCH_S, ("transport",)
+            "edge_fetch_seconds",
+            "Time of a successful fetch, with opening the edge if needed.",
+            _FETCH_S,
+            ("transport",),
         )
         self._no_memory = program.counter(
-            "edge_shared_memory_missing", "Tensors that were copied through a socket because the system had no shared memory."
+            "edge_shared_memory_missing",
+            "Tensors that were copied through a socket because the system had no shared memory.",
         ).labels()
         self._open = program.gauge("edges_open", "Edges that are open now, by direction.", ("direction",))
         self._retained = program.gauge("edge_retained_bytes", "Bytes of tensors kept for others to fetch.").labels()

@@ -68,6 +68,18 @@ def test_every_service_is_restricted_and_restarted() -> None:
         assert "healthcheck" in service, name
 
 
+def test_programs_share_a_private_folder_for_their_unix_sockets() -> None:
+    found = config()
+    for name in PROGRAMS:
+        service = found["services"][name]
+        (volume,) = (each for each in service["volumes"] if each["source"] == "sockets")
+        assert volume["target"] == service["environment"]["MULTIWORLD_RUNTIME_DIR"]
+        assert not volume.get("read_only")
+    options = found["volumes"]["sockets"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert {"uid=10001", "mode=0700"} <= {*options["o"].split(",")}
+
+
 def test_join_ports_and_worlds_use_an_internal_network() -> None:
     found = config()
     assert found["networks"]["worlds"]["internal"] is True
