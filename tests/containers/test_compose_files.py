@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from multiworld_serving.common.config.settings import Settings, declaration, fields_of
-from multiworld_serving.common.config.sources import variable
+from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.testing.chaos.system.containers import docker
@@ -126,7 +126,7 @@ def test_every_given_setting_is_passed_on(service: str, program: type[Settings],
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]
     assert {name: environment.get(name) for name in wanted} == given
-    known = {variable(name) for name in fields_of(program)} | {"MULTIWORLD_RUNTIME_DIR"}  # of the library
+    known = {variable(name) for name in (*fields_of(program), *OTHER_VARIABLES)}
     assert environment.keys() <= known, "no setting that the program does not have"
 
 
