@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
+_MAX_EDGES = 24
 
 
 def render_status(snapshot: dict[str, Any]) -> "RenderableType":
@@ -25,6 +26,8 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     if frontends := snapshot["frontends"]:
         named = (f"{each['name']} ({each['connections']} connections)" for each in frontends)
         parts.append(Text("frontends: " + ", ".join(named)))
+    if edges := snapshot["edges"]:
+        parts.append(_edges(edges))
     return Group(*parts)
 
 
@@ -59,6 +62,26 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),
             )
+    return rows
+
+
+def _edges(edges: list[dict[str, Any]]) -> "Table":
+    from rich.text import Text
+
+    from multiworld_serving.cli.console import table
+
+    more = len(edges) - _MAX_EDGES
+    caption = f"{more} more edges are in GET /status" if more > 0 else None
+    rows = table("edge: from", "to", "transport", "MB", "fetch ms", numbers=("MB", "fetch ms"), caption=caption)
+    for edge in edges[:_MAX_EDGES]:
+        relayed = edge["transport"] == "relay"
+        rows.add_row(
+            Text(edge["producer"]),
+            Text(edge["consumer"]),
+            Text(edge["transport"].replace("_", " "), style="yellow" if relayed else ""),
+            "-" if relayed else f"{edge['received_bytes'] / 1e6:.1f}",
+            "-" if relayed else f"{edge['fetch_s'] * 1e3:.2f}",
+        )
     return rows
 
 

@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
-from multiworld_serving.common.wire import Message
+from multiworld_serving.common.wire import EdgeState, Message
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
@@ -25,7 +25,7 @@ from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.rollout import VersionRollout
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
+from multiworld_serving.server.predictor import EdgeSnapshot, ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import ready_links
@@ -145,6 +145,11 @@ class Leader:
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """See `SchedulerDriver.frontend_cannot_reach`."""
         self._driver.frontend_cannot_reach(frontend, holder)
+
+    def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
+        """The edges of all workers and of these frontends; see `EdgeRouting.snapshot`."""
+        workers = ((link.worker, link.request.edge, link.edges) for link in self._registry.placement.links())
+        return self._driver.edges.snapshot((*workers, *frontends))
 
     @property
     def version(self) -> ModelVersion:

@@ -23,6 +23,8 @@ ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "r
 
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
+PairTransport = Literal["shared_memory", "tcp", "relay"]
+"""relay: the consumer could not reach the producer within the last minute."""
 
 
 MAX_ROW_BYTES = 1 << 27
@@ -239,6 +241,21 @@ class FrontendSnapshot:
 
 
 @dataclass(frozen=True)
+class EdgeSnapshot:
+    """One process fetches tensors of another."""
+
+    consumer: str
+    """Name of a frontend or worker."""
+    producer: str
+    """The same; HOST:PORT if the leader does not know its name."""
+    transport: PairTransport
+    received_bytes: int = 0
+    """Bytes of tensors since the edge was opened."""
+    fetch_s: float = 0.0
+    """Mean time of recent transfers, in seconds."""
+
+
+@dataclass(frozen=True)
 class PipelineSnapshot:
     """State of the pipeline at one moment."""
 
@@ -263,6 +280,8 @@ class PipelineSnapshot:
     """The leader whose view of the stages this is."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
+    edges: tuple[EdgeSnapshot, ...] = ()
+    """At most 16 of each consumer."""
 
     @property
     def missing_stages(self) -> tuple[int, ...]:

@@ -20,12 +20,14 @@ from multiworld_serving.common.wire import (
     MAX_TRACE_BYTES,
     BatchInputs,
     Channel,
+    EdgeState,
     Header,
     Message,
     MessageKind,
     RowShape,
     TraceContext,
     WireError,
+    edge_states_json,
     trace_contexts,
 )
 from multiworld_serving.models import AnyStageSpec, ModelError
@@ -46,7 +48,8 @@ from multiworld_serving.workers.stage_loader import StageLoader
 logger = logging.getLogger(__name__)
 
 _BUSY_REPORT_S = 1.0
-"""How often the leader is told that its batches wait for those of other leaders; several times in a `hang_timeout_s`."""
+"""How often the leader is told that its batches wait for those of other leaders, and which edges there are; several times in a
+`hang_timeout_s`."""
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
@@ -123,7 +126,7 @@ class Session:
             WorldClosedError: this process closed the world.
         """
         left = False
-        self._start(self._report_waiting())
+        self._start(self._report())
         try:
             await self._serve()
         except BrokenWorldException as ending:
@@ -159,13 +162,21 @@ class Session:
                 self._slots.release()
                 self._handle(message)
 
-    async def _report_waiting(self) -> None:
-        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung."""
+    async def _report(self) -> None:
+        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung.
+
+        And report the edges on which this worker fetches, when they have changed.
+        """
+        reported: tuple[EdgeState, ...] = ()
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             while True:
                 await asyncio.sleep(_BUSY_REPORT_S)
                 if self.queue.waits_for_others:
                     await self._channel.send(Message(MessageKind.BUSY))
+                states = () if self._edges is None else self._edges.states()
+                if states != reported:
+                    reported = states
+                    await self._channel.send(Message.from_text(MessageKind.EDGES, edge_states_json(states)))
 
     def _check(self, header: Header) -> None:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 from typing import NoReturn
 
 import torch
@@ -73,7 +74,7 @@ class EdgeServer:
             request = EdgeJoinRequest.from_json(question)
         except WireError as error:
             raise AskError(str(error)) from error
-        if request.incarnation != self._incarnation:
+        if not secrets.compare_digest(request.incarnation, self._incarnation):
             raise AskError("the process that kept these tensors has ended")
         if len(self._tasks) >= _MAX_EDGES:
             raise AskError(f"this process has {_MAX_EDGES} edges already")

@@ -2,6 +2,13 @@
 `inputs`)."""
 
 from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.edge_states import (
+    MAX_EDGE_STATES,
+    EdgeState,
+    EdgeTransport,
+    edge_states_json,
+    parse_edge_states,
+)
 from multiworld_serving.common.wire.inputs import (
     ALL_ROWS,
     MAX_FETCH_ROWS,
@@ -36,6 +43,7 @@ __all__ = [
     "EDGE_DTYPES",
     "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
+    "MAX_EDGE_STATES",
     "MAX_FETCH_ROWS",
     "MAX_INPUTS_HEAD_BYTES",
     "MAX_PARTS",
@@ -47,6 +55,8 @@ __all__ = [
     "BatchInputs",
     "Channel",
     "EdgeJoinRequest",
+    "EdgeState",
+    "EdgeTransport",
     "FrontendJoinRequest",
     "Header",
     "JoinOffer",
@@ -61,6 +71,8 @@ __all__ = [
     "TraceContext",
     "WireError",
     "different_fields",
+    "edge_states_json",
+    "parse_edge_states",
     "row_refs",
     "row_refs_tensor",
     "trace_contexts",

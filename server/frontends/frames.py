@@ -62,7 +62,7 @@ class FrameKind(IntEnum):
     """In both directions: reply METRICS with the receiver's metrics as text."""
     METRICS = 14
     LOAD = 15
-    """Frontend to leader, once a second: its connections and requests in flight."""
+    """Frontend to leader, once a second: its connections, requests in flight and edges."""
 
 
 @dataclass(frozen=True, slots=True)

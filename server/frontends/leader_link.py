@@ -195,10 +195,10 @@ class LeaderLink:
             if not finished:
                 link.send(FrameKind.CANCEL, number)
 
-    def send_load(self, connections: int, requests: int) -> None:
+    def send_load(self, connections: int, requests: int, edges: str) -> None:
         """See `FrameKind.LOAD`."""
         if self._link is not None:
-            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests})
+            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests, "edges": edges})
 
     # -- the link --------------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
+from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
 from multiworld_serving.server.api.operations import OwnMetrics
@@ -238,8 +239,9 @@ class _Frontend:
 
     async def _report_load(self) -> None:
         while True:
+            edges = edge_states_json(() if self._edges is None else self._edges.states())
             for link in self._pool.links:
-                link.send_load(self._connections, self._pool.open_requests.count)
+                link.send_load(self._connections, self._pool.open_requests.count, edges)
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
     def _on_signal(self, signum: signal.Signals) -> None:

@@ -19,7 +19,14 @@ def snapshot_without_leaders(
         for stage in last.stages
     )
     return replace(
-        last, ready=False, stages=stages, spares=(), frontends=(), leaders=leaders, requests_in_flight=in_flight
+        last,
+        ready=False,
+        stages=stages,
+        spares=(),
+        frontends=(),
+        edges=(),
+        leaders=leaders,
+        requests_in_flight=in_flight,
     )
 
 
@@ -37,6 +44,7 @@ def merged_snapshot(
         ready, stopping: of this frontend.
     """
     frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
+    edges = {(edge.consumer, edge.producer): edge for state in (*states, best) for edge in state.snapshot.edges}
     rerouted: dict[int, int] = {}
     for state in states:
         for stage in state.snapshot.stages:
@@ -50,4 +58,5 @@ def merged_snapshot(
         requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
         leaders=leaders,
         frontends=tuple(frontends[name] for name in sorted(frontends)),
+        edges=tuple(edges[pair] for pair in sorted(edges)),
     )

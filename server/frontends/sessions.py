@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer, parse_edge_states
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
@@ -113,7 +113,10 @@ class FrontendSessions:
         closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
         snapshot = replace(
-            leader.snapshot(), leader=self.name, frontends=tuple(sorted(frontends, key=lambda each: each.name))
+            leader.snapshot(),
+            leader=self.name,
+            frontends=tuple(sorted(frontends, key=lambda each: each.name)),
+            edges=leader.edges((each.who.frontend, each.who.edge, each.edges) for each in self._sessions),
         )
         return LeaderState(
             leader=self.name,
@@ -196,12 +199,14 @@ class FrontendSession:
     Attributes:
         who: its join request.
         ahead: its number of requests in preparation, as reported at `ahead_s`.
+        edges: on which it fetches, as it reported.
     """
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
         self.link = FrameLink(world, _FRONTEND_RANK, self._on_frame)
         self.ahead, self.ahead_s = 0, 0.0
+        self.edges: tuple[EdgeState, ...] = ()
         self._connections, self._requests = 0, 0
         self._sessions = sessions
         self._tasks: dict[int, asyncio.Future[Any]] = {}
@@ -262,6 +267,7 @@ class FrontendSession:
                 self._start(frame.number, asyncio.create_task(self._scrape(frame)))
             case FrameKind.LOAD:
                 self._connections, self._requests = int(frame.fields["connections"]), int(frame.fields["requests"])
+                self.edges = parse_edge_states(str(frame.fields["edges"]))
             case FrameKind.DONE | FrameKind.METRICS:
                 if (pending := self._pending.get(frame.number)) is not None:
                     _complete(pending, frame)

@@ -90,7 +90,7 @@ class SchedulerDriver:
         """The output of the batch whose event is being handled."""
         self._wanted = False
         """Whether an action for the event has used the output."""
-        self._edges = EdgeRouting(num_stages)
+        self.edges = EdgeRouting(num_stages)
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -195,7 +195,7 @@ class SchedulerDriver:
         if self._traces is not None:
             self._traces.failed(message.batch, link, "the input is lost")
         for holder in lost.unreachable:
-            self._edges.workers.add(holder, link.worker)
+            self.edges.workers.add(holder, link.worker)
         self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
@@ -211,7 +211,7 @@ class SchedulerDriver:
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
-        self._edges.frontends.add(holder, frontend)
+        self.edges.frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
@@ -333,7 +333,7 @@ class SchedulerDriver:
         stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
         link = self._context.find_link(id_of_link)
-        if link is not None and (holders := self._edges.unreachable_holders(stored, link)):
+        if link is not None and (holders := self.edges.unreachable_holders(stored, link)):
             self._lose_input(action.batch, action.replica, action.requests, holders)
             return
         self._in_flight[action.batch, id_of_link] = SentBatch(
@@ -343,7 +343,7 @@ class SchedulerDriver:
         if link is not None and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
             version, fetchers = self._context.number_of(action.version), self._fetchers(action.requests)
-            self._edges.send(action, link, stored, version, fetchers, traced or ())
+            self.edges.send(action, link, stored, version, fetchers, traced or ())
             self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
         self._counts.sent(action)
 

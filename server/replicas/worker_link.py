@@ -14,12 +14,14 @@ from multiworld_serving.common.wire import (
     WORLD_BACKEND,
     BatchInputs,
     Channel,
+    EdgeState,
     JoinRequest,
     Message,
     MessageKind,
     RowShape,
     TraceContext,
     WireError,
+    parse_edge_states,
     trace_message,
 )
 from multiworld_serving.server.predictor import ReplicaState
@@ -78,6 +80,7 @@ class WorkerLink:
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
+        edges: on which the worker fetches, as it reported.
         loaded_versions: numbers of the versions that the worker has loaded and that passed the self-test.
         active_versions: numbers of the versions for which the scheduler may send it batches. Set by the leader.
     """
@@ -106,6 +109,7 @@ class WorkerLink:
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
+        self.edges: tuple[EdgeState, ...] = ()
         self.loaded_versions: set[int] = set()
         self.active_versions: set[int] = set()
         self._listener = listener
@@ -347,7 +351,8 @@ class WorkerLink:
 
     async def _receive(self) -> Message:
         assert self._channel is not None
-        message = await self._channel.receive()
+        while (message := await self._channel.receive()).kind is MessageKind.EDGES:
+            self.edges = parse_edge_states(message.text())
         self._validator.received(message)
         return message
 

@@ -27,7 +27,7 @@ KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 CRD_SCHEMAS = Path(__file__).parents[1] / "data" / "crd_schemas.json"
 """Parts of the schemas of kserve/kserve and kubernetes-sigs/lws: what the examples use, and the names of all other fields."""
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "same-node")
 VERSIONS = ("1.30.0", "1.33.0")
 """The oldest version with all used features, and a later one."""
 OLDEST_KUBECTL = (1, 21)
@@ -119,6 +119,18 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: lis
     assert (gpus, devices) in [("1", ["cuda:0"]), (None, [])]
     assert (gpus == "1") == container["image"].endswith("-cuda")
     assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
+
+
+def test_pods_share_a_folder_for_sockets_only_where_the_namespace_allows_it(overlay: list[Resource]) -> None:
+    level = find(overlay, "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    for name in PROGRAMS:
+        spec = pod(overlay, name)["spec"]
+        (container,) = spec["containers"]
+        folders = [each["value"] for each in container["env"] if each["name"] == "MULTIWORLD_RUNTIME_DIR"]
+        mounted = [each["name"] for each in container["volumeMounts"] if each["mountPath"] in folders]
+        of_node = [each["name"] for each in spec["volumes"] if "hostPath" in each]
+        assert (level, len(of_node)) in [("restricted", 0), ("privileged", 1)]
+        assert mounted == of_node
 
 
 def settings() -> tuple[LeaderSettings, FrontendSettings, WorkerSettings]:

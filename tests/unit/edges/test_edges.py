@@ -20,6 +20,8 @@ from multiworld_serving.common.wire import (
     Message,
     MessageKind,
     RowRef,
+    edge_states_json,
+    parse_edge_states,
     row_refs_tensor,
 )
 from tests.unit.edges.edge_parts import SECRET, edges, until
@@ -42,6 +44,21 @@ async def test_consumers_get_what_the_producer_keeps() -> None:
         number = kept(producer)
         found = await asyncio.gather(*(fetch(each, producer.holder, number) for each in (first, second, producer)))
         assert all(torch.equal(tensor, ROWS) for tensor in found)
+
+
+async def test_consumer_reports_its_edges() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        assert consumer.states() == ()
+        for _ in range(2):
+            await fetch(consumer, producer.holder, kept(producer))
+        [state] = consumer.states()
+        assert (state.holder, state.transport, state.received_bytes) == (
+            producer.holder,
+            "shared_memory",
+            2 * ROWS.nbytes,
+        )
+        assert state.fetch_s > 0
+        assert parse_edge_states(edge_states_json([state])) == (state,)
 
 
 async def test_fetches_at_the_same_time_share_messages_and_get_their_own_rows() -> None:

@@ -72,6 +72,19 @@ SNAPSHOT = {
         {"name": None, "address": "127.0.0.1:8101", "state": "unreachable"},
     ],
     "frontends": [{"name": "frontend-0", "connections": 3}],
+    "edges": [
+        {
+            "consumer": "local-2",
+            "producer": "local-0",
+            "transport": "shared_memory",
+            "received_bytes": 5 << 20,
+            "fetch_s": 0.0004,
+        },
+        *(
+            {"consumer": f"far-{n}", "producer": "local-0", "transport": "relay", "received_bytes": 0, "fetch_s": 0.0}
+            for n in range(30)
+        ),
+    ],
 }
 
 
@@ -415,6 +428,8 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
         "exit, ",
         "spares: local-4 (ready)",
         "127.0.0.1:8101 (unreachable)",
+        "shared memory",
+        "7 more edges are in GET /status",
     ):
         assert part in out
 

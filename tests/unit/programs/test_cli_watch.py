@@ -35,6 +35,7 @@ STATUS: dict[str, Any] = {
     "spares": [],
     "leaders": [],
     "frontends": [],
+    "edges": [],
 }
 
 

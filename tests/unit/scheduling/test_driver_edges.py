@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,23 @@ from torch import Tensor
 from multiworld_serving.common.wire import (
     ALL_ROWS,
     BatchInputs,
+    EdgeState,
     JoinRequest,
     LostInput,
     Message,
     MessageKind,
     RowRef,
     RowShape,
+    WireError,
+    parse_edge_states,
 )
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
-from multiworld_serving.server.pipeline.edge_routing import UnreachablePairs
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting, UnreachablePairs
+from multiworld_serving.server.predictor import EdgeSnapshot, KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
@@ -275,6 +279,33 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     output = bench.kept(first, batch)
     assert first.released == [output]
     bench.driver.close()
+
+
+def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
+    routing = EdgeRouting(2)
+    routing.workers.add("10.0.0.1:4000/a1", "b")
+    routing.frontends.add("10.0.0.9:4000/f3", "f")
+    one, gone = (EdgeState(holder, "tcp", 5, 0.5) for holder in ("10.0.0.2:4000/b2", "10.0.0.1:4000/former"))
+    assert routing.snapshot([("a", "10.0.0.1:4000/a1", [one]), ("b", "10.0.0.2:4000/b2", []), ("f", "", [gone])]) == (
+        EdgeSnapshot("a", "b", "tcp", 5, 0.5),
+        EdgeSnapshot("f", "10.0.0.1:4000", "tcp", 5, 0.5),
+        EdgeSnapshot("b", "a", "relay"),
+        EdgeSnapshot("f", "10.0.0.9:4000", "relay"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "7", "[7]", "[[]]", '[["a", "tcp", 1]]', '[["a b", "tcp", 1, 0.5]]', '[["a", "udp", 1, 0.5]]'),
+        *('[["a", "tcp", -1, 0.5]]', '[["a", "tcp", 1, NaN]]', '[["a", "tcp", true, 0.5]]', "[" * 100_000),
+        json.dumps([["a", "tcp", 1, 0.5]] * 17),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_false_report_of_edges_is_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        parse_edge_states(text)
 
 
 def test_pairs_are_forgotten_after_a_minute() -> None:

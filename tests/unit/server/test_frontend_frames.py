@@ -34,6 +34,7 @@ from multiworld_serving.server.frontends.messages import (
 )
 from multiworld_serving.server.http.errors import STATUS_OF_REASON
 from multiworld_serving.server.predictor import (
+    EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
     ImageSizes,
@@ -393,6 +394,7 @@ STATE = LeaderState(
         spares=(REPLICA,),
         leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
         frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
+        edges=(EdgeSnapshot("frontend-0", "local-0", "shared_memory", 5, 0.5),),
     ),
 )
 
@@ -420,6 +422,7 @@ def test_frames_are_those_of_the_protocol() -> None:
         FailureSnapshot,
         LeaderSnapshot,
         FrontendSnapshot,
+        EdgeSnapshot,
     )
     described = [[each.name for each in fields(cls)] for cls in (*parts, ServedModel, Prediction, RestartStep)]
     text = repr((described, [(kind.name, kind.value) for kind in FrameKind]))
