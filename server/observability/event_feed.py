@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from multiworld_serving.server.errors import OverloadedError
+from multiworld_serving.server.observability.incidents import IncidentLog
 from multiworld_serving.server.observability.metrics import Metrics, Totals
 from multiworld_serving.server.predictor import PipelineSnapshot, ReplicaSnapshot
 
@@ -125,6 +126,7 @@ class EventFeed:
         """Whether each leader was ready, by address."""
         self._leader: str | None = None
         self._totals = metrics.totals()
+        self._incidents = IncidentLog(self._totals)
         self._tick_s = time.monotonic()
         self._version: str | None = None
         self._next_id = 1
@@ -171,6 +173,8 @@ class EventFeed:
         subscription = Subscription()
         subscription.put(b"retry: 2000\n\n" + _message("status", asdict(snapshot)))
         subscription.put(_message("points", [asdict(point) for point in self._points]))
+        if self._incidents.last is not None:
+            subscription.put(_message("incident", asdict(self._incidents.last)))
         missed = [event for event in self._events if event.id > last_id or last_id >= self._next_id]
         for event in missed[-_MAX_WAITING // 2 :]:
             subscription.put(_message("event", asdict(event), event.id))
@@ -194,16 +198,22 @@ class EventFeed:
     def _tick(self, snapshot: PipelineSnapshot) -> None:
         totals, now_s = self._metrics.totals(), time.monotonic()
         point = _point(self._totals, totals, now_s - self._tick_s, self._metrics.take_durations())
+        rerouted = 0
         for stage in snapshot.stages:
             moved = stage.rerouted - self._rerouted.get(stage.index, 0)
             self._rerouted[stage.index] = stage.rerouted
             if moved > 0:  # a leader that was restarted counts from 0
                 self._emit("rerouted", stage.index, detail=f"{moved} {'batch' if moved == 1 else 'batches'}")
+                rerouted += moved
         self._totals, self._tick_s = totals, now_s
         self._points.append(point)
         self._broadcast("status", asdict(snapshot))
         self._broadcast("points", [asdict(point)])
         self.observe(snapshot)
+        before = self._incidents.last
+        self._incidents.tick(time.time(), snapshot.state, totals, rerouted)
+        if self._incidents.last is not None and self._incidents.last != before:
+            self._broadcast("incident", asdict(self._incidents.last))
 
     def _compare_leaders(self, snapshot: PipelineSnapshot) -> None:
         for leader in snapshot.leaders:
@@ -224,16 +234,12 @@ class EventFeed:
             return
         what: EventType | None = None
         detail = ""
-        if now.state == "broken":
-            failure = now.last_failure
-            if failure is None or (before is not None and before.last_failure == failure):
-                what = "left"
-            else:
-                what, detail = "broken", f"{failure.cause}: {failure.detail}"
+        if now.state == "broken" and now.last_failure is not None:
+            what, detail = "broken", f"{now.last_failure.cause}: {now.last_failure.detail}"
         elif now.state == "ready":
             own = f"s{stage}.r{now.slot}"
             what = "takes_over" if now.world != own else "serves" if now.generation == 1 else "rejoined"
-        elif now.state in ("joining", "draining"):
+        elif now.state in ("joining", "draining", "left"):
             what = now.state
         if what is not None and now.world is not None:
             self._emit(what, stage, now, detail)
@@ -247,6 +253,9 @@ class EventFeed:
             where = (replica.slot, replica.worker, replica.generation)
             event = Event(self._next_id, time.time(), what, stage, *where, detail)
         self._next_id += 1
+        if what in ("broken", "leader_lost"):
+            where = event.detail if event.stage is None else f"s{event.stage}.r{event.replica}"
+            self._incidents.failed(event.at_unix_s, where, event.worker, event.detail)
         self._events.append(event)
         self._broadcast("event", asdict(event), event.id)
 

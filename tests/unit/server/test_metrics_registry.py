@@ -38,6 +38,7 @@ NAMES = {
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
     "multiworld_frontends": ("gauge", set()),
+    "multiworld_service_state": ("gauge", {"state"}),
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
     "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
@@ -78,6 +79,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.replica_states([stage(0, "ready", "ready")])
     metrics.frontends(2)
     metrics.leaders(1, 2)
+    metrics.service_state("ready")
     metrics.resubmitted("failed")
 
 
