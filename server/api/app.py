@@ -161,10 +161,12 @@ def create_admin_app(
     authorizer: Authorizer | None = None,
     repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
+    page: OperationsRoutes | None = None,
 ) -> ASGIApp:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
+        page: serves the status page.
         own: the metrics of this process alone, for `GET /metrics?own=true`.
     """
 
@@ -172,7 +174,7 @@ def create_admin_app(
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    app = Starlette(routes=[Route("/metrics", scrape), *verbs])
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])
     app.add_middleware(
         AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
     )

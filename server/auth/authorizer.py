@@ -55,7 +55,9 @@ def http_port_permission(path: str) -> Permission:
 
 
 def admin_port_permission(path: str) -> Permission:
-    """The permission for a path of the admin port: none for metrics and probes, an admin key for all else."""
+    """The permission for a path of the admin port: none for metrics and probes, any key for the status page, an admin key for all else."""
+    if path in {"/", "/events"} or path.startswith("/status-page/"):
+        return Permission.ANY_KEY
     return Permission.NOTHING if path in {"/metrics", "/healthz", "/readyz"} else Permission.ADMIN
 
 

@@ -27,7 +27,7 @@ from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
-from multiworld_serving.server.api.operations import OwnMetrics
+from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -186,7 +186,12 @@ class _Frontend:
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
-            self._scrape, AdminRoutes(pool.restart_workers), authorizer, repository, own=OwnMetrics(metrics)
+            self._scrape,
+            AdminRoutes(pool.restart_workers),
+            authorizer,
+            repository,
+            own=OwnMetrics(metrics),
+            page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts

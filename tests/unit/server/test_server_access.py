@@ -62,7 +62,9 @@ def test_paths_need_their_permission_and_unknown_ones_a_key(path: str, need: Per
 
 def test_admin_port_is_open_only_for_scrapes() -> None:
     assert admin_port_permission("/metrics") is Permission.NOTHING
-    assert {admin_port_permission(path) for path in ("/admin/x", "/", "/metrics/", "/status")} == {Permission.ADMIN}
+    assert {admin_port_permission(path) for path in ("/admin/x", "/metrics/", "/status")} == {Permission.ADMIN}
+    page = {admin_port_permission(path) for path in ("/", "/events", "/status-page/main.js")}
+    assert page == {Permission.ANY_KEY}
 
 
 @pytest.mark.parametrize(
