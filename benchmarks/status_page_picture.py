@@ -32,8 +32,8 @@ SETTLE_S = 20.0
 WIDE = {"width": 1000, "height": 1000}
 PHONE = {"width": 390, "height": 844}
 VICTIM = ".replica[data-world='s0.r0']"
-COLORS = 128
-FRAME_MS = 150
+COLORS = 200
+FRAME_MS = 100
 LAST_FRAME_MS = 3000
 
 
@@ -44,7 +44,7 @@ class Recording:
         self._page = page
         box = page.locator("#graph").bounding_box()
         assert box is not None, "the graph is visible"
-        self._clip = {"x": 0, "y": 0, "width": WIDE["width"], "height": int(box["y"] + box["height"]) + 12}
+        self._height = int(box["y"] + box["height"]) + 12
         self._frames: list[Image.Image] = []
         self._times_ms: list[float] = []
 
@@ -54,13 +54,19 @@ class Recording:
         while time.monotonic() - began_s < at_least_s or not self._page.locator(until).count():
             if time.monotonic() - began_s > WAIT_MS / 1000:
                 raise TimeoutError(f"the page has no element {until} after {WAIT_MS / 1000:g} s")
-            self._times_ms.append(1000 * time.monotonic())
-            self._frames.append(Image.open(io.BytesIO(self._page.screenshot(clip=self._clip))).convert("RGB"))  # type: ignore[arg-type]
+            self.take()
             self._page.wait_for_timeout(FRAME_MS)
 
-    def save(self, path: Path) -> None:
-        """Write the frames as a GIF that is played at the speed of recording."""
-        palette = self._frames[len(self._frames) // 2].quantize(COLORS)
+    def take(self) -> Image.Image:
+        """Take one frame; returns the whole picture."""
+        self._times_ms.append(1000 * time.monotonic())
+        shown = _screenshot(self._page)
+        self._frames.append(shown.crop((0, 0, shown.width, self._height)))
+        return shown
+
+    def save(self, path: Path, colorful: Image.Image) -> None:
+        """Write the frames as a GIF that is played at the speed of recording, with the colors of one of them."""
+        palette = _with_few_colors(colorful)
         frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         pauses = [round(later - at) for at, later in zip(self._times_ms, self._times_ms[1:], strict=False)]
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=[*pauses, LAST_FRAME_MS], loop=0)
@@ -68,10 +74,22 @@ class Recording:
 
 
 def shoot(page: playwright.Page, name: str, *, full: bool = True) -> None:
-    """Write a picture of the page with few colors, so that it is small."""
+    """Write a picture of the page."""
+    _write(_screenshot(page, full=full), name)
+
+
+def _screenshot(page: playwright.Page, *, full: bool = False) -> Image.Image:
+    return Image.open(io.BytesIO(page.screenshot(full_page=full))).convert("RGB")
+
+
+def _with_few_colors(picture: Image.Image) -> Image.Image:
+    """So that the file is small. The median cut would drop the rare colors of failures."""
+    return picture.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+
+
+def _write(picture: Image.Image, name: str) -> None:
     path = FOLDER / f"{name}.png"
-    shown = Image.open(io.BytesIO(page.screenshot(full_page=full))).convert("RGB")
-    shown.quantize(COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
+    _with_few_colors(picture).save(path, optimize=True)
     _report(path)
 
 
@@ -84,17 +102,19 @@ def kill_worker(service: LocalService, page: playwright.Page) -> None:
     worker = service.worker_at(0, 0)
     assert worker is not None, "the service is ready, so each slot has a worker"
     recording = Recording(page)
-    recording.run(VICTIM, at_least_s=2.5)
+    recording.run(VICTIM, at_least_s=3.0)
     os.kill(service.worker_pids()[worker], signal.SIGKILL)
-    recording.run(f"{VICTIM}:not([data-state=ready])")
-    shoot(page, "status-page-worker-killed", full=False)
+    page.wait_for_selector(f"{VICTIM}:not([data-state=ready])", timeout=WAIT_MS)
+    broken = recording.take()
     recording.run("#hero[data-state=survived]")
     recording.run(f"{VICTIM}[data-state=ready]", at_least_s=4.0)
-    recording.save(FOLDER / "kill-worker.gif")
+    _write(broken, "status-page-worker-killed")
+    recording.save(FOLDER / "kill-worker.gif", broken)
 
 
 def kill_leader(service: LocalService, page: playwright.Page) -> None:
     """Kill the first leader, and write a picture while it is away."""
+    page.evaluate("scrollTo(0, 0)")
     os.kill(service.child_pids("leader")[0], signal.SIGKILL)
     page.wait_for_selector("#graph [data-node^=leader]:not([data-state=ready])", timeout=WAIT_MS)
     shoot(page, "status-page-leader-killed", full=False)

@@ -12,5 +12,4 @@ def readiness_error(snapshot: PipelineSnapshot) -> RequestRejected:
         return DrainingError("the server is stopping and accepts no new requests; use another one")
     if snapshot.unloaded:
         return NotReadyError("the model is unloaded; an administrator must load it first")
-    reasons = "; ".join(snapshot.reasons) or "the pipeline is not complete"
-    return NotReadyError(f"not ready: {reasons}; wait for workers to join")
+    return NotReadyError(f"not ready: {'; '.join(snapshot.reasons)}; wait for workers to join")

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from multiworld_serving.server.errors import OverloadedError
-from multiworld_serving.server.observability.incidents import IncidentLog
+from multiworld_serving.server.observability.incidents import Incident, IncidentLog
 from multiworld_serving.server.observability.metrics import Metrics, Totals
 from multiworld_serving.server.predictor import PipelineSnapshot, ReplicaSnapshot
 
@@ -127,6 +127,8 @@ class EventFeed:
         self._leader: str | None = None
         self._totals = metrics.totals()
         self._incidents = IncidentLog(self._totals)
+        self._told: Incident | None = None
+        """The incident that the subscribers know."""
         self._tick_s = time.monotonic()
         self._version: str | None = None
         self._next_id = 1
@@ -143,7 +145,8 @@ class EventFeed:
             self._end_all()
 
     def observe(self, snapshot: PipelineSnapshot) -> None:
-        """Emit events for the differences to the last snapshot."""
+        """Emit events for the differences to the last snapshot, and the snapshot itself if there are any."""
+        next_id = self._next_id
         if self._version not in (None, snapshot.version):
             self._emit("version_changed", None, detail=f"{self._version} to {snapshot.version}")
         self._version = snapshot.version
@@ -155,8 +158,10 @@ class EventFeed:
                 self._replicas[stage.index, replica.slot] = replica
                 if comparable:  # another leader has other worlds with the same workers
                     self._compare(stage.index, before, replica)
-        if snapshot.draining:
+        if snapshot.draining or self._next_id > next_id:
             self._broadcast("status", asdict(snapshot))
+            self._tell_incident()
+        if snapshot.draining:
             self._end_all()
 
     @contextmanager
@@ -210,10 +215,13 @@ class EventFeed:
         self._broadcast("status", asdict(snapshot))
         self._broadcast("points", [asdict(point)])
         self.observe(snapshot)
-        before = self._incidents.last
         self._incidents.tick(time.time(), snapshot.state, totals, rerouted)
-        if self._incidents.last is not None and self._incidents.last != before:
-            self._broadcast("incident", asdict(self._incidents.last))
+        self._tell_incident()
+
+    def _tell_incident(self) -> None:
+        if self._incidents.last not in (None, self._told):
+            self._told = self._incidents.last
+            self._broadcast("incident", asdict(self._told))
 
     def _compare_leaders(self, snapshot: PipelineSnapshot) -> None:
         for leader in snapshot.leaders:
@@ -224,6 +232,8 @@ class EventFeed:
                 self._emit("leader_ready", None, detail=leader.name or leader.address)
             elif before and not ready:
                 self._emit("leader_lost", None, detail=f"{leader.name or leader.address} is {leader.state}")
+                if leader.state in ("unreachable", "not_ready"):  # otherwise an operator has stopped or unloaded it
+                    self._incidents.failed(time.time(), leader.name or leader.address, None, leader.state)
 
     def _compare(self, stage: int, before: ReplicaSnapshot | None, now: ReplicaSnapshot) -> None:
         if before is not None and (before.state, before.generation, before.world) == (
@@ -253,9 +263,8 @@ class EventFeed:
             where = (replica.slot, replica.worker, replica.generation)
             event = Event(self._next_id, time.time(), what, stage, *where, detail)
         self._next_id += 1
-        if what in ("broken", "leader_lost"):
-            where = event.detail if event.stage is None else f"s{event.stage}.r{event.replica}"
-            self._incidents.failed(event.at_unix_s, where, event.worker, event.detail)
+        if what == "broken":
+            self._incidents.failed(event.at_unix_s, f"s{event.stage}.r{event.replica}", event.worker, event.detail)
         self._events.append(event)
         self._broadcast("event", asdict(event), event.id)
 

@@ -22,7 +22,7 @@ class Incident:
     worker: str | None
     """None: a leader failed."""
     detail: str
-    """Cause and details of the first failure."""
+    """Cause and details of the first failure; of a leader, its state."""
     failures: int = 1
     """Workers and leaders that failed."""
     rerouted: int = 0

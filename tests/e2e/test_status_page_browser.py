@@ -55,7 +55,7 @@ def chromium() -> Iterator[playwright.Browser]:
 class Visit:
     """One visit: the page, its console messages, and the hosts that it contacted."""
 
-    def __init__(self, browser: playwright.Browser, url: str, **context: Any) -> None:
+    def __init__(self, browser: playwright.Browser, url: str = "", **context: Any) -> None:
         self.page = browser.new_page(**context)
         self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
@@ -63,8 +63,9 @@ class Visit:
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
-        self.page.goto(url)
-        self.page.wait_for_selector(".replica[data-state=ready]")
+        if url:
+            self.page.goto(url)
+            self.page.wait_for_selector(".replica[data-state=ready]")
 
     def assert_clean(self, url: str) -> None:
         assert not self.complaints
@@ -159,6 +160,26 @@ def test_page_fits_a_phone_in_both_color_schemes(
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert back == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(246, 247, 249)")
     page.screenshot(path=tmp_path / f"phone-{scheme}.png", full_page=True)
+    visit.assert_clean(small_service.url)
+    page.close()
+
+
+def test_model_without_images_gets_a_json_form(small_service: LocalService, chromium: playwright.Browser) -> None:
+    def metadata(route: playwright.Route) -> None:
+        found = route.fetch().json()
+        route.fulfill(json={**found, "parameters": {}})  # a model that does not say that it takes image files
+
+    visit = Visit(chromium)
+    page = visit.page
+    page.route("**/v2/models/resnet18", metadata)
+    page.goto(small_service.url)
+    page.wait_for_selector("#try-json")
+    assert "input: UINT8 [-1, 3, 32, 32]" in page.locator("#inputs label").inner_text()
+    page.click("#try-json .main")
+    playwright.expect(page.locator("#answer")).to_contain_text("probabilities: FP32 [1, 1000] = ", timeout=WAIT_MS)
+    page.fill("#inputs textarea", "[[1")
+    page.click("#try-json .main")
+    playwright.expect(page.locator("#answer")).to_contain_text("input is not valid JSON", timeout=WAIT_MS)
     visit.assert_clean(small_service.url)
     page.close()
 

@@ -75,7 +75,7 @@ export class Chart {
     for (const minutes of [5, 4, 3, 2, 1, 0]) {
       const at = x(endS - 60 * minutes);
       const place = minutes === 5 ? "tick start" : minutes === 0 ? "tick end" : "tick";
-      if (width > 420 || minutes % 5 === 0) parts.push(svg("text", { x: at, y: HEIGHT - 4, class: place }, minutes ? `${minutes} min ago` : "now"));
+      if (width > 420 || minutes % 5 === 0) parts.push(svg("text", { x: at, y: HEIGHT - 4, class: place }, minutes ? `${minutes} min` : "now"));
     }
     if (this.#markS !== null && endS - this.#markS < SPAN_S) parts.push(svg("path", { d: `M${x(this.#markS)} ${MARGIN.top}V${y(0)}`, class: "mark" }));
     for (const [name, style, , zeros] of this.#series) parts.push(svg("path", { d: linePath(points, name, x, y, zeros), class: `curve ${style}` }));

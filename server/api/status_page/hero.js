@@ -41,7 +41,7 @@ export function showState(status) {
 
 export function showIncident(last) {
   incident = last;
-  const failed = last.worker ? `${last.where} (${last.worker}) failed: ${last.detail}` : last.detail;
+  const failed = `${last.where}${last.worker ? ` (${last.worker})` : ""} failed: ${words(last.detail)}`;
   const others = last.failures > 1 ? `, and ${count(last.failures - 1, "more failure")}` : "";
   $("hero").dataset.state = last.failed ? "failed" : last.ended_unix_s === null ? "open" : "survived";
   $("incident").replaceChildren(element("b", `${failed}${others}`), element("span", "", { id: "incident-age" }));

@@ -83,7 +83,7 @@ export class ReplicaTable {
 
   #row(name) {
     const row = element("tr", "", { class: "replica", "data-world": name });
-    const cells = COLUMNS.map((column, at) => element(at ? "td" : "th", at ? "" : name, { class: column.replace(/\W/g, "-"), ...(at ? {} : { scope: "row" }) }));
+    const cells = COLUMNS.map((column, at) => (at ? element("td", "", { class: column.replace(/\W/g, "-") }) : element("th", name, { scope: "row" })));
     const image = svg("svg", { class: "spark", viewBox: `0 0 ${SPARK.width} ${SPARK.height}`, width: SPARK.width, height: SPARK.height, "aria-hidden": "true" });
     const line = svg("path");
     image.append(line);

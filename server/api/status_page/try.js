@@ -32,6 +32,7 @@ function startImages() {
   $("sample").addEventListener("click", async () => {
     const response = await fetch("/status-page/sample.jpg");
     take(new File([await response.blob()], "sample.jpg", { type: "image/jpeg" }));
+    $("curl").textContent = `curl -sS ${location.origin}/status-page/sample.jpg | curl -sS -H 'Content-Type: image/jpeg' --data-binary @- ${location.origin}/predict`;
   });
   $("try-image").addEventListener("submit", (event) => {
     event.preventDefault();
