@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
-_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
+_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow", "left": "yellow"}
+_SERVICE_STYLES = {
+    "ready": "green",
+    "degraded": "yellow",
+    "not_ready": "red",
+    "unloaded": "yellow",
+    "draining": "yellow",
+}
 _MAX_EDGES = 24
 
 
@@ -16,7 +24,7 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [Text(_headline(snapshot)), _table(snapshot["stages"])]
+    parts: list[RenderableType] = [_headline(snapshot), _table(snapshot["stages"])]
     if spares := snapshot["spares"]:
         parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
     if leaders := snapshot["leaders"]:
@@ -31,11 +39,15 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     return Group(*parts)
 
 
-def _headline(snapshot: dict[str, Any]) -> str:
-    state = "draining" if snapshot["draining"] else "ready" if snapshot["ready"] else "not ready"
-    return (
-        f"{snapshot['model']} {snapshot['version']}: {state}, up {duration(snapshot['uptime_s'])}, "
-        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight"
+def _headline(snapshot: dict[str, Any]) -> "Text":
+    from rich.text import Text
+
+    reasons = f" ({'; '.join(snapshot['reasons'])})" if snapshot["reasons"] else ""
+    return Text.assemble(
+        f"{snapshot['model']} {snapshot['version']}: ",
+        (snapshot["state"].replace("_", " "), _SERVICE_STYLES.get(snapshot["state"], "")),
+        f"{reasons}, up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
     )
 
 

@@ -17,9 +17,12 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 
-ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "broken"]
-"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
+ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "left", "broken"]
+"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs;
+left: the worker left on purpose; broken: it failed."""
 
+ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
+"""degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
 
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
@@ -183,9 +186,9 @@ class ReplicaSnapshot:
     """Process id on that host."""
     device: str | None = None
     in_flight: int = 0
-    """Batches sent and not returned."""
+    """Batches sent and not returned; at a frontend, of all leaders."""
     batches_done: int = 0
-    """Batches returned in this generation."""
+    """Batches returned in this generation; at a frontend, to all leaders."""
     last_failure: FailureSnapshot | None = None
     transport: Transport = "relay"
     """How others get its outputs."""
@@ -282,6 +285,15 @@ class PipelineSnapshot:
     frontends: tuple[FrontendSnapshot, ...] = ()
     edges: tuple[EdgeSnapshot, ...] = ()
     """At most 16 of each consumer."""
+    state: ServiceState = field(init=False)
+    """Follows from the other fields."""
+    reasons: tuple[str, ...] = field(init=False)
+    """Why the state is not `ready`, as parts of a sentence."""
+
+    def __post_init__(self) -> None:
+        state, reasons = _service_state(self)
+        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "reasons", tuple(reasons))
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -292,6 +304,32 @@ class PipelineSnapshot:
     def redundancy(self) -> int:
         """Number of arbitrary failures that are survived: the fewest ready replicas of any stage, minus one; -1: not serving."""
         return min((stage.ready_replicas for stage in self.stages), default=0) - 1
+
+
+def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]:
+    """The state of the service and its reasons. A stage has a spare replica if two are ready; a stage with one slot never had one."""
+    if snapshot.draining:
+        return "draining", ["the server is stopping"]
+    if snapshot.unloaded and not snapshot.ready:  # ready: another leader has loaded it already
+        return "unloaded", ["an administrator has unloaded the model"]
+    reasons = [
+        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
+        for stage in snapshot.stages
+        if not stage.ready_replicas
+    ]
+    if not snapshot.ready:
+        return "not_ready", reasons or ["the pipeline is not complete"]
+    reasons += [
+        f"stage {stage.index} has 1 of {len(stage.replicas)} replicas"
+        for stage in snapshot.stages
+        if stage.ready_replicas == 1 < len(stage.replicas)
+    ]
+    reasons += [
+        f"leader {leader.name or leader.address} is {leader.state.replace('_', ' ')}"
+        for leader in snapshot.leaders
+        if leader.state != "ready"
+    ]
+    return ("degraded" if reasons else "ready"), reasons
 
 
 class Predictor(Protocol):

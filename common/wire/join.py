@@ -22,7 +22,7 @@ RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
 WORKER_PROTOCOL = 1
 """Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 1
+FRONTEND_PROTOCOL = 2
 """Version of all frames between leaders and frontends: increase it with every change of them."""
 
 _MAX_WAIT_MS = 100_000_000

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -171,10 +171,12 @@ def create_admin_app(
     repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
+    page: OperationsRoutes | None = None,
 ) -> ASGIApp:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
+        page: serves the status page.
         own: the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
     """
@@ -182,13 +184,8 @@ def create_admin_app(
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
-    async def index(_: Request) -> Response:
-        paths = {route.path: sorted((route.methods or set()) - {"HEAD"}) for route in routes}
-        return JSONResponse({"service": "multiworld-serving", "port": "admin", "http_port": http_port, "paths": paths})
-
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    routes = [Route("/", index), Route("/metrics", scrape), *verbs]
-    app = Starlette(routes=routes)
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])
     app.add_middleware(
         AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
     )

@@ -28,7 +28,7 @@ from multiworld_serving.common.tracing import Tracing, close_on_exit, start_trac
 from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
-from multiworld_serving.server.api.operations import OwnMetrics
+from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -195,6 +195,7 @@ class _Frontend:
             repository,
             own=OwnMetrics(metrics),
             http_port=self._http.getsockname()[1],
+            page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts

@@ -148,7 +148,7 @@ def _require_fields(cls: type[Any], what: str, *, found: object) -> None:
 def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
     return PipelineSnapshot(
         **{
-            **fields,
+            **{name: value for name, value in fields.items() if name not in ("state", "reasons")},
             "stages": tuple(
                 StageSnapshot(
                     stage["index"],

@@ -73,7 +73,7 @@ async def test_feed_emits_left_when_a_worker_leaves() -> None:
     told = happened(
         snapshot(replica("ready", 2, last_failure=KILLED)),
         snapshot(replica("draining", 2, last_failure=KILLED)),
-        snapshot(replica("broken", 2, last_failure=KILLED)),
+        snapshot(replica("left", 2, last_failure=KILLED)),
     )
     assert [what for what, _, _ in told] == ["rejoined", "draining", "left"]
 

@@ -43,6 +43,7 @@ NAMES = {
     "multiworld_redundancy": ("gauge", set()),
     "multiworld_replicas_wanted": ("gauge", {"stage"}),
     "multiworld_frontends": ("gauge", set()),
+    "multiworld_service_state": ("gauge", {"state"}),
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
     "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
@@ -85,6 +86,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.replicas_wanted((1.5,))
     metrics.frontends(2)
     metrics.leaders(1, 2)
+    metrics.service_state("ready")
     metrics.resubmitted("failed")
 
 
