@@ -148,9 +148,7 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
         with load(urls) as calls:
             wait_until(lambda: calls.answered > 20 or bool(calls.failures))
             cluster.tell("kill", victim)
-            wait_until(
-                lambda: is_complete(status(urls)) and all(victim not in each for each in hosts(status(urls))), 120
-            )
+            wait_until(lambda: is_complete(now := status(urls)) and all(victim not in each for each in hosts(now)))
             since = calls.answered
             wait_until(lambda: calls.answered > since + 20 or bool(calls.failures))
         assert not calls.failures
