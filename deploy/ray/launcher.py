@@ -226,7 +226,7 @@ def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
     asked = {name: actor.state.remote() for name, actor in actors.items()}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
-    states = {}
+    states: dict[str, ProcessState] = {}
     for name, answer in asked.items():
         with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
             states[name] = ray.get(answer, timeout=0)
