@@ -1,6 +1,6 @@
 """A step from 1 to 10 times the load and back, on a real service with `--autoscale`.
 
-    python -m benchmarks.load_step --rate 2.5 --target-latency-ms 200
+    python -m benchmarks.load_step --rate 3 --target-latency-ms 200
 
 Requests arrive at random times, independent of the answers. Prints when workers were started and stopped, how long the start of a worker
 took, when the last answer was later than the objective, and how many requests failed.
@@ -37,16 +37,16 @@ def show(service: LocalService, name: str, began_s: float, load: Load, target_s:
         "after the beginning",
     )
     for line in service.lines:
-        if line.at_s >= began_s and ("autoscaling" in line.message or "joining" in line.message):
+        if 0 <= line.at_s - began_s < HIGH_S and ("autoscaling" in line.message or "->ready" in line.message):
             print(f"  {line.at_s - began_s:6.2f} s  {line.message}")
 
 
 def main() -> None:
     """Run the service and the three phases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=2.5, help="requests per second before and after")
+    parser.add_argument("--rate", type=float, default=3.0, help="requests per second before and after")
     parser.add_argument("--target-latency-ms", type=float, default=200.0)
-    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--image-size", type=int, default=112)
     parser.add_argument("--autoscale", default="1..2")
     options = parser.parse_args()
     with LocalService(
