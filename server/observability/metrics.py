@@ -236,10 +236,18 @@ class Metrics(ProgramMetrics):
 
     def version_retired(self, model: str, version: ModelVersion) -> None:
         """Remove the series of an earlier version. Its counts remain in `totals`."""
-        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version.name)):
-            self._retired[code[0]] += int(series.value)
-        self._images.remove(lambda values: values == (model, version.name))
+        self.requests_retired(model, version.name)
         self._version_info.remove(lambda values: values == (model, version.name, str(version.number)))
+
+    def version_answers(self, model: str, version: str) -> None:
+        """Create the series of the requests of this version with value 0, so that the first one is an increase."""
+        self.declare_outcomes(model, version, self._protocols, self._codes)
+
+    def requests_retired(self, model: str, version: str) -> None:
+        """Remove the series of the requests of a version. Their counts remain in `totals`."""
+        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version)):
+            self._retired[code[0]] += int(series.value)
+        self._images.remove(lambda values: values == (model, version))
 
     def connections(self, count: int) -> None:
         """Set the number of open connections to the HTTP API."""
