@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from multiworld_serving.cli.options import AsJson, value
@@ -50,6 +51,7 @@ def plan(
     """
     import torch
 
+    from multiworld_serving.cli.console import progress_console
     from multiworld_serving.models import load_model
     from multiworld_serving.server.versions.partition_plan import measure_partition
     from multiworld_serving.workers.compute.device import check_device
@@ -57,15 +59,18 @@ def plan(
     check_device(device)
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // stages))
     speed = None if link_gbps is None else link_gbps * 1e9 / 8
+    steps = progress_console()
+    what = f"measuring the blocks of {model}, {repeats} times each"
     try:
-        found = measure_partition(
-            load_model(model, "random:0"),
-            stages,
-            batch_size=batch_size,
-            device=device,
-            repeats=repeats,
-            link_bytes_per_s=speed,
-        )
+        with steps.status(what) if steps.is_terminal else nullcontext():
+            found = measure_partition(
+                load_model(model, "random:0"),
+                stages,
+                batch_size=batch_size,
+                device=device,
+                repeats=repeats,
+                link_bytes_per_s=speed,
+            )
     except OSError as error:
         raise UserError(f"the network bandwidth cannot be measured: {error}; give it with --link-gbps") from error
     if as_json:
