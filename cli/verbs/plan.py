@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from multiworld_serving.cli.options import AsJson, value
@@ -61,8 +61,9 @@ def plan(
     speed = None if link_gbps is None else link_gbps * 1e9 / 8
     steps = progress_console()
     what = f"measuring the blocks of {model}, {repeats} times each"
+    waiting: AbstractContextManager[object] = steps.status(what) if steps.is_terminal else nullcontext()
     try:
-        with steps.status(what) if steps.is_terminal else nullcontext():
+        with waiting:
             found = measure_partition(
                 load_model(model, "random:0"),
                 stages,

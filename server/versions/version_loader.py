@@ -67,9 +67,13 @@ class VersionLoader:
         return VersionPlan.of(make_plan(model, len(specs), versions.current.stages[0].tuning, number, specs=specs))
 
     def _load(self, weights: str) -> LoadedModel:
-        sizes = {"image_size": self.crop_size, "resize_size": self.resize_size}
         return load_model(
-            self.model, weights, mean=self.settings.channel_means, std=self.settings.channel_stds, **sizes
+            self.model,
+            weights,
+            image_size=self.crop_size,
+            resize_size=self.resize_size,
+            mean=self.settings.channel_means,
+            std=self.settings.channel_stds,
         )
 
     def _allowed(self, weights: str) -> str:
