@@ -218,7 +218,7 @@ class Metrics(ProgramMetrics):
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
             self._request_duration.labels(model, protocol, 200)
-        self._images.labels(model, version)
+            self._images.labels(model, version)
 
     def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
         """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
