@@ -42,6 +42,7 @@ from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.query import refuse_unknown_parameters
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestRecorder
@@ -61,6 +62,7 @@ def create_app(
     scrape: Scrape | None = None,
     access_log: bool = False,
     admin_port: int | None = None,
+    metric_aliases: bool = False,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -72,6 +74,7 @@ def create_app(
         scrape: the metrics to serve; None = `metrics` alone.
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
+        metric_aliases: export the metrics of requests under the names of other servers, too.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
     inference = _Inference.of(pipeline, model, limits)
@@ -99,7 +102,10 @@ def create_app(
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    recorder = LocalRequestRecorder(model.name, metrics, statistics)
+    aliases = ForeignNames() if metric_aliases else None
+    if aliases is not None:
+        metrics.include(aliases.families)
+    recorder = LocalRequestRecorder(model.name, metrics, statistics, aliases)
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
     _guard(app, pipeline, recorder, authorizer, traces, AccessLog(every_request=access_log), other)
     return app

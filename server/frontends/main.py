@@ -185,6 +185,7 @@ class _Frontend:
             statistics,
             scrape=self._scrape,
             access_log=settings.access_log,
+            metric_aliases=settings.metric_aliases,
             admin_port=self._admin.getsockname()[1],
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)

@@ -230,7 +230,7 @@ class Metrics(ProgramMetrics):
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
             self._request_duration.labels(model, protocol, 200)
-        self._images.labels(model, version)
+            self._images.labels(model, version)
 
     def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
         """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
@@ -248,10 +248,18 @@ class Metrics(ProgramMetrics):
 
     def version_retired(self, model: str, version: ModelVersion) -> None:
         """Remove the series of an earlier version. Its counts remain in `totals`."""
-        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version.name)):
-            self._retired[code[0]] += int(series.value)
-        self._images.remove(lambda values: values == (model, version.name))
+        self.requests_retired(model, version.name)
         self._version_info.remove(lambda values: values == (model, version.name, str(version.number)))
+
+    def version_answers(self, model: str, version: str) -> None:
+        """Create the series of the requests of this version with value 0, so that the first one is an increase."""
+        self.declare_outcomes(model, version, self._protocols, self._codes)
+
+    def requests_retired(self, model: str, version: str) -> None:
+        """Remove the series of the requests of a version. Their counts remain in `totals`."""
+        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version)):
+            self._retired[code[0]] += int(series.value)
+        self._images.remove(lambda values: values == (model, version))
 
     def connections(self, count: int) -> None:
         """Set the number of open connections to the HTTP API."""

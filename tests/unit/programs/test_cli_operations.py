@@ -42,23 +42,23 @@ class Port(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         if not self.path.startswith(self.serves):
-            return self._answer(404, {"error": "elsewhere", "other_port": self.other_port})
-        if self.path == "/status":
+            self._answer(404, {"error": "elsewhere", "other_port": self.other_port})
+        elif self.path == "/status":
             self._answer(200, STATUS)
-            return self.status_asked.set()
-        if self.path == "/v2/repository/index":
-            return self._answer(200, [{"name": "resnet18"}])
-        if self.path.endswith("/load"):
+            self.status_asked.set()
+        elif self.path == "/v2/repository/index":
+            self._answer(200, [{"name": "resnet18"}])
+        elif self.path.endswith("/load"):
             self.status_asked.wait(30)
             if self.interrupts:
                 main_thread = threading.main_thread().ident
                 assert main_thread is not None
                 signal.pthread_kill(main_thread, signal.SIGINT)
                 self.rfile.read(1)  # until the client closes the connection
-                return None
-            return self._answer(200, {"name": "resnet18", "version": "2", "weights": "random:1"})
-        self._answer(200, *self.steps)
-        return None
+            else:
+                self._answer(200, {"name": "resnet18", "version": "2", "weights": "random:1"})
+        else:
+            self._answer(200, *self.steps)
 
     def _answer(self, status: int, *lines: object) -> None:
         body = "\n".join(map(json.dumps, lines)).encode()
@@ -76,9 +76,9 @@ def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[
     """The URLs of the HTTP API and of the admin port of a service."""
     with contextlib.ExitStack() as stack:
         asked = threading.Event()
-        http = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
+        http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
         own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
-        operations = type("Admin", (Port,), {**own, "interrupts": interrupts})
+        operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})
         servers = []
         for handler in (http, operations):
             server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
