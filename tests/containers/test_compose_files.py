@@ -138,7 +138,11 @@ def test_frontend_and_workers_connect_to_all_leaders_which_prometheus_scrapes() 
     scraped = (ROOT / "deploy" / "prometheus" / "prometheus.compose.yml").read_text()
     assert "targets: [" + ", ".join(f'"{name}:8002"' for name in leaders) + "]" in scraped
     for name in ("frontend", "worker"):
-        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(f"{leader}:8001" for leader in leaders)
+        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(
+            f"{leader}.worlds:8001" for leader in leaders
+        )
+    for name in leaders:
+        assert services[name]["networks"]["worlds"]["aliases"] == [f"{name}.worlds"], "not its address in `front`"
 
 
 def test_several_frontends_share_a_range_of_published_ports() -> None:

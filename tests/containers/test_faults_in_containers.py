@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import httpx
 import pytest
@@ -33,15 +32,12 @@ def test_service_answers_after_docker_compose_up(deployment: Deployment) -> None
 
 
 def test_containers_of_one_host_exchange_tensors_through_shared_memory(deployment: Deployment) -> None:
-    edges: list[dict[str, Any]] = []
-
-    def all_pairs_have_met() -> bool:
+    def all_share_memory() -> bool:
         deployment.requests()
-        edges[:] = httpx.get(f"{deployment.url}/status", timeout=30).json()["edges"]
-        return len(edges) >= 3
+        edges = httpx.get(f"{deployment.url}/status", timeout=30).json()["edges"]
+        return len(edges) >= 3 and {each["transport"] for each in edges} == {"shared_memory"}
 
-    wait_until(all_pairs_have_met)
-    assert {each["transport"] for each in edges} == {"shared_memory"}
+    wait_until(all_share_memory)
     deployment.prometheus.wait_for(
         'sum(multiworld_edge_bytes_total{job="multiworld-worker",transport="shared_memory"}) > 0'
     )

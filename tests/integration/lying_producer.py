@@ -44,7 +44,7 @@ async def _segment_is_too_short(manager: WorldManager, world: World) -> None:
     tensor = manager.allocate(SHAPE, torch.float32)
     segment = pool.find(tensor)
     assert segment is not None
-    pool.find = lambda _: (segment[0], 1 << 40)  # type: ignore[method-assign]
+    pool.find = lambda _: (segment[0], 1 << 40)  # type: ignore[method-assign, assignment]
     await _send(world, Message(MessageKind.ROWS, 1, tensor))
 
 
