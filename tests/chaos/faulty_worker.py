@@ -106,5 +106,5 @@ if __name__ == "__main__":
         _die_after_weights()
     if fault in LIES:
         Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
-    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign, assignment]
+    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign]
     sys.exit(main(["worker", *options]))
