@@ -16,7 +16,6 @@ from torch import Tensor
 from multiworld import Cause
 from multiworld_serving.common.wire import LostInput, Message, MessageKind
 from multiworld_serving.server.errors import (
-    DeadlineError,
     DrainingError,
     InputUnreachableError,
     RequestRejected,
@@ -109,8 +108,6 @@ class SchedulerDriver:
     ) -> asyncio.Future[Prediction]:
         """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
 
-        Returns a future and starts no task, because a leader handles thousands of requests a second.
-
         Args:
             fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
                 prediction has the output.
@@ -120,8 +117,8 @@ class SchedulerDriver:
         self._next_request += 1
         loop, now_s = asyncio.get_running_loop(), time.monotonic()
         future: asyncio.Future[Prediction] = loop.create_future()
-        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, self._lose, future, request_id)
-        self._pending[request] = PendingRequest(future, request_id, now_s, fetcher)
+        pending = self._pending[request] = PendingRequest(future, request_id, now_s, fetcher)
+        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
         self._tensors.rows[request] = row
         if self._traces is not None:
             self._traces.request_started(request)
@@ -137,15 +134,6 @@ class SchedulerDriver:
         if request in self._pending:  # no outcome: the caller has cancelled it, or it is lost
             self._close(request)
             self.submit_event(RequestCancelled(request))
-
-    def _lose(self, future: asyncio.Future[Prediction], request_id: str) -> None:
-        """The deadline of a request has passed some time ago."""
-        if not future.done():
-            self._metrics.request_lost()
-            logger.error("request_id=%s lost: neither answer nor error by its deadline", request_id)
-            future.set_exception(
-                DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
-            )
 
     # -- events of links -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.wire import Channel, Message, TraceContext
@@ -66,14 +66,14 @@ BEFORE_COMPUTING = {
 def _faulty(fault: str, forward: Forward) -> Forward:
     calls = 0
 
-    def compute(place: engine.EngineQueue, stage: nn.Module, batch: Tensor, *output_as: Any) -> Tensor:
+    def compute(*arguments: Any) -> Tensor:
         nonlocal calls
         calls += 1
         if fault == "dies-warming":
             _die()
         if fault in BEFORE_COMPUTING and calls > BATCHES_BEFORE:
             BEFORE_COMPUTING[fault]()
-        output = forward(place, stage, batch, *output_as)
+        output = forward(*arguments)
         return output + 1 if fault == "lies" else output
 
     return compute

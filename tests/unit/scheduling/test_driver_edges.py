@@ -321,3 +321,12 @@ def test_pairs_are_forgotten_after_a_minute() -> None:
     assert pairs.any("p")
     now_s = 111.0
     assert not pairs.any("p")
+
+
+async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
+    bench = Bench(pairs=True)  # the request waits for another one
+    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    assert bench.driver.scheduler.open_requests == 1
+    asked.cancel()
+    await asyncio.sleep(0)
+    assert (bench.driver.scheduler.open_requests, len(bench.driver._tensors)) == (0, 0)
