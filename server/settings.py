@@ -328,6 +328,16 @@ class HttpSettings(_ServiceSettings):
         "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
         "size (differs by less than one grey level on average).",
     )
+    handler: str | None = setting(
+        None,
+        "Model",
+        "FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the "
+        "answer; runs in processes of its own beside the frontends.",
+        allowed="FILE.py:CLASS, such as tokenizer.py:Handler",
+    )
+    handler_timeout_s: float = setting(
+        10.0, "Limits", "Maximum time of the handler for one body; after it, its process is replaced.", gt=0, le=3600
+    )
     top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
     host: str = setting(
         "127.0.0.1",

@@ -18,6 +18,8 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
@@ -63,6 +65,7 @@ def create_app(
     access_log: bool = False,
     admin_port: int | None = None,
     metric_aliases: bool = False,
+    handler: HandlerProcesses | None = None,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -75,9 +78,10 @@ def create_app(
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
         metric_aliases: export the metrics of requests under the names of other servers, too.
+        handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
-    inference = _Inference.of(pipeline, model, limits)
+    inference = _Inference.of(pipeline, model, limits, handler)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -116,15 +120,20 @@ class _Inference:
     """The inference routes of both protocols, with shared limits."""
 
     decoders: DecodePool
-    predict: PredictRoute | NoPredictRoute
+    predict: PredictRoute | HandlerRoute | NoPredictRoute
     infer: InferRoute
 
     @classmethod
-    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> _Inference:
+    def of(
+        cls, predictor: Predictor, model: ServedModel, limits: RequestLimits, handler: HandlerProcesses | None
+    ) -> _Inference:
         decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
         bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
-        predict: PredictRoute | NoPredictRoute = NoPredictRoute(model)
-        if model.classifies_images:
+        signature = _signature(model, limits)
+        predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
+        if handler is not None:
+            predict = HandlerRoute(predictor, model, handler, bodies, decoders, limits.timeout_s, signature.max_rows)
+        elif model.classifies_images:
             predict = PredictRoute(
                 predictor=predictor,
                 model=model,
@@ -137,7 +146,7 @@ class _Inference:
             )
         infer = InferRoute(
             predictor=predictor,
-            signature=_signature(model, limits),
+            signature=signature,
             bodies=bodies,
             decoders=decoders,
             timeout_s=limits.timeout_s,

@@ -28,6 +28,7 @@ from multiworld_serving.common.tracing import Tracing, close_on_exit, start_trac
 from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
@@ -57,7 +58,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish the requests in flight. Returns the exit status.
 
     Raises:
-        UserError: a port is in use, a credential file is invalid, or the only leader rejects the token.
+        UserError: a port is in use, a credential file or the handler is invalid, or the only leader rejects the token.
     """
     if settings.exit_with_parent:
         exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
@@ -76,11 +77,14 @@ def run(settings: FrontendSettings) -> int:
             ratio=settings.trace_ratio,
         )
         stack.enter_context(close_on_exit(tracing))
+        handler = None
+        if settings.handler is not None:
+            handler = stack.enter_context(HandlerProcesses(settings.handler, settings.handler_timeout_s))
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, tracing, http, admin))
+            return runner.run(_serve(settings, credentials, tracing, http, admin, handler))
 
 
 def _listener(fd: int | None, host: str, port: int, name: str) -> socket.socket:
@@ -98,8 +102,9 @@ async def _serve(
     tracing: Tracing | None,
     http: socket.socket,
     admin: socket.socket,
+    handler: HandlerProcesses | None,
 ) -> int:
-    return await _Frontend(settings, credentials, tracing, http, admin).serve()
+    return await _Frontend(settings, credentials, tracing, http, admin, handler).serve()
 
 
 class _Frontend:
@@ -112,7 +117,9 @@ class _Frontend:
         tracing: Tracing | None,
         http: socket.socket,
         admin: socket.socket,
+        handler: HandlerProcesses | None,
     ) -> None:
+        self._handler = handler
         self._settings = settings
         self._credentials = credentials
         self._http, self._admin = http, admin
@@ -187,6 +194,7 @@ class _Frontend:
             access_log=settings.access_log,
             metric_aliases=settings.metric_aliases,
             admin_port=self._admin.getsockname()[1],
+            handler=self._handler,
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(

@@ -31,6 +31,8 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
     "invalid_inference_request": 400,
     "unknown_model": 404,
     "wrong_path": 404,
+    "invalid_input": 400,
+    "handler_failed": 500,
     "unauthenticated": 401,
     "forbidden": 403,
     "invalid_image": 422,

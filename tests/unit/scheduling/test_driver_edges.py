@@ -325,7 +325,7 @@ def test_pairs_are_forgotten_after_a_minute() -> None:
 
 async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
     bench = Bench(pairs=True)  # the request waits for another one
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     assert bench.driver.scheduler.open_requests == 1
     asked.cancel()
     await asyncio.sleep(0)
