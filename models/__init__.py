@@ -37,7 +37,7 @@ from multiworld_serving.models.optimize import (
 )
 from multiworld_serving.models.preprocessing import Normalize, Preprocessing
 from multiworld_serving.models.split import boundary_bytes, respecify, split_model
-from multiworld_serving.models.stage_kinds import AnyStageSpec, load_stage, stage_spec_from_json
+from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec, load_stage, stage_spec_from_json
 from multiworld_serving.models.stage_spec import StageSpec
 from multiworld_serving.models.stages import (
     Reference,
@@ -56,6 +56,7 @@ __all__ = [
     "NO_TUNING",
     "TOLERANCE",
     "UNOPTIMIZED",
+    "AnyStage",
     "AnyStageSpec",
     "ArchitectureError",
     "Bundle",
