@@ -84,6 +84,11 @@ class StageSpec:
         """See `stages.stage_input_dtype`."""
         return torch.uint8 if self.is_first else torch.float32
 
+    @property
+    def input_varies(self) -> bool:
+        """Whether rows of the input have different lengths."""
+        return False
+
     def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
         """Rows of zeros."""
         return torch.zeros((count, *sample_shape), dtype=self.input_dtype)

@@ -17,6 +17,7 @@
         ├── MediaTypeError          unsupported_media_type
         ├── InferenceRequestError   invalid_inference_request
         ├── UnknownModelError       unknown_model
+        ├── WrongPathError          wrong_path
         ├── UnauthenticatedError    unauthenticated
         ├── ForbiddenError          forbidden
         └── ImageError              invalid_image
@@ -157,6 +158,12 @@ class UnknownModelError(InvalidRequestError):
     """The model or this version of it does not exist."""
 
     reason = "unknown_model"
+
+
+class WrongPathError(InvalidRequestError):
+    """This path does not serve this model."""
+
+    reason = "wrong_path"
 
 
 class UnauthenticatedError(InvalidRequestError):

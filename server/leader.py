@@ -19,7 +19,7 @@ from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.batch_tensors import Image
+from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
@@ -135,10 +135,10 @@ class Leader:
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
     async def predict(
-        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
+        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> Prediction:
         """See `SchedulerDriver.predict`."""
-        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher)
+        return await self._driver.predict(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """See `SchedulerDriver.frontend_cannot_reach`."""

@@ -34,7 +34,7 @@ from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
 from multiworld_serving.server.versions.partition_plan import measure_partition
@@ -201,7 +201,8 @@ def _stop_signal() -> asyncio.Event:
 
 def _served_model(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
-    return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
+    image = ImageSizes(sizes.resize_size, sizes.crop_size)
+    return ServedModel.image_classifier(model.name, model.version, model.labels, image)
 
 
 class _SnapshotListeners:

@@ -23,6 +23,7 @@ from multiworld_serving.common.wire import (
     Header,
     Message,
     MessageKind,
+    RowShape,
     TraceContext,
     WireError,
     trace_contexts,
@@ -55,14 +56,14 @@ class _ExpectedInput(NamedTuple):
     """Input that an assigned stage accepts, in the order of `Header.require_batch`'s parameters."""
 
     dtype: torch.dtype
-    sample_shape: tuple[int, ...]
+    row_shape: RowShape
     min_batch_size: int
     max_batch_size: int
 
     @property
     def max_inputs_bytes(self) -> int:
         """Most bytes of an INPUTS message for this stage."""
-        row_bytes = math.prod(self.sample_shape) * self.dtype.itemsize
+        row_bytes = math.prod(self.row_shape.dims) * self.dtype.itemsize
         return MAX_INPUTS_HEAD_BYTES + self.max_batch_size * row_bytes
 
 
@@ -194,7 +195,9 @@ class Session:
             case MessageKind.ASSIGN if self._incoming is None:
                 self._incoming = incoming = IncomingAssignment(message)
                 spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
-                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(spec.input_dtype, shape, 1, most)
+                rows = RowShape(shape, spec.input_varies)
+                expected = _ExpectedInput(spec.input_dtype, rows, 1, most)
+                self._inputs[incoming.assignment.version, spec.index] = expected
                 self._on_assigned(spec)
                 self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))
@@ -329,17 +332,19 @@ class Session:
             return None, message.payload
         assert self._edges is not None, "`_check` requires edges"
         expected = self._expected_input(message)
-        dtype, sample_shape = expected.dtype, expected.sample_shape
-        inputs = BatchInputs.parse(message.payload, dtype, sample_shape, expected.max_batch_size)
+        inputs = BatchInputs.parse(message.payload, expected.dtype, expected.row_shape.dims, expected.max_batch_size)
+        row_shape = inputs.row_shape(expected.row_shape.dims)
+        if not expected.row_shape.accepts(row_shape):
+            raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
         self._edges.store.release(inputs.release, self)
-        return inputs, await fetch_inputs(self._edges, inputs, dtype, sample_shape)
+        return inputs, await fetch_inputs(self._edges, inputs, expected.dtype, row_shape)
 
     def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
-        """Keep an output for others to fetch. Returns its id as int64 [1]; None if it must be sent to the leader."""
+        """Keep an output for others to fetch. Returns the payload of KEPT; None if the output must be sent to the leader."""
         if not inputs.keep or self._edges is None:
             return None
         number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
-        return None if number is None else torch.tensor([number])
+        return None if number is None else torch.tensor([number, *output.shape[1:]])
 
 
 def _describe(error: Exception) -> str:

@@ -27,7 +27,7 @@ from multiworld_serving.common.wire.join import (
     StageAssignment,
     different_fields,
 )
-from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts, trace_message
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Message",
     "MessageKind",
     "RowRef",
+    "RowShape",
     "Source",
     "StageAssignment",
     "TraceContext",

@@ -87,6 +87,11 @@ class BundleStageSpec:
         return self.input_rows.dtype
 
     @property
+    def input_varies(self) -> bool:
+        """Whether rows of the input have different lengths."""
+        return self.input_rows.varies
+
+    @property
     def is_first(self) -> bool:
         return self.index == 0
 

@@ -121,8 +121,8 @@ def _scale_output(module: fx.GraphModule, layer: fx.Node, scale: Tensor, offset:
     bias = constant(module, layer.args[2]) if len(layer.args) > 2 else None
     if bias is not None:
         offset = offset + bias.double() * scale
-    scaled = weight.double() * scale.view(-1, *[1] * (weight.dim() - 1))
-    made = [add_constant(module, layer, each.to(weight.dtype)) for each in (scaled, offset)]
+    scaled = weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1))
+    made = [add_constant(module, layer, each) for each in (scaled, offset.to(weight.dtype))]
     layer.args = (layer.args[0], *made, *layer.args[3:])
 
 
@@ -156,7 +156,7 @@ def _fold_scaling(module: fx.GraphModule) -> None:
             continue
         if bool(mean.any()):
             node = _subtract(module, conv, node, mean)
-        scaled = add_constant(module, conv, (weight.double() * scale.view(1, -1, 1, 1)).to(weight.dtype))
+        scaled = add_constant(module, conv, weight * scale.to(weight.dtype).view(1, -1, 1, 1))
         conv.args = (node, scaled, *conv.args[2:])
 
 

@@ -22,7 +22,7 @@ from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
 from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics, Scrape, metrics_response
-from multiworld_serving.server.api.predict import PredictRoute
+from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
@@ -64,8 +64,6 @@ def create_app(
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
         statistics: of this process's requests.
         scrape: the metrics to serve; None = `metrics` alone.
-    Raises:
-        ValueError: the model has invalid sizes or no classes.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
     inference = _Inference.of(pipeline, model, limits)
@@ -77,7 +75,7 @@ def create_app(
 
     app = FastAPI(
         title="multiworld-serving",
-        summary="Image classification that survives the failure of its workers.",
+        summary="Model serving that survives the failure of its workers.",
         version=importlib.metadata.version("multiworld-serving"),
         lifespan=lifespan,
         redirect_slashes=False,
@@ -101,27 +99,25 @@ class _Inference:
     """The inference routes of both protocols, with shared limits."""
 
     decoders: DecodePool
-    predict: PredictRoute
+    predict: PredictRoute | NoPredictRoute
     infer: InferRoute
 
     @classmethod
     def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> _Inference:
-        if not 1 <= model.crop_size <= model.resize_size:
-            raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
-        if not model.labels:
-            raise ValueError("the model has no labels; it must have one for each class")
         decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
         bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
-        predict = PredictRoute(
-            predictor=predictor,
-            model=model,
-            bodies=bodies,
-            decoders=decoders,
-            timeout_s=limits.timeout_s,
-            max_image_pixels=limits.max_image_pixels,
-            exact_images=limits.exact_images,
-            top_k=limits.top_k,
-        )
+        predict: PredictRoute | NoPredictRoute = NoPredictRoute(model)
+        if model.classifies_images:
+            predict = PredictRoute(
+                predictor=predictor,
+                model=model,
+                bodies=bodies,
+                decoders=decoders,
+                timeout_s=limits.timeout_s,
+                max_image_pixels=limits.max_image_pixels,
+                exact_images=limits.exact_images,
+                top_k=limits.top_k,
+            )
         infer = InferRoute(
             predictor=predictor,
             signature=_signature(model, limits),
@@ -151,8 +147,8 @@ def _guard(
 
 
 def _signature(model: ServedModel, limits: RequestLimits) -> Signature:
-    fitting = limits.max_body_bytes // (3 * model.crop_size**2)
-    return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
+    fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
+    return Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
 
 
 def create_admin_app(

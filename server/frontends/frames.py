@@ -45,7 +45,7 @@ class FrameKind(IntEnum):
     """Frontend to leader: would a request be rejected? Reply: ADMITTED or REJECTED."""
     ADMITTED = 4
     PREDICT = 5
-    """Frontend to leader: an image, or the id of one that the frontend keeps. Reply: PREDICTION or REJECTED."""
+    """Frontend to leader: the input of a request, or the id of one that the frontend keeps. Reply: PREDICTION or REJECTED."""
     PREDICTION = 6
     REJECTED = 7
     CANCEL = 8

@@ -18,20 +18,21 @@ from multiworld import JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
-from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
-from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
+from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
+from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameKind, FrameLink
 from multiworld_serving.server.frontends.messages import (
+    MAX_KEY_CHARS,
     LeaderState,
     model_fields,
-    parse_image,
+    parse_row,
     prediction_fields,
-    prediction_payload,
     rejection_fields,
+    row_payload,
 )
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
-from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
+from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel, Transport
 
 logger = logging.getLogger(__name__)
@@ -293,10 +294,16 @@ class FrontendSession:
             fetcher = who.frontend if who.edge and fields["fetches"] else None
             with leader.open_requests.track():
                 prediction = await leader.predict(
-                    self._image(frame), deadline_s=deadline_s, request_id=str(fields["request_id"]), fetcher=fetcher
+                    self._input(frame),
+                    deadline_s=deadline_s,
+                    request_id=str(fields["request_id"]),
+                    fetcher=fetcher,
+                    key=str(fields["key"])[:MAX_KEY_CHARS],
                 )
             await self.link.wait_writable()
-            payload = prediction_payload(prediction)
+            payload = row_payload(prediction.output)
+            if len(payload) > MAX_BYTES:
+                raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
             self.link.send(FrameKind.PREDICTION, frame.number, prediction_fields(prediction), payload)
         except (RequestRejected, InputUnreachableError) as rejection:
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
@@ -304,15 +311,18 @@ class FrontendSession:
             logger.exception("request failed number=%d frontend=%s", frame.number, self.who.frontend)
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(None))
 
-    def _image(self, frame: Frame) -> Image:
-        """The image of a PREDICT frame, or where it is. Raises ValueError or RuntimeError if it is invalid."""
-        number = frame.fields["image"]
+    def _input(self, frame: Frame) -> InputRow:
+        """The input of a PREDICT frame, or where it is. Raises ValueError if it is invalid."""
+        number, rows = frame.fields["row"], self._sessions.model.input_rows
         if number is None:
             self._sessions.metrics.relayed("frontend", len(frame.payload))
-            return parse_image(frame.payload, self._sessions.model.crop_size)
+            return parse_row(frame.payload, rows)
         if not self.who.edge:
-            raise ValueError("a reference to an image of a frontend that announced no edge")
-        return ImageRef(self.who.edge, int(number))
+            raise ValueError("a reference to an input of a frontend that announced no edge")
+        row_bytes = int(frame.fields["row_bytes"])
+        if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
+            raise ValueError(f"a reference to an input of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
+        return InputRef(self.who.edge, int(number), row_bytes)
 
     async def _operate(self, frame: Frame) -> None:
         """Run an administrative operation and report its outcome."""

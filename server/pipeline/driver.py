@@ -25,7 +25,7 @@ from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_counts import BatchCounts
 from multiworld_serving.server.pipeline.batch_tensors import (
     BatchTensors,
-    Image,
+    InputRow,
     KeptOutput,
     relayed_bytes,
 )
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
-_NO_PROBABILITIES = torch.empty(0)
+_NO_OUTPUT = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -102,7 +102,7 @@ class SchedulerDriver:
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
     async def predict(
-        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
+        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> Prediction:
         """See `multiworld_serving.server.predictor.Predictor.predict`.
 
@@ -110,16 +110,16 @@ class SchedulerDriver:
             fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
                 prediction has the output.
         Raises:
-            InputUnreachableError: the image is at a frontend that the worker cannot reach. Send it again with the image.
+            InputUnreachableError: the input is at a frontend that the worker cannot reach. Send it again with the input.
         """
         request = self._next_request
         self._next_request += 1
         future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
         self._pending[request] = PendingRequest(future, request_id, time.monotonic(), fetcher)
-        self._tensors.images[request] = image
+        self._tensors.rows[request] = row
         if self._traces is not None:
             self._traces.request_started(request)
-        self.submit_event(RequestArrived(request, deadline_s))
+        self.submit_event(RequestArrived(request, deadline_s, key))
         try:
             await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
             if future.done():
@@ -131,7 +131,7 @@ class SchedulerDriver:
             if self._traces is not None:
                 self._traces.request_ended(request)
             if self._pending.pop(request, None) is not None:  # no outcome yet: the caller was cancelled
-                self._tensors.images.pop(request, None)
+                self._tensors.rows.pop(request, None)
                 self.submit_event(RequestCancelled(request))
 
     # -- events of links -----------------------------------------------------------------------------------------------------
@@ -144,11 +144,13 @@ class SchedulerDriver:
             self._traces.link_ended(link)
 
     def on_result(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
+        kept = link.kept(message) if message.kind is MessageKind.KEPT else None
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is None:  # the link has just ended
             return
-        output = self._output_of(link, message, sent)
+        assert message.payload is not None, "the link has checked it"
+        output = message.payload if kept is None else KeptOutput(link, kept[0], len(sent.requests), kept[1])
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
@@ -167,15 +169,7 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        kept = isinstance(output, KeptOutput)
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
-
-    def _output_of(self, link: WorkerLink, message: Message, sent: SentBatch) -> Tensor | KeptOutput:
-        assert message.payload is not None, "the link has checked it"
-        if message.kind is not MessageKind.KEPT:
-            return message.payload
-        row_shape = link.output_shape(message.version, message.stage)
-        return KeptOutput(link, int(message.payload.item()), len(sent.requests), row_shape)
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None), output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
@@ -192,11 +186,11 @@ class SchedulerDriver:
         self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
-        """Hand the requests whose images are at `holders` back to their frontends. The others of the batch start again."""
+        """Hand the requests whose inputs are at `holders` back to their frontends. The others of the batch start again."""
         for request in self._tensors.requests_at(requests, holders):
             pending = self._pending.get(request)
             if pending is not None and not pending.future.done():
-                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the image from its frontend"))
+                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the input from its frontend"))
                 self._close(request)
                 self.submit_event(RequestCancelled(request))
         self._metrics.input_lost()
@@ -354,7 +348,7 @@ class SchedulerDriver:
                 continue
             pending.future.set_result(
                 Prediction(
-                    probabilities=_NO_PROBABILITIES if isinstance(output, KeptOutput) else output[row],
+                    output=_NO_OUTPUT if isinstance(output, KeptOutput) else output[row],
                     model=self._context.model,
                     version=action.version,
                     version_number=number,
@@ -388,7 +382,7 @@ class SchedulerDriver:
 
     def _close(self, request: int) -> None:
         """Forget a request that has its outcome."""
-        self._tensors.images.pop(request, None)
+        self._tensors.rows.pop(request, None)
         self._pending.pop(request, None)
 
     def _arrived_output(self) -> Tensor | KeptOutput:

@@ -17,6 +17,7 @@ from multiworld_serving.common.wire import (
     JoinRequest,
     Message,
     MessageKind,
+    RowShape,
     TraceContext,
     WireError,
     trace_message,
@@ -182,9 +183,9 @@ class WorkerLink:
             self._post(trace_message(batch, traced))
         self._post(message)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        """Shape of one row of the output of a loaded stage. Raises KeyError."""
-        return self._validator.output_shape(version, stage)
+    def kept(self, message: Message) -> tuple[int, RowShape]:
+        """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
+        return self._validator.kept(message)
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""

@@ -10,9 +10,10 @@ It is pure: no I/O, no clock, no randomness, no tasks. The same code runs in pro
 The rules:
 
 - Every accepted request gets exactly one `Answer` row or `Reject`, by its deadline at the latest, unless it is cancelled.
-- A batch is formed from the head of the queue when it is full or its oldest request has waited `batch_timeout_s`. With
-  `adaptive_batching` a partial batch is sent at once to a replica of stage 0 that has nothing in flight; while all replicas are busy,
-  it waits until one is about to become idle, estimated from recent service times.
+- A batch is formed from requests with equal keys, in the order of arrival, when it is full or its oldest request has waited
+  `batch_timeout_s`. If the request at the head of the queue has waited that long, its key goes next, before other keys that fill a batch:
+  a rare key does not starve. With `adaptive_batching` a partial batch is sent at once to a replica of stage 0 that has nothing in
+  flight; while all replicas are busy, it waits until one is about to become idle, estimated from recent service times.
 - A batch is formed only when a replica of stage 0 has room and no later stage is saturated. Until then requests stay in the queue, and
   batches become larger. A batch keeps the model version that it began with.
 - A batch goes to the replica with the fewest rows in flight. A replica has at most `window` batches in flight.
@@ -196,9 +197,7 @@ class Scheduler:
     def _pass_time(self, now_s: float) -> None:
         state = self._state
         now_s = max(now_s, state.now_s)
-        # With a stage missing, the rate does not reflect the capacity.
-        full = state.table.current is not None and len(state.backlog.waiting) >= self.config.max_batch_size
-        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=full)
+        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=state.saturated)
         state.now_s = now_s
 
     def _apply(self, event: Event) -> None:
@@ -230,7 +229,7 @@ class Scheduler:
         rejection = self._admission.check(event.deadline_s, ahead=0)
         if rejection is None:
             now_s = self._state.now_s
-            self._state.backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, runnable_since_s=now_s))
+            self._state.backlog.admit(Request(event.request, event.deadline_s, now_s, now_s, event.key))
         else:
             reason, detail, retry_after_s = rejection
             self._state.actions.append(Reject(event.request, reason, retry_after_s, detail))

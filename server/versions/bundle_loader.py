@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiworld_serving.models import Bundle, BundleError, Tuning, read_bundle
 from multiworld_serving.models.weights.labels import read_labels
-from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
@@ -65,10 +65,16 @@ def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[S
         )
     if settings.image_size is not None:
         raise BundleError("--image-size is decided when a bundle is made: export it with another --image-size")
-    if manifest.image is None:
-        raise BundleError(f"{manifest.name} takes other input than images, which this release does not serve")
-    labels = _labels(bundle, settings)
-    served = ServedModel(manifest.name, manifest.version, labels, manifest.image.resize_size, manifest.image.crop_size)
+    image = manifest.image
+    served = ServedModel(
+        manifest.name,
+        manifest.version,
+        manifest.inputs,
+        manifest.outputs,
+        manifest.dimensions,
+        None if image is None else ImageSizes(image.resize_size, image.crop_size),
+        _labels(bundle, settings),
+    )
     plan = VersionPlan.of(make_bundle_plan(bundle, settings.stages, tuning))
     return served, BundleLoader(settings, path, _interface(bundle, settings)), plan
 

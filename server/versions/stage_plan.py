@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import StageAssignment
+from multiworld_serving.common.wire import RowShape, StageAssignment
 from multiworld_serving.models import (
     NO_TUNING,
     AnyStageSpec,
     Bundle,
     BundleError,
+    BundleStageSpec,
     Graph,
     LoadedModel,
     StageSpec,
@@ -73,6 +74,13 @@ class StagePlan:
             optimize=tuning.optimize,
             tuning_ms=round(tuning.limit_s * 1e3),
         )
+
+    @property
+    def output_shape(self) -> RowShape:
+        """Of one row of the output."""
+        if isinstance(self.spec, BundleStageSpec) and self.spec.output_rows.varies:
+            return RowShape((self.spec.output_rows.max_row_bytes,), varies=True)
+        return RowShape(tuple(self.self_test_output.shape[1:]))
 
     def check_self_test(self, output: Tensor | None) -> str | None:
         """Compare a worker's self-test output with the reference. Returns what is wrong with it; None if it is correct."""

@@ -21,6 +21,7 @@ from multiworld_serving.common.wire import (
     MessageKind,
     RowRef,
     Source,
+    WireError,
 )
 from multiworld_serving.models import load_model, reference_stage
 from multiworld_serving.server.replicas.link_types import SlotId
@@ -111,13 +112,13 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
         kept = await first.result()
     assert kept.kind is MessageKind.KEPT
     assert kept.payload is not None
-    number = int(kept.payload.item())
+    number, _ = first.link.kept(kept)
     second.link.send(1, whole(first.edges.holder, number, 3), 1)
     kept = await second.result()
     assert kept.payload is not None
-    shape = (3, *second.link.output_shape(1, 1))
+    answer, row_shape = second.link.kept(kept)
     found = await first.edges.fetch(
-        second.edges.holder, [RowRef(int(kept.payload.item()), ALL_ROWS)], torch.float32, shape, take=True
+        second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
     )
     model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
@@ -179,10 +180,18 @@ async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Sta
     await until(lambda: len(first.edges.store) == (0 if lost else 1))
 
 
+async def test_link_breaks_when_a_worker_keeps_an_output_of_another_shape(stages: list[Stage]) -> None:
+    first, _ = stages
+    first.link._validator.batch_sent(1, 1, 1, 0, keeps=True)
+    await first.session._channel.send(Message(MessageKind.KEPT, 1, torch.tensor([5, 8, 8, 8]), version=1))
+    with pytest.raises(WireError, match="KEPT with rows"):
+        first.link.kept(await first.result())
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Message(MessageKind.KEPT, 1, torch.tensor([5])),
+        Message(MessageKind.KEPT, 1, torch.tensor([5, 64, 8, 8])),
         Message(MessageKind.INPUT_LOST, 1, torch.tensor([5], dtype=torch.uint8)),
     ],
 )

@@ -96,7 +96,7 @@ class Bench:
 def assert_right(answers: list[Prediction | BaseException]) -> None:
     for number, answer in enumerate(answers):
         assert isinstance(answer, Prediction), answer
-        assert answer.probabilities.tolist() == [number]
+        assert answer.output.tolist() == [number]
 
 
 def failing_times(count: int, call: Callable[..., object]) -> Callable[..., object]:
@@ -149,7 +149,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
         bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
-        assert (await asked[0]).probabilities.tolist() == [0]
+        assert (await asked[0]).output.tolist() == [0]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
     assert_right(await bench.work(bench.ask(2)))

@@ -40,12 +40,12 @@ from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ModelVersion, PipelineSnapshot, Prediction, ServedModel
 from multiworld_serving.server.settings import FrontendSettings
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
-MODEL = ServedModel("m", "v1", ("a", "b", "c"), 18, 16)
+MODEL = ServedModel.image_classifier("m", "v1", ("a", "b", "c"), ImageSizes(18, 16))
 IMAGE = torch.arange(3 * 16 * 16, dtype=torch.int32).to(torch.uint8).view(3, 16, 16)
 STEPS = [
     RestartStep("local-0", "s0.r0", "restarting", 1, 1),
@@ -70,7 +70,7 @@ class FakeLeader:
         self.cancelled = 0
 
     async def predict(
-        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None
+        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
     ) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))
         try:
@@ -254,7 +254,7 @@ async def test_frontend_of_another_release_joins_when_the_protocols_are_equal() 
         (
             "model_fields",
             lambda fields: {"name": "m"},
-            "WELCOME: fields missing crop_size, labels, resize_size, version",
+            "WELCOME: fields missing dimensions, image, inputs, labels, outputs, version",
         ),
         ("state_fields", lambda fields: {**fields, "more": 1, "also": 2}, "STATE: fields unknown also, more"),
         (
@@ -387,7 +387,9 @@ FIELDS = {
     "request_id": "mine",
     "span": None,
     "timeout_s": 30.0,
-    "image": None,
+    "row": None,
+    "row_bytes": 0,
+    "key": "",
     "fetches": False,
     "unreachable": None,
 }
@@ -399,7 +401,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         pool = await service.frontend()
         found = await asyncio.gather(*(predict(pool) for _ in range(50)))
         for each in found:
-            assert torch.equal(each.probabilities, IMAGE.float().mean(dim=(1, 2)))
+            assert torch.equal(each.output, IMAGE.float().mean(dim=(1, 2)))
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)

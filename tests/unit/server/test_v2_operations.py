@@ -32,7 +32,7 @@ async def test_model_metadata_has_its_tensors() -> None:
     assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
     assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(MODEL.labels)]}]
     assert metadata["parameters"]["weights"] == MODEL.version
-    assert config["max_batch_size"] == int(metadata["parameters"]["max_images"]) == 64
+    assert config["max_batch_size"] == int(metadata["parameters"]["max_rows"]) == 64
     assert config["input"][0]["dims"] == [3, SIDE, SIDE]
     assert config["parameters"]["weights"] == {"string_value": MODEL.version}
 
