@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from multiworld_serving.models.preprocessing import Normalize, Preprocessing
     from multiworld_serving.models.split import boundary_bytes, respecify, split_model
-    from multiworld_serving.models.stage_kinds import AnyStageSpec, load_stage, stage_spec_from_json
+    from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec, load_stage, stage_spec_from_json
     from multiworld_serving.models.stage_spec import StageSpec
     from multiworld_serving.models.stages import (
         Reference,
@@ -60,6 +60,7 @@ __all__ = [
     "NO_TUNING",
     "TOLERANCE",
     "UNOPTIMIZED",
+    "AnyStage",
     "AnyStageSpec",
     "ArchitectureError",
     "Bundle",

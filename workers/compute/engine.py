@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from multiworld_serving.models import (
     NO_TUNING,
-    UNOPTIMIZED,
     AnyStageSpec,
     CompileRequest,
     OptimizedStage,
-    Stage,
-    StageSpec,
     Tuning,
     compiled_mode,
     load_stage,
@@ -277,10 +274,8 @@ class EngineQueue:
     ) -> OptimizedStage:
         engine, compiled = self._engine, None
         stage = load_stage(spec, weights)
-        if not isinstance(stage, Stage):
-            return OptimizedStage(stage.to(engine.device), UNOPTIMIZED, "no other mode for bundles")
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
-            compiled = engine.compiler.load(self._request(stage.spec, weights, sample_shape, max_batch_size, tuning))
+            compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
         return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
     async def compile(
@@ -288,12 +283,12 @@ class EngineQueue:
     ) -> bool:
         """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
         compiler = self._engine.compiler
-        if compiler is None or not isinstance(spec, StageSpec):
+        if compiler is None:
             return False
         return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
 
     def _request(
-        self, spec: StageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> CompileRequest:
         precision = compiled_mode(tuning, self._engine.device).precision
         return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)
