@@ -21,7 +21,8 @@ class LeadersSettings(Settings):
     leader: str | None = setting(
         None,
         "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
+        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. Required without "
+        "--leaders-file.",
         allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
         repeatable=True,
     )

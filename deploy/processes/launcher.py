@@ -2,6 +2,7 @@
 
 There are two: `service.py` runs all processes on this machine, `multiworld_serving.deploy.ray.launcher` spreads them over the nodes
 of a Ray cluster. Both start the same programs with the same settings (`programs.py`); no program knows which one started it.
+`Launcher` is what a running service can be asked for; on Ray, `multiworld serve` has ended by then, and only `down` remains.
 """
 
 from typing import Literal, NamedTuple, Protocol

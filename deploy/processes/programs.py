@@ -71,12 +71,14 @@ def worker_blocked_timeout_s(settings: ServeSettings) -> float:
     return 2 * settings.join_timeout_s + settings.breaker_max_s
 
 
-def settings_file(stack: contextlib.ExitStack, section: str, values: Mapping[str, object]) -> str:
+def settings_file(
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack, section: str, values: Mapping[str, object]
+) -> str:
     """Path of a TOML file in memory with the settings of a program. `stack` removes it."""
     return memory_file(stack, section, _toml(section, values))
 
 
-def memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
+def memory_file(stack: contextlib.ExitStack | contextlib.AsyncExitStack, name: str, text: str) -> str:
     """Path of a file in memory with this text; it disappears with this process, or when `stack` is closed."""
     file = stack.enter_context(os.fdopen(os.memfd_create(name), "w", encoding="utf-8"))
     file.write(text)

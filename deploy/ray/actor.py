@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
-from ray.actor import ActorHandle
 
 from multiworld_serving.common.config import UserError, configure_logging, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address
@@ -186,7 +185,7 @@ class ProcessActor:
 
     async def _look_up(self, name: str) -> None:
         """Ask the actor of a leader for its address, again and again, because it may move. It keeps its last address until then."""
-        actor: ActorHandle | None = None
+        actor: Any = None
         while True:
             try:
                 async with asyncio.timeout(_ANSWER_S):

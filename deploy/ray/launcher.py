@@ -199,7 +199,10 @@ def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> d
     """Wait until all processes run and a frontend is ready. Returns their states. Raises UserError."""
     deadline_s = time.monotonic() + _START_S
     while True:
-        states = _states(_actors())
+        actors = _actors()
+        if ended := ", ".join(sorted(specs.keys() - actors.keys())):
+            raise UserError(f"{ended}: cannot be started on its node; the log above says why")
+        states = _states(actors)
         if invalid := [f"{name} on {state.host}" for name, state in states.items() if state.invalid_input]:
             raise UserError(f"{', '.join(invalid)}: the process refuses its settings; its line above says why")
         if states.keys() == specs.keys() and all(state.started for state in states.values()):
@@ -223,7 +226,7 @@ def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
     asked = {name: actor.state.remote() for name, actor in actors.items()}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
-    states = {}
+    states: dict[str, ProcessState] = {}
     for name, answer in asked.items():
         with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
             states[name] = ray.get(answer, timeout=0)

@@ -5,6 +5,7 @@ machine that is switched off; `add NODE CPUS PATH` adds one whose Python searche
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -34,13 +35,14 @@ class Nodes:
     def __init__(self) -> None:
         self.cluster = Cluster()
         self.nodes: dict[str, Any] = {}
+        self._addresses = itertools.count(2)
 
     def add(self, name: str, cpus: int, path: str = "") -> None:
         more: dict[str, Any] = (
             {"env_vars": {"PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}} if path else {}
         )
         # Each node has its own address, as on several machines. Ray replaces 127.0.0.1 by the address of the machine.
-        address = f"127.0.0.{len(self.nodes) + 2}"
+        address = f"127.0.0.{next(self._addresses)}"
         self.nodes[name] = self.cluster.add_node(
             num_cpus=cpus,
             node_name=name,

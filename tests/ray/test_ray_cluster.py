@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
+# Ray takes a node for dead after so many failed checks; by default 15 s.
+HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
 SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
     *("--http-port", "0", "--join-port", "0", "--metrics-port", "0"),
@@ -36,7 +38,7 @@ class Cluster:
     def __init__(self, *nodes: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ray.cluster", *nodes],
-            cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            cwd=ROOT, env=ENVIRONMENT | HEALTH_CHECK, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
         self.address = self._answer()
 
@@ -95,7 +97,7 @@ def load(urls: list[str], clients: int = 3) -> Iterator[Calls]:
 
     def call(own: list[str]) -> None:
         with Client(own, timeout_s=60) as client:
-            while not stop.is_set():
+            while not stop.wait(0.1):  # leaves CPU time for starting processes
                 try:
                     client.predict(PHOTO)
                     calls.answered += 1
@@ -138,7 +140,7 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
     started = cluster.run(*SERVE, "--stages", "2", "--replicas", "2", "--leaders", "2", "--frontends", "2")
     assert started.returncode == 0, started.stderr
     try:
-        urls = re.findall(r"http=(\S+)", started.stderr)[-1].split(",")
+        urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",")
         wait_until(lambda: is_complete(status(urls)))
         assert "runs already in the namespace multiworld" in cluster.refusal(*SERVE)
         before = hosts(status(urls))
@@ -146,9 +148,7 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
         with load(urls) as calls:
             wait_until(lambda: calls.answered > 20 or bool(calls.failures))
             cluster.tell("kill", victim)
-            wait_until(
-                lambda: is_complete(status(urls)) and all(victim not in each for each in hosts(status(urls))), 120
-            )
+            wait_until(lambda: is_complete(now := status(urls)) and all(victim not in each for each in hosts(now)))
             since = calls.answered
             wait_until(lambda: calls.answered > since + 20 or bool(calls.failures))
         assert not calls.failures

@@ -403,6 +403,17 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
         assert part in out
 
 
+def test_status_names_the_hosts_when_there_are_several(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hosts in (("node-1", "node-1"), ("node-1", "node-2")):
+        replicas = [{**REPLICA, "slot": slot, "host": host} for slot, host in enumerate(hosts)]
+        monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 0, "replicas": replicas}]})
+        assert main(["status", "--url", url]) == 0
+        out = capsys.readouterr().out
+        assert [host in out for host in ("host", "node-1", "node-2")] == [len(set(hosts)) > 1] * 3
+
+
 def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--url", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SNAPSHOT
