@@ -20,11 +20,8 @@ SHAPE = (4, 1 << 16)
 """Of float32: 1 MiB, which goes through shared memory."""
 
 
-async def _send(world: World, message: Message, claimed_bytes: int | None = None) -> None:
-    plan = send_message(world.ranks, message.header(), message.payload, 1, 0)
-    if claimed_bytes is not None:
-        plan.size_bytes = claimed_bytes
-    await world.start(plan)
+async def _send(world: World, message: Message) -> None:
+    await world.start(send_message(world.ranks, message.header(), message.payload, 1, 0))
 
 
 def _answer(
