@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.models.export.cutting import cut_graph
 from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.export.sources import load_module
 

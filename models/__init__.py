@@ -1,13 +1,18 @@
-"""ResNets: load a model with its weights, split it into stages, build and optimize a stage.
+"""Models: load one with its weights, split it into stages, build and optimize a stage.
 
-Imports only torch, torchvision and safetensors. Start reading at `weights.loading`, then `split` and `stages`. Models of users are in
-`bundle` and `export`, which this module does not import.
+Imports only torch, torchvision and safetensors. For built-in ResNets start reading at `weights.loading`, then `split` and `stages`; for all
+other models at `bundle.graph` and `bundle.stage`. `stage_kinds` is what both have in common.
 """
 
 from multiworld_serving.models.architectures import MODEL_NAMES, block_names
+from multiworld_serving.models.bundle.cutting import cut_graph
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.graph import Graph
+from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, stage_specs, weights_head
 from multiworld_serving.models.costs import count_multiply_adds, measure_costs
 from multiworld_serving.models.errors import (
     ArchitectureError,
+    BundleError,
     LabelsError,
     ModelError,
     PreprocessingError,
@@ -17,6 +22,7 @@ from multiworld_serving.models.errors import (
 from multiworld_serving.models.optimize import (
     NO_TUNING,
     TOLERANCE,
+    UNOPTIMIZED,
     CompiledStageCache,
     CompileError,
     CompileRequest,
@@ -31,6 +37,7 @@ from multiworld_serving.models.optimize import (
 )
 from multiworld_serving.models.preprocessing import Normalize, Preprocessing
 from multiworld_serving.models.split import boundary_bytes, respecify, split_model
+from multiworld_serving.models.stage_kinds import AnyStageSpec, load_stage, stage_spec_from_json
 from multiworld_serving.models.stage_spec import StageSpec
 from multiworld_serving.models.stages import (
     Reference,
@@ -48,11 +55,18 @@ __all__ = [
     "MODEL_NAMES",
     "NO_TUNING",
     "TOLERANCE",
+    "UNOPTIMIZED",
+    "AnyStageSpec",
     "ArchitectureError",
+    "Bundle",
+    "BundleError",
+    "BundleStage",
+    "BundleStageSpec",
     "CompileError",
     "CompileRequest",
     "CompiledStageCache",
     "ExecutionMode",
+    "Graph",
     "LabelsError",
     "LoadedModel",
     "ModelError",
@@ -72,16 +86,22 @@ __all__ = [
     "build_stage",
     "compiled_mode",
     "count_multiply_adds",
+    "cut_graph",
     "deviation",
     "load_model",
+    "load_stage",
     "measure_costs",
     "optimize",
+    "read_bundle",
     "reference_stage",
     "respecify",
     "split_model",
     "stage_input_dtype",
     "stage_input_shape",
     "stage_output_shape",
+    "stage_spec_from_json",
+    "stage_specs",
     "stage_weights",
     "torch_threads",
+    "weights_head",
 ]

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from multiworld_serving.models.architectures import MODEL_NAMES, architecture
 from multiworld_serving.models.errors import PreprocessingError, StageError
 from multiworld_serving.models.preprocessing import check_channels
@@ -69,6 +72,24 @@ class StageSpec:
     def is_last(self) -> bool:
         """Whether the output is probabilities."""
         return self.index == self.num_stages - 1
+
+    @property
+    def probabilities(self) -> bool:
+        """Whether the output is probabilities."""
+        return self.is_last
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """See `stages.stage_input_dtype`."""
+        return torch.uint8 if self.is_first else torch.float32
+
+    def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+        """Rows of zeros."""
+        return torch.zeros((count, *sample_shape), dtype=self.input_dtype)
+
+    def unpack_output(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the output: the only one."""
+        return (rows,)
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def stage_output_shape(spec: StageSpec, image_size: int) -> tuple[int, ...]:
 
 def stage_input_dtype(spec: StageSpec) -> torch.dtype:
     """torch.uint8 in the first stage, else torch.float32. The output of every stage is float32."""
-    return torch.uint8 if spec.is_first else torch.float32
+    return spec.input_dtype
 
 
 def _check_belongs(model: LoadedModel, spec: StageSpec) -> None:

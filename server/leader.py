@@ -42,8 +42,7 @@ from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
 from multiworld_serving.server.settings import LeaderSettings
-from multiworld_serving.server.versions.version_loader import VersionLoader
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Leader:
         settings: LeaderSettings,
         metrics: Metrics,
         *,
-        loader: VersionLoader | None = None,
+        loader: Loader | None = None,
         traces: BatchTraces | None = None,
         on_change: Callable[[PipelineSnapshot], None] = lambda _snapshot: None,
     ) -> None:

@@ -90,7 +90,12 @@ class LeaderSettings(_ServiceSettings):
 
     section: ClassVar[str] = "leader"
 
-    model: str = setting("resnet50", "Model", "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152.")
+    model: str = setting(
+        "resnet50",
+        "Model",
+        "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152; another model of torchvision that takes images; or the "
+        "path of a bundle that `multiworld export` wrote.",
+    )
     weights: str = setting(
         "DEFAULT",
         "Model",

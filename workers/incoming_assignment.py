@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 
 from multiworld_serving.common.wire import Message, MessageKind, StageAssignment, WireError
-from multiworld_serving.models import StageError, StageSpec, Tuning
+from multiworld_serving.models import StageError, Tuning, stage_spec_from_json
 
 
 class IncomingAssignment:
@@ -22,10 +22,12 @@ class IncomingAssignment:
 
     def __init__(self, message: Message) -> None:
         self.assignment = StageAssignment.from_json(message.text())
-        self.spec = StageSpec.from_json(self.assignment.spec)
+        self.spec = stage_spec_from_json(self.assignment.spec)
         self.sample_shape = self.assignment.sample_shape
         self.is_fetching = False
         self._weights = bytearray()
+        """All bytes that were announced, once the first have arrived."""
+        self._arrived = 0
         self._complete = asyncio.Event()
 
     @property
@@ -37,26 +39,29 @@ class IncomingAssignment:
     @property
     def missing_bytes(self) -> int:
         """Bytes of weights that have not arrived yet."""
-        return self.assignment.weights_bytes - len(self._weights)
+        return self.assignment.weights_bytes - self._arrived
 
     def add(self, message: Message) -> bool:
         """Append a chunk of weights. Returns whether it was the last. Raises WireError for more bytes than announced."""
-        if message.payload is not None:
-            self._weights += message.payload.numpy().tobytes()
         announced = self.assignment.weights_bytes
-        if message.payload is None or len(self._weights) > announced:
-            raise WireError(f"WEIGHTS: {len(self._weights)} bytes; expected {announced}")
-        if len(self._weights) == announced:
+        size = 0 if message.payload is None else message.payload.nbytes
+        if message.payload is None or size > self.missing_bytes:
+            raise WireError(f"WEIGHTS: {self._arrived + size} bytes; expected {announced}")
+        if not self._weights:
+            self._weights = bytearray(announced)
+        memoryview(self._weights)[self._arrived : self._arrived + size] = message.payload.numpy().data
+        self._arrived += size
+        if not self.missing_bytes:
             self._complete.set()
         return self._complete.is_set()
 
-    async def take_weights(self) -> bytes:
+    async def take_weights(self) -> bytearray:
         """Wait until all weights have arrived, return and release them."""
         await self._complete.wait()
-        weights, self._weights = bytes(self._weights), bytearray()
+        weights, self._weights = self._weights, bytearray()
         return weights
 
-    def check_weights(self, weights: bytes) -> None:
+    def check_weights(self, weights: bytearray) -> None:
         """Raise StageError for other weights than announced. Blocks for up to a second."""
         found, announced = hashlib.sha256(weights).hexdigest(), self.assignment.weights_sha256
         if found != announced:

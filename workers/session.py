@@ -27,7 +27,7 @@ from multiworld_serving.common.wire import (
     WireError,
     trace_contexts,
 )
-from multiworld_serving.models import ModelError, StageSpec, stage_input_dtype
+from multiworld_serving.models import AnyStageSpec, ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (
@@ -83,7 +83,7 @@ class Session:
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
-        on_assigned: Callable[[StageSpec], object] = lambda spec: None,
+        on_assigned: Callable[[AnyStageSpec], object] = lambda spec: None,
         edges: Edges | None = None,
     ) -> None:
         self.serving = False
@@ -194,9 +194,7 @@ class Session:
             case MessageKind.ASSIGN if self._incoming is None:
                 self._incoming = incoming = IncomingAssignment(message)
                 spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
-                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(
-                    stage_input_dtype(spec), shape, 1, most
-                )
+                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(spec.input_dtype, shape, 1, most)
                 self._on_assigned(spec)
                 self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import StageSpec, Tuning
+from multiworld_serving.models import AnyStageSpec, Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 
 logger = logging.getLogger(__name__)
 
-_COPIES_OF_WEIGHTS = 3
-"""Held at once while a stage is loaded: the received bytes, the parsed tensors, and the stage's parameters."""
+_COPIES_OF_WEIGHTS = 2
+"""Held at once while a stage is loaded: the received bytes, and the stage's parameters."""
 
 
 class StageLoader:
@@ -41,7 +41,7 @@ class StageLoader:
             fetch: asks the leader for the weights. Not called if the stage is in memory.
         Raises:
             MemoryError: there is not enough memory next to the stages that are loaded.
-            StageError, RuntimeError, safetensors.SafetensorError: the weights are not those announced, do not match the stage, or the
+            ModelError, RuntimeError: the weights are not those announced, do not match the stage, or the
                 device cannot run it.
         """
         stages, digest = self._engine.stages, incoming.assignment.digest
@@ -60,7 +60,7 @@ class StageLoader:
             self._compile_in_background(stage, incoming, weights)
         return stage, time.monotonic() - began_s
 
-    def _compile_in_background(self, stage: LoadedStage, incoming: IncomingAssignment, weights: bytes) -> None:
+    def _compile_in_background(self, stage: LoadedStage, incoming: IncomingAssignment, weights: bytearray) -> None:
         """Compile the stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
         compiling = asyncio.create_task(self._compile(weakref.ref(stage), incoming, weights))
         stage.compiling = compiling
@@ -72,7 +72,7 @@ class StageLoader:
 
         weakref.finalize(stage, cancel).atexit = False
 
-    async def _compile(self, stage: weakref.ref[LoadedStage], incoming: IncomingAssignment, weights: bytes) -> None:
+    async def _compile(self, stage: weakref.ref[LoadedStage], incoming: IncomingAssignment, weights: bytearray) -> None:
         queue, spec = self._engine.new_queue(), incoming.spec
         arguments = _load_arguments(incoming, weights)
         try:
@@ -88,7 +88,7 @@ class StageLoader:
 
 
 def _load_arguments(
-    incoming: IncomingAssignment, weights: bytes
-) -> tuple[StageSpec, bytes, tuple[int, ...], int, Tuning]:
+    incoming: IncomingAssignment, weights: bytearray
+) -> tuple[AnyStageSpec, bytearray, tuple[int, ...], int, Tuning]:
     """Arguments of `EngineQueue.load` and `compile`."""
     return incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size, incoming.tuning

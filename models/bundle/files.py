@@ -1,11 +1,13 @@
 """Reads and writes bundles: a folder or a .zip file with `manifest.json`, `graph.json`, `weights.safetensors` and `self_test.safetensors`.
 
-Reading evaluates nothing, bounds everything, and checks every digest before a tensor is used. The weights are memory-mapped.
+Reading evaluates nothing, bounds everything, and checks every digest before a tensor is used. The weights stay in their file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import shutil
 import struct
 import tempfile
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,13 +26,15 @@ from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
-from multiworld_serving.models.bundle.manifest import BATCH, MAX_MANIFEST_BYTES, Manifest
-from multiworld_serving.models.bundle.nodes import Node
+from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manifest
+from multiworld_serving.models.bundle.nodes import BATCH, Node
 from multiworld_serving.models.errors import BundleError
+from multiworld_serving.models.open_file import OpenFile
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 100 << 20
+_HEADER_LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 8 << 20
 _MAX_RATIO, _MAX_WEIGHTS_RATIO = 100, 8
 """Largest compression ratios of a file in a .zip; weights hardly compress."""
@@ -48,11 +52,12 @@ class Bundle:
     manifest: Manifest
     graph: Graph
     self_test: Mapping[str, Tensor]
-    _weights: Any
+    weights_file: WeightsFile
 
     def weights(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """Weights by key. They share memory with the mapped file: do not modify them."""
-        return {key: self._weights.get_tensor(key) for key in dict.fromkeys(keys)}
+        """Weights by key. They share memory with the file, which is mapped while they exist: do not modify them."""
+        with self.weights_file.tensors() as file:
+            return {key: file.get_tensor(key) for key in dict.fromkeys(keys)}
 
     def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
         """A module that computes a stage of `graph`, or all of it, on this device."""
@@ -64,6 +69,57 @@ class Bundle:
     def stages(self) -> tuple[Graph, ...]:
         """The stages of the bundle's own cuts."""
         return self.graph.cut(self.manifest.cuts)
+
+
+class WeightsFile:
+    """An open safetensors file. Reading parts of it needs no memory for the whole, also when the path is gone.
+
+    Raises:
+        OSError, SafetensorError: it cannot be opened, or is not such a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = OpenFile(os.open(path, os.O_RDONLY))
+        with self.tensors():
+            pass  # checks the header
+        (length,) = _HEADER_LENGTH.unpack(os.pread(self.fileno(), _HEADER_LENGTH.size, 0))
+        header = json.loads(os.pread(self.fileno(), length, _HEADER_LENGTH.size))
+        start = _HEADER_LENGTH.size + length
+        self._entries = {
+            key: WeightsEntry(entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+            for key, entry in header.items()
+            if key != "__metadata__"
+            for begin, end in (entry["data_offsets"],)
+        }
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def fileno(self) -> int:
+        """The descriptor, open as long as this object exists."""
+        return self._file.fileno()
+
+    def entry(self, key: str) -> WeightsEntry:
+        """Where a weight is. Raises KeyError."""
+        return self._entries[key]
+
+    def tensors(self) -> Any:
+        """A context manager whose `get_tensor` maps a weight by key."""
+        return safe_open(f"/proc/self/fd/{self.fileno()}", framework="pt")
+
+
+class WeightsEntry(NamedTuple):
+    """Where a weight is in a file.
+
+    Attributes:
+        dtype: as safetensors names it.
+        offset, size: in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -100,7 +156,7 @@ def _read_folder(folder: Path) -> Bundle:
         with (folder / name).open("rb") as file:
             _check_digest(manifest, name, hashlib.file_digest(file, "sha256").hexdigest())
     try:
-        weights = safe_open(folder / WEIGHTS, framework="pt")
+        weights = WeightsFile(folder / WEIGHTS)
         with safe_open(folder / SELF_TEST, framework="pt") as tests:
             self_test = {name: tests.get_tensor(name).clone() for name in tests.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
@@ -134,17 +190,17 @@ def _weights_bytes(graph: Graph) -> int:
 
 def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
-    names = set(bundle._weights.keys())
-    for node in bundle.graph.weights:
-        if node.target not in names:
-            raise BundleError(f"the weights of the bundle lack {node.target!r}")
-        tensor = bundle._weights.get_tensor(node.target)
-        if tensor.dtype != node.dtype or tuple(tensor.shape) != node.shape:
-            raise BundleError(
-                f"the weight {node.target!r} is {tensor.dtype} {tuple(tensor.shape)}, not as the graph says"
-            )
-        if tensor.is_floating_point() and tensor.isnan().any().item():
-            raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
+    with bundle.weights_file.tensors() as file:
+        for node in bundle.graph.weights:
+            if node.target not in bundle.weights_file:
+                raise BundleError(f"the weights of the bundle lack {node.target!r}")
+            tensor = file.get_tensor(node.target)
+            if tensor.dtype != node.dtype or tuple(tensor.shape) != node.shape:
+                raise BundleError(
+                    f"the weight {node.target!r} is {tensor.dtype} {tuple(tensor.shape)}, not as the graph says"
+                )
+            if tensor.is_floating_point() and tensor.isnan().any().item():
+                raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
 
 
 def _check_self_test(bundle: Bundle) -> None:
@@ -227,6 +283,8 @@ def write_bundle(
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
         manifest = Manifest(**(vars(manifest) | {"sha256": digests}))
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        for made in folder.iterdir():
+            made.chmod(0o644)
         if path.suffix.lower() == ".zip":
             packed = folder / "packed.zip"
             with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:

@@ -108,7 +108,8 @@ class Graph:
     def live_after(self, position: int) -> tuple[str, ...] | None:
         """Names of the tensors that nodes after `position` use, without weights and sizes: what crosses a cut there.
 
-        None if it is impossible to cut there, because later nodes need something else than tensors and sizes of their dimensions.
+        None if it is impossible to cut there, because later nodes need something else than tensors with one row for each row of the
+        batch and sizes of their dimensions.
         """
         return self._crossing[position]
 
@@ -120,34 +121,36 @@ class Graph:
                 last_use.setdefault(name, position)
         recomputed = self._recomputed
         dimensions_needed: list[set[str]] = [set() for _ in self.nodes]
-        needed: set[str] = set()
+        needed = set().union(
+            *(self._dimensions_of(self.by_name[name], set()) for name in self.outputs if name in recomputed)
+        )
         for position in reversed(range(len(self.nodes))):
             dimensions_needed[position] = set(needed)
             needed |= self._dimensions_of(self.nodes[position], recomputed)
         found: list[tuple[str, ...] | None] = []
         live: dict[str, Node] = {}
         for position, node in enumerate(self.nodes):
-            if last_use.get(node.name, -1) > position and node.kind != "weight" and node.name not in recomputed:
+            if last_use.get(node.name, -1) > position and node.name not in recomputed:
                 live[node.name] = node
             for name in node.operands:
                 if last_use.get(name, -1) <= position:
                     live.pop(name, None)
             dimensions = {dim for each in live.values() for dim in each.shape or () if isinstance(dim, str)}
-            possible = live and all(each.is_tensor for each in live.values())
+            possible = live and all(each.has_rows for each in live.values())
             found.append(tuple(live) if possible and dimensions_needed[position] <= dimensions else None)
         return found
 
     @cached_property
     def _recomputed(self) -> set[str]:
-        """Names of integers that depend on sizes only. Each stage computes them again."""
+        """Names of the nodes that depend on weights and sizes only. Each stage that needs them computes them again."""
         found: set[str] = set()
         for node in self.nodes:
-            if node.kind == "size" or (node.kind == "integer" and found.issuperset(node.operands)):
+            if node.kind != "input" and found.issuperset(node.operands):
                 found.add(node.name)
         return found
 
     def _dimensions_of(self, node: Node, recomputed: set[str]) -> set[str]:
-        """The variable dimensions that a node needs, directly or through integers."""
+        """The variable dimensions that a node needs, directly or through recomputed nodes."""
         found, pending = set(), list(node.operands) if node.name not in recomputed else []
         while pending:
             operand = self.by_name[pending.pop()]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from multiworld_serving.models.bundle.graph import MAX_NODES, Graph
-from multiworld_serving.models.bundle.nodes import Dim
+from multiworld_serving.models.bundle.nodes import BATCH, Dim, Node
 from multiworld_serving.models.errors import BundleError, PreprocessingError
 from multiworld_serving.models.preprocessing import Preprocessing
 
@@ -24,8 +24,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and what UTF-8 cannot express."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-BATCH = "batch"
-"""Name of dimension 0 of every input and output."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,9 @@ class Manifest:
     sha256: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        for field in ("name", "version"):
-            if not _NAME.fullmatch(getattr(self, field)):
-                raise _invalid(
-                    f"{field} is {getattr(self, field)!r:.60}; expected letters, digits and . _ + -, at most 100"
-                )
-        for name, (least, most) in self.dimensions.items():
-            limit = MAX_BATCH_SIZE if name == BATCH else _MAX_LENGTH
-            if not 1 <= least <= most <= limit:
-                raise _invalid(f"the dimension {name!r:.60} is {least} to {most}; expected a range within 1 to {limit}")
-        if self.dimensions.get(BATCH, (0, 0))[0] != 1:
-            raise _invalid(f"the dimension {BATCH!r} is missing or does not begin at 1")
+        check_name("name", self.name)
+        check_name("version", self.version)
+        lengths_to_check(self.dimensions)
         for tensor in (*self.inputs, *self.outputs):
             if tensor.shape[:1] != (BATCH,):
                 raise _invalid(f"dimension 0 of {tensor.name!r:.60} is not {BATCH!r}")
@@ -100,12 +90,7 @@ class Manifest:
     @property
     def lengths(self) -> tuple[dict[str, int], ...]:
         """Lengths of the variable dimensions for which a graph is checked: the least, nearly the least, and the largest."""
-        ranges = self.dimensions.items()
-        return (
-            {name: least for name, (least, _) in ranges},
-            {name: min(least + 1, most) for name, (least, most) in ranges},
-            {name: most for name, (_, most) in ranges},
-        )
+        return lengths_to_check(self.dimensions)
 
     def to_json(self) -> str:
         fields = {"format": FORMAT} | asdict(self)
@@ -131,9 +116,9 @@ class Manifest:
             return cls(
                 name=_text(fields["name"]),
                 version=_text(fields["version"]),
-                inputs=tuple(map(_tensor, _list(fields["inputs"], 64))),
-                outputs=tuple(map(_tensor, _list(fields["outputs"], 64))),
-                dimensions={_text(name): _range(bounds) for name, bounds in _object(fields["dimensions"], 64).items()},
+                inputs=tensors_from(fields["inputs"]),
+                outputs=tensors_from(fields["outputs"]),
+                dimensions=dimensions_from(fields["dimensions"]),
                 cuts=tuple(_integer(cut) for cut in _list(fields["cuts"], 1024)),
                 costs_s=tuple(_number(cost) for cost in _list(fields["costs_s"], MAX_NODES)),
                 image=None if fields["image"] is None else Preprocessing(**_object(fields["image"], 4)),
@@ -148,7 +133,7 @@ class Manifest:
         """Raise BundleError unless the graph has the inputs, outputs, dimensions and positions that the manifest names."""
         for kind, told, found in (("inputs", self.inputs, graph.inputs), ("outputs", self.outputs, _outputs(graph))):
             expected = [(each.name, each.dtype, each.shape) for each in told]
-            actual = [(each.name, str(each.dtype).removeprefix("torch."), each.shape) for each in found]
+            actual = [(each.name, each.dtype, each.shape) for each in map(spec_of, found)]
             if kind == "outputs":  # the graph's names are internal
                 expected, actual = [each[1:] for each in expected], [each[1:] for each in actual]  # type: ignore[misc]
             if expected != actual:
@@ -165,6 +150,44 @@ class Manifest:
                 raise _invalid(f"a model with image preprocessing has one input, uint8 [{BATCH}, 3, {size}, {size}]")
         if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
             raise _invalid(f"a model with labels has one output [{BATCH}, {len(self.labels)}]")
+
+
+def check_name(field: str, text: str) -> None:
+    """Raise BundleError unless this can be the name or version of a model."""
+    if not _NAME.fullmatch(text):
+        raise _invalid(f"{field} is {text!r:.60}; expected letters, digits and . _ + -, at most 100")
+
+
+def lengths_to_check(dimensions: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], ...]:
+    """See `Manifest.lengths`. Raises BundleError if a range is invalid or BATCH is missing."""
+    for name, (least, most) in dimensions.items():
+        limit = MAX_BATCH_SIZE if name == BATCH else _MAX_LENGTH
+        if not 1 <= least <= most <= limit:
+            raise _invalid(f"the dimension {name!r:.60} is {least} to {most}; expected a range within 1 to {limit}")
+    if dimensions.get(BATCH, (0, 0))[0] != 1:
+        raise _invalid(f"the dimension {BATCH!r} is missing or does not begin at 1")
+    ranges = dimensions.items()
+    return (
+        {name: least for name, (least, _) in ranges},
+        {name: min(least + 1, most) for name, (least, most) in ranges},
+        {name: most for name, (_, most) in ranges},
+    )
+
+
+def tensors_from(value: Any) -> tuple[TensorSpec, ...]:
+    """Tensors from JSON. Raises BundleError, TypeError."""
+    return tuple(map(_tensor, _list(value, 64)))
+
+
+def dimensions_from(value: Any) -> dict[str, tuple[int, int]]:
+    """Ranges of variable dimensions from JSON. Raises BundleError, TypeError."""
+    return {_text(name): _range(bounds) for name, bounds in _object(value, 64).items()}
+
+
+def spec_of(node: Node) -> TensorSpec:
+    """The description of a tensor of a graph."""
+    assert node.shape is not None
+    return TensorSpec(node.name, str(node.dtype).removeprefix("torch."), node.shape)
 
 
 def _outputs(graph: Graph) -> list[Any]:

@@ -14,6 +14,8 @@ import torch
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, find_operator
 from multiworld_serving.models.errors import BundleError
 
+BATCH = "batch"
+"""Name of dimension 0 of every input and output."""
 _MAX_DEPTH = 6
 MAX_ITEMS = 4096
 """Longest list of arguments."""
@@ -81,6 +83,11 @@ class Node:
     @property
     def is_tensor(self) -> bool:
         return self.dtype is not None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is a tensor with one row for each row of the batch, whose other dimensions are fixed or have a name."""
+        return self.is_tensor and (self.shape or ())[:1] == (BATCH,) and None not in (self.shape or ())
 
     def row_bytes(self) -> int:
         """Bytes of the tensor per row of the batch, with other computed or variable dimensions counted as 1."""

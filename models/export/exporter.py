@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.cutting import Cut, cut_graph, measure_nodes
 from multiworld_serving.models.bundle.files import write_bundle
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.manifest import BATCH, MAX_BATCH_SIZE, Manifest, TensorSpec
-from multiworld_serving.models.bundle.nodes import Node
+from multiworld_serving.models.bundle.manifest import MAX_BATCH_SIZE, Manifest, TensorSpec, spec_of
+from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.cutting import Cut, cut_graph, measure_nodes
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Normalize, Preprocessing
 
@@ -126,7 +126,7 @@ def export_model(
     manifest = Manifest(
         name=options.name,
         version=options.version,
-        inputs=tuple(_spec(node) for node in graph.inputs),
+        inputs=tuple(spec_of(node) for node in graph.inputs),
         outputs=_output_specs(graph, module, two),
         dimensions={BATCH: (1, options.max_batch_size)}
         | {each.name: (each.least, each.most) for each in options.dynamic},
@@ -193,11 +193,6 @@ def _run(stages: Sequence[Graph], weights: Mapping[str, Tensor], example: Sequen
     return found
 
 
-def _spec(node: Node) -> TensorSpec:
-    assert node.shape is not None
-    return TensorSpec(node.name, str(node.dtype).removeprefix("torch."), node.shape)
-
-
 def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     """Named by the keys of the dictionary that the module returns, or "output", or "output_0" and so on."""
     with torch.no_grad():
@@ -207,7 +202,7 @@ def _output_specs(graph: Graph, module: nn.Module, example: Sequence[Tensor]) ->
         names = [str(key) for key in output]
     nodes = (graph.by_name[name] for name in graph.outputs)
     return tuple(
-        TensorSpec(name, *(_spec(node).dtype, _spec(node).shape)) for name, node in zip(names, nodes, strict=True)
+        TensorSpec(name, *(spec_of(node).dtype, spec_of(node).shape)) for name, node in zip(names, nodes, strict=True)
     )
 
 

@@ -16,8 +16,7 @@ from torch.export import Dim as ExportDim
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.manifest import BATCH
-from multiworld_serving.models.bundle.nodes import Device, Dim, Node, Value
+from multiworld_serving.models.bundle.nodes import BATCH, Device, Dim, Node, Value
 from multiworld_serving.models.bundle.operators import INTEGER_OPERATORS, OPERATORS
 from multiworld_serving.models.errors import BundleError, ExportError
 

@@ -6,6 +6,7 @@ Start reading at `selection` and `execution_modes`.
 from multiworld_serving.models.optimize.compiling import UNAVAILABLE, CompiledStageCache, CompileError, CompileRequest
 from multiworld_serving.models.optimize.execution_modes import (
     NO_TUNING,
+    UNOPTIMIZED,
     ExecutionMode,
     Tuning,
     compiled_mode,
@@ -18,6 +19,7 @@ __all__ = [
     "NO_TUNING",
     "TOLERANCE",
     "UNAVAILABLE",
+    "UNOPTIMIZED",
     "CompileError",
     "CompileRequest",
     "CompiledStageCache",

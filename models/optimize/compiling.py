@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch._inductor
 from torch import Tensor
@@ -32,6 +31,7 @@ from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_s
 from multiworld_serving.models.optimize.unpacking import unpack_under
 from multiworld_serving.models.stage_spec import StageSpec
 from multiworld_serving.models.stages import Stage, build_stage, stage_input_dtype
+from multiworld_serving.models.weights.received import received_tensors
 
 MAX_CACHE_BYTES = 8 << 30
 """Limit of the cache; the least recently used packages are removed first."""
@@ -60,7 +60,7 @@ class CompileRequest:
     sample_shape: tuple[int, ...]
     max_batch_size: int
     precision: StagePrecision
-    weights: bytes
+    weights: bytearray
 
     @property
     def key(self) -> str:
@@ -83,7 +83,7 @@ class CompileRequest:
         """Read what `write` has written. Raises OSError, StageError."""
         fields = json.loads((folder / _REQUEST).read_text())
         shape = tuple(fields["sample_shape"])
-        weights = (folder / _WEIGHTS).read_bytes()
+        weights = bytearray((folder / _WEIGHTS).read_bytes())
         return cls(StageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
 
 
@@ -127,7 +127,7 @@ class CompiledStageCache:
             if made.is_dir():
                 return
             stage = build_stage(request.spec)
-            stage.load_state_dict(safetensors.torch.load(request.weights), strict=True)
+            stage.load_state_dict(received_tensors(request.weights)[0], strict=True)
             with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
                 for batch_size in batch_sizes(request.max_batch_size):
                     _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2")

@@ -25,8 +25,7 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
 from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.version_loader import VersionLoader
-from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class VersionRollout:
         switch: VersionSwitch,
         placement: Placement,
         versions: VersionTable,
-        loader: VersionLoader | None,
+        loader: Loader | None,
         timeout_s: float,
         exclusive: ExclusiveOperation,
     ) -> None:
@@ -80,7 +79,7 @@ class VersionRollout:
 
         Raises:
             OperationInProgressError: another operation is in progress.
-            models.ModelError: see `VersionLoader.load`.
+            models.ModelError: see `Loader.load`.
             VersionFailedError: a worker could not load it, failed the self-test, or was lost meanwhile.
         """
         cancelled = asyncio.Event()

@@ -273,8 +273,9 @@ class WorkerLink:
         assignment = plan.assignment(self._max_batch_size, self._window)
         await channel.send(Message.from_text(MessageKind.ASSIGN, assignment.to_json(), version=plan.number))
         if (await self._expect((MessageKind.FETCH_WEIGHTS, MessageKind.READY), plan)).kind is MessageKind.FETCH_WEIGHTS:
-            for piece in plan.weights_chunks():
-                await channel.send(Message(MessageKind.WEIGHTS, payload=piece))
+            chunks = plan.weights.chunks()
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:  # reads a file
+                await channel.send(Message(MessageKind.WEIGHTS, payload=chunk))
             self._enter_startup("warming")
             await self._expect((MessageKind.READY,), plan)
         self._enter_startup("checking")

@@ -1,33 +1,36 @@
 """A version of the model split into stages, with the weights to send and the join self-test of each stage."""
 
-import hashlib
 import logging
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import StageAssignment
 from multiworld_serving.models import (
     NO_TUNING,
+    AnyStageSpec,
+    Bundle,
+    BundleError,
+    Graph,
     LoadedModel,
     StageSpec,
     Tuning,
     WeightsError,
+    cut_graph,
     deviation,
     reference_stage,
     split_model,
-    stage_input_dtype,
     stage_input_shape,
+    stage_specs,
     stage_weights,
+    weights_head,
 )
+from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 8 << 20
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
@@ -40,25 +43,19 @@ class StagePlan:
 
     Attributes:
         number: the version's number for workers and clients. Its name is `spec.version`.
-        weights: the stage's parameters and buffers as a safetensors file.
-        self_test_input: one row, uint8 for the first stage, else float32.
-        self_test_output: the output of this stage for `self_test_input`, computed on this machine in float32.
+        input_shape: of one row of the input. Rows of variable length have at most this many bytes.
+        self_test_input: one row.
+        self_test_output: the output of this stage for `self_test_input`, computed in float32.
         tuning: precision and optimization that workers use.
-        weights_sha256: hash of `weights` in hexadecimal digits.
     """
 
-    spec: StageSpec
-    weights: bytes
+    spec: AnyStageSpec
+    weights: StageWeights
     input_shape: tuple[int, ...]
-    input_dtype: torch.dtype
     self_test_input: Tensor
     self_test_output: Tensor
     number: int = 1
     tuning: Tuning = NO_TUNING
-    weights_sha256: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weights_sha256", hashlib.sha256(self.weights).hexdigest())
 
     def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
         """The message that tells a worker to load this stage."""
@@ -66,8 +63,8 @@ class StagePlan:
         tuning = self.tuning
         return StageAssignment(
             spec=self.spec.to_json(),
-            weights_bytes=len(self.weights),
-            weights_sha256=self.weights_sha256,
+            weights_bytes=self.weights.size,
+            weights_sha256=self.weights.sha256,
             input_shape=shape,
             max_batch_size=max_batch_size,
             window=window,
@@ -77,21 +74,31 @@ class StagePlan:
             tuning_ms=round(tuning.limit_s * 1e3),
         )
 
-    def weights_chunks(self) -> tuple[Tensor, ...]:
-        """`weights` in chunks to send, uint8 [N] each. They are read-only views of one buffer that all links share."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            return torch.split(torch.frombuffer(self.weights, dtype=torch.uint8), _CHUNK_BYTES)
-
     def check_self_test(self, output: Tensor | None) -> str | None:
         """Compare a worker's self-test output with the reference. Returns what is wrong with it; None if it is correct."""
         expected = self.self_test_output
         if output is None or output.shape != expected.shape or output.dtype != expected.dtype:
             found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
             return f"expected {expected.dtype} {tuple(expected.shape)}, got {found}"
+        try:
+            pairs = zip(self.spec.unpack_output(output), self.spec.unpack_output(expected), strict=True)
+        except BundleError as error:
+            return str(error)
         # With "auto" the worker may choose any precision: use the largest tolerance.
         precision = "bfloat16" if self.tuning.precision == "auto" else self.tuning.precision
-        error = deviation(output, expected, probabilities=self.spec.is_last and precision != "float32")
+        return next(filter(None, (self._compare(*each, precision) for each in pairs)), None)
+
+    def _compare(self, found: Tensor, expected: Tensor, precision: str) -> str | None:
+        """What is wrong with one tensor of the output; None if it is correct."""
+        if found.shape != expected.shape:
+            return f"expected the shape {list(expected.shape)}, got {list(found.shape)}"
+        if not expected.is_floating_point():  # in a lower precision, integers such as the index of a maximum may differ
+            return (
+                "an integer differs from the reference"
+                if precision == "float32" and not found.equal(expected)
+                else None
+            )
+        error = deviation(found, expected, probabilities=self.spec.probabilities and precision != "float32")
         if not error <= _TOLERANCE[precision]:  # also true for not-a-number
             return (
                 f"the output deviates from the reference by {error:.3g}; at most {_TOLERANCE[precision]:g} is allowed"
@@ -129,9 +136,8 @@ def make_plan(
         plans.append(
             StagePlan(
                 spec=spec,
-                weights=safetensors.torch.save(stage_weights(model, spec)),
+                weights=StageWeights.of(stage_weights(model, spec)),
                 input_shape=stage_input_shape(spec, image_size),
-                input_dtype=stage_input_dtype(spec),
                 self_test_input=activation,
                 self_test_output=output,
                 number=number,
@@ -139,9 +145,62 @@ def make_plan(
             )
         )
         activation = output
+    return _logged(plans)
+
+
+def make_bundle_plan(
+    bundle: Bundle, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1
+) -> tuple[StagePlan, ...]:
+    """Split a bundle into stages. The weights stay in its file.
+
+    Another number of stages than the bundle's is cut by the costs that were measured when it was made; then the reference outputs are
+    computed here.
+
+    Raises:
+        ModelError: the model can be cut into fewer stages, or computes NaN or infinity.
+    """
+    stages, outputs = _stages_of(bundle, num_stages)
+    specs = stage_specs(bundle.manifest, stages)
+    tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
+    plans = []
+    for spec, stage, output in zip(specs, stages, outputs, strict=True):
+        row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
+        rows = spec.input_rows.pack(tensors)
+        entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}
+        weights = StageWeights(
+            weights_head(stage.to_json(), entries),
+            [FileRange(bundle.weights_file, entry.offset, entry.size) for entry in entries.values()],
+        )
+        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning))
+        tensors = output
+    return _logged(plans)
+
+
+def _stages_of(bundle: Bundle, num_stages: int) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:
+    """The stages, and the reference output of each."""
+    manifest = bundle.manifest
+    if num_stages == len(manifest.cuts) + 1:
+        stages = bundle.stages
+        return stages, [
+            tuple(bundle.self_test[f"boundary.{index}.{place}"] for place in range(len(stage.outputs)))
+            for index, stage in enumerate(stages)
+        ]
+    stages = bundle.graph.cut(cut_graph(bundle.graph, manifest.costs_s, num_stages).positions)
+    values = tuple(bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs)
+    outputs: list[tuple[Tensor, ...]] = []
+    for stage in stages:
+        with torch.inference_mode():
+            values = bundle.build(stage)(*values)
+        if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
+            raise BundleError(f"stage {len(outputs)} computes infinity or NaN for the example; export other weights")
+        outputs.append(values)
+    return stages, outputs
+
+
+def _logged(plans: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
     for plan in plans:
         logger.info(
             "stage=%d blocks=%s..%s weights_mb=%.1f",
-            *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], len(plan.weights) / 1e6),
+            *(plan.spec.index, plan.spec.blocks[0], plan.spec.blocks[-1], plan.weights.size / 1e6),
         )
     return tuple(plans)

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import LoadedModel, WeightsError, load_model, respecify
+from multiworld_serving.models import LoadedModel, StageSpec, WeightsError, load_model, respecify
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
+from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
 
 logger = logging.getLogger(__name__)
 
 _COPIES_OF_WEIGHTS = 4
 """Copies in memory while a version is loaded: the file, its tensors, the module, the serialized stages."""
-_PATH_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
 class VersionLoader:
     """Loads versions by the name that an administrator gives.
 
-    Allowed are weights published by torchvision, "random:SEED", and files below `--weights-dir`. Other files are rejected, so that the
-    admin token does not grant access to the leader's disk.
+    Allowed are weights published by torchvision, "random:SEED", and files below `--weights-dir`.
 
     Attributes:
         model, num_classes: architecture and number of classes that a version must have.
         crop_size, resize_size: preprocessing of the first version in pixels. It is kept, because clients and the frontend rely on it.
+        specs: its partition.
     """
 
     settings: LeaderSettings
@@ -36,12 +37,13 @@ class VersionLoader:
     num_classes: int
     crop_size: int
     resize_size: int
+    specs: tuple[StageSpec, ...]
 
     @classmethod
-    def compatible_with(cls, first: LoadedModel, settings: LeaderSettings) -> VersionLoader:
-        """The loader of versions that can replace `first`."""
+    def compatible_with(cls, first: LoadedModel, specs: Sequence[StageSpec], settings: LeaderSettings) -> VersionLoader:
+        """The loader of versions that can replace `first`, partitioned as `specs`."""
         sizes = first.preprocessing
-        return cls(settings, first.name, first.num_classes, sizes.crop_size, sizes.resize_size)
+        return cls(settings, first.name, first.num_classes, sizes.crop_size, sizes.resize_size, tuple(specs))
 
     def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
         """Load and check the weights (None: those of the settings), and partition the model. Blocks.
@@ -59,11 +61,9 @@ class VersionLoader:
             )
         if model.version == versions.current.version.name:
             return versions.current
-        stages = versions.current.stages
-        specs = [respecify(plan.spec, model) for plan in stages]
-        return VersionPlan.of(
-            make_plan(model, len(stages), stages[0].tuning, versions.number_of(model.version), specs=specs)
-        )
+        number = versions.number_of(model.version)
+        specs = [respecify(spec, model) for spec in self.specs]
+        return VersionPlan.of(make_plan(model, len(specs), versions.current.stages[0].tuning, number, specs=specs))
 
     def _load(self, weights: str) -> LoadedModel:
         return load_model(self.model, weights, image_size=self.crop_size, resize_size=self.resize_size)
@@ -78,21 +78,7 @@ class VersionLoader:
             raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
         if not self._is_path(weights):
             return weights  # a torchvision name or random:SEED; load_model rejects everything else
-        folder = self.settings.weights_dir
-        if folder is None:
-            raise WeightsError(
-                "files are loaded from --weights-dir only, but the service was started without it; name published weights or random:SEED"
-            )
-        if len(weights) > _PATH_CHARACTERS or "\0" in weights:
-            raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")
-        root = folder.resolve()
-        try:
-            found = (root / weights).resolve()
-        except (OSError, RuntimeError) as error:  # such as a loop of symbolic links
-            raise WeightsError(f"{weights[:64]!r} cannot be resolved to a file") from error
-        if not found.is_relative_to(root):
-            raise WeightsError(f"{weights[:64]!r} is not below the service's --weights-dir; give a path within it")
-        return str(found)
+        return str(path_in_weights_dir(self.settings.weights_dir, weights))
 
     def _is_path(self, weights: str) -> bool:
         return "/" in weights or "\\" in weights or Path(weights).suffix.lower() in (".pth", ".pt", ".safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from multiworld_serving.server.predictor import ModelVersion
 from multiworld_serving.server.versions.stage_plan import StagePlan
@@ -25,11 +26,24 @@ class VersionPlan:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(len(plan.weights) for plan in self.stages)
+        return sum(plan.weights.size for plan in self.stages)
 
     def stages_for(self, stage: int | None) -> tuple[StagePlan, ...]:
         """The stages that a worker of this stage must load; a spare (None) loads all stages."""
         return self.stages if stage is None else (self.stages[stage],)
+
+
+class Loader(Protocol):
+    """Loads further versions of a model."""
+
+    def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
+        """The version that an administrator names (None: that of the settings). Blocks.
+
+        Raises:
+            models.ModelError: it does not exist, is not allowed, invalid, or does not fit the service.
+            MemoryError: there is not enough memory for another version.
+        """
+        ...
 
 
 class VersionTable:

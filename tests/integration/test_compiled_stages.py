@@ -53,7 +53,9 @@ def request_of() -> CompileRequest:
     model = loaded("resnet18")
     spec = split_model(model, 10)[STAGE]
     shape = stage_input_shape(spec, IMAGE_SIZE)
-    return CompileRequest(spec, shape, LARGEST, "float32", safetensors.torch.save(stage_weights(model, spec)))
+    return CompileRequest(
+        spec, shape, LARGEST, "float32", bytearray(safetensors.torch.save(stage_weights(model, spec)))
+    )
 
 
 @pytest.fixture(scope="module")

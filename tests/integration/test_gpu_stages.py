@@ -60,7 +60,7 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
     model = load_model("resnet18", "random:0", image_size=64)
     (spec,) = split_model(model, 1)
     queue, shape = engine.new_queue(), stage_input_shape(spec, model.preprocessing.crop_size)
-    weights = safetensors.torch.save(stage_weights(model, spec))
+    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
     made = await queue.load(spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
     queue.serve(1, stage := LoadedStage(spec, made))
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]

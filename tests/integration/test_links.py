@@ -28,9 +28,11 @@ from multiworld_serving.models import StageSpec, Tuning, load_model, reference_s
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError, SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.server.versions.stage_weights import StageWeights
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
 from tests.chaos.lies import LIES, RawMessage, claim, lying, whole
+from tests.integration.stage_plans import resnet_spec, sent_weights
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
@@ -134,7 +136,7 @@ async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[
     await pair.heard.until("ready")
     model = load_model("resnet18", "random:0", image_size=IMAGE_SIZE)
     batches = {
-        number: torch.randint(0, 256, (number, *plan[stage].input_shape)).to(plan[stage].input_dtype)
+        number: torch.randint(0, 256, (number, *plan[stage].input_shape)).to(plan[stage].spec.input_dtype)
         for number in (1, 2, 3)
     }
     for number, batch in batches.items():
@@ -143,7 +145,7 @@ async def test_ready_link_computes_the_reference_output(pair: Pair, plan: tuple[
         answers = [await pair.heard.results.get() for _ in batches]
     with torch.inference_mode():
         for answer in answers:
-            expected = reference_stage(model, plan[stage].spec)(batches[answer.batch])
+            expected = reference_stage(model, resnet_spec(plan[stage]))(batches[answer.batch])
             assert answer.payload is not None
             torch.testing.assert_close(answer.payload, expected, rtol=1e-3, atol=1e-4)
             assert answer.compute_ns > 0
@@ -294,9 +296,9 @@ async def test_link_breaks_at_once_when_a_result_cannot_be_sent(
 
 
 async def test_link_never_serves_when_the_join_self_test_fails(pair: Pair, plan: tuple[StagePlan, ...]) -> None:
-    weights = safetensors.torch.load(plan[1].weights)
+    weights = safetensors.torch.load(sent_weights(plan[1]))
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
-    lying = dataclasses.replace(plan[1], weights=safetensors.torch.save(weights))
+    lying = dataclasses.replace(plan[1], weights=StageWeights.of(weights))
     link = pair.link(lying)
     await pair.session(link)
     await pair.heard.until("broken")
@@ -358,7 +360,7 @@ async def test_link_copies_no_weights_when_a_worker_joins(pair: Pair, plan: tupl
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < len(plan[1].weights) / 4
+    assert peak_bytes < plan[1].weights.size / 4
 
 
 async def test_link_breaks_when_a_loading_worker_answers_twice(
@@ -608,9 +610,9 @@ async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pai
 
 async def test_link_never_serves_when_the_self_test_fails_at_the_workers_precision(pair: Pair) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, Tuning("auto", "auto"))
-    weights = safetensors.torch.load(plan[1].weights)
+    weights = safetensors.torch.load(sent_weights(plan[1]))
     weights["fc.bias"] = weights["fc.bias"] + torch.linspace(-5, 5, len(weights["fc.bias"]))
-    link = pair.link(dataclasses.replace(plan[1], weights=safetensors.torch.save(weights)))
+    link = pair.link(dataclasses.replace(plan[1], weights=StageWeights.of(weights)))
     await pair.session(link)
     await pair.heard.until("broken")
     assert link.cause == "error"

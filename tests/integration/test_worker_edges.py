@@ -28,6 +28,7 @@ from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
+from tests.integration.stage_plans import resnet_spec
 from tests.integration.test_links import Heard
 from tests.unit.edges.edge_parts import edges, until
 
@@ -120,7 +121,7 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
     )
     model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
-        expected = reference_stage(model, plan[1].spec)(reference_stage(model, plan[0].spec)(batch))
+        expected = reference_stage(model, resnet_spec(plan[1]))(reference_stage(model, resnet_spec(plan[0]))(batch))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert len(first.edges.store) == 1
     first.link.release(number)
@@ -138,7 +139,7 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
     assert result.payload is not None
     batch = torch.stack([rows[0], torch.zeros_like(rows[0]), rows[1]])
     with torch.inference_mode():
-        expected = reference_stage(load_model(MODEL, "random:0", image_size=32), plan[0].spec)(batch)
+        expected = reference_stage(load_model(MODEL, "random:0", image_size=32), resnet_spec(plan[0]))(batch)
     torch.testing.assert_close(result.payload, expected, rtol=1e-3, atol=1e-4)
 
 

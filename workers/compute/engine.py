@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models import (
     NO_TUNING,
+    UNOPTIMIZED,
+    AnyStageSpec,
     CompileRequest,
     OptimizedStage,
+    Stage,
     StageSpec,
     Tuning,
-    build_stage,
     compiled_mode,
+    load_stage,
     optimize,
     torch_threads,
 )
@@ -199,8 +201,8 @@ class EngineQueue:
 
     async def load(
         self,
-        spec: StageSpec,
-        weights: bytes,
+        spec: AnyStageSpec,
+        weights: bytearray,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
@@ -210,14 +212,13 @@ class EngineQueue:
         Each step is a job of its own, so batches of other stages and versions are computed in between.
 
         Raises:
-            StageError, RuntimeError, safetensors.SafetensorError: the weights do not match the spec, or the device cannot run it.
+            ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
         made: OptimizedStage = await self._engine.run(
             self, lambda: self._build(spec, weights, sample_shape, max_batch_size, tuning)
         )
-        dtype = torch.uint8 if spec.is_first else torch.float32
         for batch_size, threads in self._engine.warm_up_shapes(max_batch_size):
-            batch = torch.zeros((batch_size, *sample_shape), dtype=dtype)
+            batch = spec.example(batch_size, sample_shape)
             await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
         return made
 
@@ -258,26 +259,27 @@ class EngineQueue:
         self._stages = {}
 
     def _build(
-        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> OptimizedStage:
         engine, compiled = self._engine, None
-        stage = build_stage(spec)
-        stage.load_state_dict(safetensors.torch.load(weights), strict=True)
+        stage = load_stage(spec, weights)
+        if not isinstance(stage, Stage):
+            return OptimizedStage(stage.to(engine.device), UNOPTIMIZED, "no other mode for bundles")
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
-            compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
+            compiled = engine.compiler.load(self._request(stage.spec, weights, sample_shape, max_batch_size, tuning))
         return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
     async def compile(
-        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> bool:
         """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
         compiler = self._engine.compiler
-        if compiler is None:
+        if compiler is None or not isinstance(spec, StageSpec):
             return False
         return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
 
     def _request(
-        self, spec: StageSpec, weights: bytes, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self, spec: StageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> CompileRequest:
         precision = compiled_mode(tuning, self._engine.device).precision
         return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)

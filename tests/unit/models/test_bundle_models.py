@@ -9,9 +9,9 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.cutting import cut_graph
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
 from multiworld_serving.models.export.trace import Dynamic
 from multiworld_serving.models.preprocessing import Preprocessing

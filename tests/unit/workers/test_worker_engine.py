@@ -91,7 +91,7 @@ async def test_batch_of_an_unassigned_stage_gets_an_error(engine: Engine) -> Non
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
     model = loaded("resnet18")
     spec, queue, batch = split_model(model, 1)[0], engine.new_queue(), images(3)
-    weights = safetensors.torch.save(stage_weights(model, spec))
+    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
     with torch.inference_mode():
         expected = reference_stage(model, spec)(batch)
     outputs = {}
@@ -109,7 +109,7 @@ async def test_version_that_was_unloaded_while_it_loads_is_not_served_until_it_i
 ) -> None:
     model, queue = loaded("resnet18"), engine.new_queue()
     spec = split_model(model, 10)[3]
-    weights = safetensors.torch.save(stage_weights(model, spec))
+    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
     queue.expect(7)
     made = await queue.load(spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
     queue.unload(7)

@@ -1,0 +1,201 @@
+"""How the tensors of a request, of a boundary between stages, or of an answer travel: as one tensor with a row for each row of the batch.
+
+A single tensor of fixed dimensions travels as it is. Everything else is packed into uint8 [rows, bytes]. A packed row begins with the
+length of every variable or computed dimension (int64, in the order of the tensors), followed by the bytes of each tensor's row. Each
+tensor begins at a multiple of `_ALIGNED_BYTES`. So schedulers, edges and frontends move rows without knowing what they contain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, MAX_DIMS
+from multiworld_serving.models.errors import BundleError
+
+MAX_ROW_BYTES = 1 << 30
+_ALIGNED_BYTES = 16
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The tensors of a row.
+
+    Attributes:
+        tensors: with shapes (BATCH, …).
+        dimensions: (least, most) length of each variable dimension.
+    Raises:
+        BundleError: an element type, dimension or size is invalid.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    dimensions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tensor in self.tensors:
+            dims = tensor.shape
+            known = all(dim is None or isinstance(dim, int) or dim in self.dimensions for dim in dims[1:])
+            fixed = [dim for dim in dims[1:] if isinstance(dim, int)]
+            if dims[:1] != (BATCH,) or len(dims) > MAX_DIMS or not known or any(dim < 0 for dim in fixed):
+                raise BundleError(f"rows of {tensor.name!r:.60} cannot have the shape {list(dims)!s:.100}")
+            if tensor.dtype not in DTYPES:
+                raise BundleError(f"rows of {tensor.name!r:.60} cannot have the element type {tensor.dtype!r:.20}")
+        if not self.tensors or self._bytes(self._lengths_at(1)) > MAX_ROW_BYTES:
+            raise BundleError(f"a row has no tensor, or more than {MAX_ROW_BYTES >> 20} MiB")
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether rows are those of the only tensor."""
+        return len(self.tensors) == 1 and not self._variable
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return DTYPES[self.tensors[0].dtype] if self.is_plain else torch.uint8
+
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        """Shape of one row; None if it depends on variable dimensions."""
+        if self.is_plain:
+            return _fixed(self.tensors[0].shape[1:])
+        return None if self._variable else (self._bytes(()),)
+
+    @cached_property
+    def max_row_bytes(self) -> int:
+        """Bytes of the longest row. Computed dimensions are not bounded by the format: they count as 1."""
+        return self._bytes(self._lengths_at(1))
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The rows of these tensors, which have one row for each row of the batch.
+
+        Raises:
+            BundleError: the tensors are not those of the format.
+        """
+        if len(tensors) != len(self.tensors):
+            raise BundleError(f"{len(tensors)} tensors; expected {len(self.tensors)}")
+        count = len(tensors[0])
+        lengths = self._check(tensors, count)
+        if self.is_plain:
+            return tensors[0]
+        rows = torch.zeros((count, self._bytes(lengths)), dtype=torch.uint8, device=tensors[0].device)
+        if lengths:
+            head = torch.tensor(lengths, dtype=torch.int64).view(torch.uint8)
+            rows[:, : len(head)] = head.to(rows.device)
+        for tensor, (begin, end) in zip(tensors, self._places(lengths), strict=True):
+            rows[:, begin:end] = tensor.contiguous().view(count, -1).view(torch.uint8) if end > begin else rows[:, :0]
+        return rows
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `pack`. May share memory with `rows`.
+
+        Raises:
+            BundleError: the rows are not of this format, or differ in the lengths of their dimensions.
+        """
+        if self.is_plain:
+            self._check((rows,), len(rows))
+            return (rows,)
+        if rows.dtype != torch.uint8 or rows.dim() != 2:
+            raise BundleError(f"packed rows are {rows.dtype} {list(rows.shape)}; expected uint8 [rows, bytes]")
+        lengths = self.lengths(rows)
+        if rows.shape[1] != self._bytes(lengths):
+            raise BundleError(f"packed rows have {rows.shape[1]} bytes; expected {self._bytes(lengths)}")
+        return tuple(
+            rows[:, begin:end].contiguous().view(DTYPES[tensor.dtype]).view(len(rows), *shape)
+            if end > begin
+            else torch.empty((len(rows), *shape), dtype=DTYPES[tensor.dtype], device=rows.device)
+            for tensor, (begin, end), shape in zip(
+                self.tensors, self._places(lengths), self._shapes(lengths), strict=True
+            )
+        )
+
+    def lengths(self, rows: Tensor) -> tuple[int, ...]:
+        """Lengths of the dimensions that are not fixed, in the order of the tensors.
+
+        Raises:
+            BundleError: the rows have different lengths, or lengths out of range.
+        """
+        count = len(self._variable)
+        if not count:
+            return ()
+        size = count * _LENGTH_BYTES
+        if rows.dim() != 2 or not len(rows) or rows.shape[1] < size or rows.dtype != torch.uint8:
+            raise BundleError(f"packed rows have {list(rows.shape)} bytes; expected at least {size} in each row")
+        heads = rows[:, :size].cpu().contiguous().view(torch.int64).view(-1, count)
+        if not bool((heads == heads[0]).all()):
+            raise BundleError("the rows of a batch have different lengths; expected equal ones")
+        found = tuple(heads[0].tolist())
+        self._lengths_to_check(found)
+        return found
+
+    def key(self, rows: Tensor) -> str:
+        """Text that is equal for rows that can be in one batch. Empty if all can. Raises BundleError as `lengths`."""
+        return "x".join(map(str, self.lengths(rows)))
+
+    @cached_property
+    def _variable(self) -> tuple[str | None, ...]:
+        """Names of the dimensions that are not fixed, in the order of the tensors."""
+        return tuple(dim for tensor in self.tensors for dim in tensor.shape[1:] if not isinstance(dim, int))
+
+    def _lengths_at(self, computed: int) -> tuple[int, ...]:
+        """The largest lengths."""
+        return tuple(computed if dim is None else self.dimensions[dim][1] for dim in self._variable)
+
+    def _lengths_to_check(self, lengths: Sequence[int]) -> None:
+        known: dict[str, int] = {}
+        for dim, length in zip(self._variable, lengths, strict=True):
+            least, most = (0, MAX_ROW_BYTES) if dim is None else self.dimensions[dim]
+            if not least <= length <= most or (dim is not None and known.setdefault(dim, length) != length):
+                name = "a computed dimension" if dim is None else f"the dimension {dim!r}"
+                raise BundleError(f"{name} has the length {length}; expected {least} to {most}, and one length per row")
+
+    def _check(self, tensors: Sequence[Tensor], count: int) -> tuple[int, ...]:
+        """The lengths of the dimensions that are not fixed. Raises BundleError for tensors that are not of the format."""
+        lengths = []
+        for tensor, spec in zip(tensors, self.tensors, strict=True):
+            fits = tensor.dtype == DTYPES[spec.dtype] and tensor.dim() == len(spec.shape) and len(tensor) == count
+            if not fits or any(
+                isinstance(dim, int) and dim != length
+                for dim, length in zip(spec.shape[1:], tensor.shape[1:], strict=True)
+            ):
+                found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                raise BundleError(f"{spec.name!r:.60} is {found}; expected {spec.dtype} {list(spec.shape)}")
+            lengths += [
+                length for dim, length in zip(spec.shape[1:], tensor.shape[1:], strict=True) if not isinstance(dim, int)
+            ]
+        self._lengths_to_check(lengths)
+        return tuple(lengths)
+
+    def _shapes(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of one row of each tensor."""
+        left = iter(lengths)
+        return [
+            tuple(dim if isinstance(dim, int) else next(left) for dim in tensor.shape[1:]) for tensor in self.tensors
+        ]
+
+    def _places(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
+        """Where the bytes of each tensor begin and end in a row."""
+        found, at = [], _aligned(len(lengths) * _LENGTH_BYTES)
+        for tensor, shape in zip(self.tensors, self._shapes(lengths), strict=True):
+            end = at + DTYPES[tensor.dtype].itemsize * math.prod(shape)
+            found.append((at, end))
+            at = _aligned(end)
+        return found
+
+    def _bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of a row."""
+        return _aligned(self._places(lengths)[-1][1]) if self.tensors else 0
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _fixed(dims: Sequence[int | str | None]) -> tuple[int, ...]:
+    return tuple(dim for dim in dims if isinstance(dim, int))

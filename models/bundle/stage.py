@@ -1,0 +1,236 @@
+"""A stage of a bundle as it travels to a worker: a description, and a safetensors file with the weights and the graph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multiworld_serving.models.bundle.checking import check_graph
+from multiworld_serving.models.bundle.files import WeightsEntry
+from multiworld_serving.models.bundle.graph import MAX_GRAPH_BYTES, Graph
+from multiworld_serving.models.bundle.manifest import (
+    Manifest,
+    TensorSpec,
+    check_name,
+    dimensions_from,
+    lengths_to_check,
+    spec_of,
+    tensors_from,
+)
+from multiworld_serving.models.bundle.nodes import DTYPES
+from multiworld_serving.models.bundle.rows import RowFormat
+from multiworld_serving.models.errors import BundleError, StageError
+from multiworld_serving.models.weights.received import received_tensors, safetensors_head
+
+KIND = "bundle"
+"""Field `kind` of the JSON, which distinguishes it from a `StageSpec`."""
+MAX_STAGES = 1024
+_GRAPH = "graph"
+
+
+@dataclass(frozen=True)
+class BundleStageSpec:
+    """A stage of a bundle, without graph and weights.
+
+    Attributes:
+        model, version: of the manifest.
+        inputs, outputs: the tensors that cross its boundaries.
+        dimensions: (least, most) length of each variable dimension.
+        probabilities: the output is the probabilities of classes.
+        graph_sha256: digest of the graph's JSON.
+    Raises:
+        StageError: a field is invalid.
+    """
+
+    model: str
+    version: str
+    index: int
+    num_stages: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dimensions: Mapping[str, tuple[int, int]]
+    probabilities: bool
+    graph_sha256: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_stages <= MAX_STAGES or not 0 <= self.index < self.num_stages:
+            raise StageError(f"stage {self.index} of {self.num_stages}; expected a stage of 1 to {MAX_STAGES}")
+        try:
+            check_name("name", self.model)
+            check_name("version", self.version)
+            lengths_to_check(self.dimensions)
+            self.input_rows  # noqa: B018 - checks
+            self.output_rows  # noqa: B018 - checks
+        except BundleError as error:
+            raise StageError(f"stage {self.index} of {self.model:.60}: {error}") from error
+
+    @property
+    def input_rows(self) -> RowFormat:
+        """How the input travels."""
+        return RowFormat(self.inputs, self.dimensions)
+
+    @property
+    def output_rows(self) -> RowFormat:
+        """How the output travels."""
+        return RowFormat(self.outputs, self.dimensions)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Of the rows of the input."""
+        return self.input_rows.dtype
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of what crosses its boundaries, for people."""
+        return tuple(dict.fromkeys((self.inputs[0].name, self.outputs[0].name)))
+
+    @property
+    def part(self) -> str:
+        """16 hexadecimal digits that identify this part of the model, whichever version of the weights it has."""
+        fields = asdict(self) | {"version": "any"}
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": KIND} | asdict(self))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> BundleStageSpec:
+        """From the JSON object of `to_json` without `kind`.
+
+        Raises:
+            StageError: a field is missing, unknown or invalid.
+        """
+        known = cls.__dataclass_fields__.keys()
+        if fields.keys() != known:
+            raise StageError(
+                f"stage description has the fields {', '.join(map(str, fields))[:200]}; expected {', '.join(known)} "
+                "(do leader and worker run the same release?)"
+            )
+        texts = [fields[name] for name in ("model", "version", "graph_sha256")]
+        numbers = [fields[name] for name in ("index", "num_stages")]
+        if (
+            not all(isinstance(text, str) for text in texts)
+            or not all(type(number) is int for number in numbers)
+            or type(fields["probabilities"]) is not bool
+        ):
+            raise StageError("stage description has a field of another type")
+        try:
+            return cls(
+                **fields
+                | {
+                    "inputs": tensors_from(fields["inputs"]),
+                    "outputs": tensors_from(fields["outputs"]),
+                    "dimensions": dimensions_from(fields["dimensions"]),
+                }
+            )
+        except (BundleError, TypeError) as error:
+            raise StageError(f"invalid stage description: {error}") from error
+
+    def unpack_output(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the output. Raises BundleError."""
+        return self.output_rows.unpack(rows)
+
+    def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+        """Rows of zeros, with variable dimensions of their largest lengths. They have `sample_shape` or fewer bytes."""
+        tensors = []
+        for tensor in self.inputs:
+            dims = [dim if isinstance(dim, int) else self.dimensions[str(dim)][1] for dim in tensor.shape[1:]]
+            tensors.append(torch.zeros((count, *dims), dtype=DTYPES[tensor.dtype]))
+        return self.input_rows.pack(tensors)
+
+
+class BundleStage(nn.Module):
+    """Computes a stage: rows in, rows out, as `RowFormat` describes. The module inside takes and returns the tensors.
+
+    `forward` raises BundleError for rows of another format.
+    """
+
+    def __init__(self, spec: BundleStageSpec, module: nn.Module) -> None:
+        super().__init__()
+        self.spec = spec
+        self.module = module
+        self._inputs, self._outputs = spec.input_rows, spec.output_rows
+        self.eval().requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._outputs.pack([each.contiguous() for each in self.module(*self._inputs.unpack(rows))])
+
+
+def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStageSpec]:
+    """The descriptions of the stages into which a bundle's graph was cut.
+
+    Raises:
+        StageError: a tensor that crosses a boundary has no rows.
+    """
+    return [
+        BundleStageSpec(
+            model=manifest.name,
+            version=manifest.version,
+            index=index,
+            num_stages=len(stages),
+            inputs=tuple(map(spec_of, stage.inputs)),
+            outputs=manifest.outputs
+            if stage is stages[-1]
+            else tuple(spec_of(stage.by_name[name]) for name in stage.outputs),
+            dimensions=manifest.dimensions,
+            probabilities=stage is stages[-1] and bool(manifest.labels),
+            graph_sha256=hashlib.sha256(stage.to_json().encode()).hexdigest(),
+        )
+        for index, stage in enumerate(stages)
+    ]
+
+
+def weights_head(graph: str, entries: Mapping[str, WeightsEntry]) -> bytes:
+    """The beginning of the safetensors file of a stage, with its graph as metadata. The weights follow in the order of `entries`.
+
+    Args:
+        graph: its JSON.
+    """
+    return safetensors_head(
+        {key: (entry.dtype, entry.shape, entry.size) for key, entry in entries.items()}, {_GRAPH: graph}
+    )
+
+
+def load_bundle_stage(spec: BundleStageSpec, weights: bytearray) -> BundleStage:
+    """Build a stage on the CPU from what a leader has sent. Nothing of the graph is run before all of it is checked.
+
+    Args:
+        weights: the file; the stage shares memory with it.
+    Raises:
+        BundleError, WeightsError: the file is not a stage, or not the one that `spec` describes.
+    """
+    tensors, metadata = received_tensors(weights)
+    graph = _checked_graph(spec, metadata.get(_GRAPH, ""))
+    return BundleStage(spec, graph.build(tensors, torch.device("cpu")))
+
+
+def _checked_graph(spec: BundleStageSpec, text: str) -> Graph:
+    if not text or len(text) > MAX_GRAPH_BYTES:
+        raise BundleError(f"the weights of stage {spec.index} come without a graph")
+    if (found := hashlib.sha256(text.encode()).hexdigest()) != spec.graph_sha256:
+        raise BundleError(f"the graph of stage {spec.index} has the SHA-256 hash {found}; expected {spec.graph_sha256}")
+    graph = Graph.from_json(text)
+    check_graph(graph, lengths_to_check(spec.dimensions))
+    for what, told, nodes in (
+        ("inputs", spec.inputs, graph.inputs),
+        ("outputs", spec.outputs, [graph.by_name[name] for name in graph.outputs]),
+    ):
+        expected = [(each.dtype, each.shape) for each in told]
+        actual = [(each.dtype, each.shape) for each in map(spec_of, nodes)]
+        if expected != actual or (what == "inputs" and [each.name for each in told] != [node.name for node in nodes]):
+            raise BundleError(f"the {what} of stage {spec.index} differ from its graph's: {expected!s:.150}")
+    return graph

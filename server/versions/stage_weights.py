@@ -1,0 +1,83 @@
+"""The weights of a stage as a leader sends them: a safetensors file of which only a part is in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from multiworld_serving.models.open_file import OpenFile
+
+_CHUNK_BYTES = 4 << 20
+
+
+class HasFileno(Protocol):
+    """A file that is open as long as the object exists."""
+
+    def fileno(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes of a file."""
+
+    file: HasFileno
+    offset: int
+    size: int
+
+
+class StageWeights:
+    """A safetensors file made of a beginning in memory and ranges of files.
+
+    Attributes:
+        size: in bytes.
+        sha256: in hexadecimal digits.
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, head: bytes, ranges: Sequence[FileRange]) -> None:
+        self._head = head
+        self._ranges = tuple(ranges)
+        self.size = len(head) + sum(each.size for each in ranges)
+        digest = hashlib.sha256()
+        for chunk in self.chunks():
+            digest.update(chunk.numpy().data)
+        self.sha256 = digest.hexdigest()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> StageWeights:
+        """Weights that are in memory. They are written to a temporary file without a name."""
+        with tempfile.TemporaryFile() as file:
+            written = file.write(safetensors.torch.save(dict(tensors)))
+            file.flush()
+            return cls(b"", [FileRange(OpenFile(os.dup(file.fileno())), 0, written)])
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The file in chunks to send, uint8 [N] each. Reads each when it is asked for.
+
+        Raises:
+            OSError: a file cannot be read, or has become shorter.
+        """
+        buffer, filled, left = bytearray(min(_CHUNK_BYTES, self.size)), 0, self.size
+        parts: tuple[bytes | FileRange, ...] = (self._head, *self._ranges)
+        for part in parts:
+            at, size = 0, len(part) if isinstance(part, bytes) else part.size
+            while at < size:
+                target = memoryview(buffer)[filled : filled + size - at]
+                if isinstance(part, bytes):
+                    count = len(target)
+                    target[:] = part[at : at + count]
+                elif (count := os.preadv(part.file.fileno(), [target], part.offset + at)) == 0:
+                    raise OSError("a file with weights has become shorter; load the version again")
+                at, filled, left = at + count, filled + count, left - count
+                if filled == len(buffer):
+                    yield torch.frombuffer(buffer, dtype=torch.uint8)
+                    buffer, filled = bytearray(min(_CHUNK_BYTES, left)), 0

@@ -1,0 +1,81 @@
+"""Small models that tests export."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.export.exporter import ExportOptions, export_model
+from multiworld_serving.models.export.trace import Dynamic
+from multiworld_serving.models.preprocessing import Preprocessing
+
+SIZE = 16
+CLASSES = 5
+
+
+class Classifier(nn.Module):
+    """Three convolutions with normalisation, and a linear layer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        widths = [3, 8, 8, 8]
+        layers = [
+            nn.Sequential(nn.Conv2d(first, second, 3, padding=1), nn.BatchNorm2d(second), nn.ReLU())
+            for first, second in pairwise(widths)
+        ]
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.head(self.features(images)) * 8
+        return found
+
+
+class Text(nn.Module):
+    """Embeds tokens of variable number, mixes them, and returns a vector and the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        hidden = self.encoder(self.embedding(ids))
+        weights = mask.to(hidden.dtype)[..., None]
+        return {"vector": (hidden * weights).sum(1) / weights.sum(1).clamp_min(1), "count": mask.long().sum(1)}
+
+
+def classifier_bundle(path: Path, seed: int = 0, version: str = "1", labels: int = CLASSES) -> Bundle:
+    """A bundle of `Classifier` with two stages."""
+    image = Preprocessing(SIZE, SIZE, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    options = ExportOptions(
+        "classifier",
+        version,
+        ("images",),
+        max_batch_size=8,
+        num_stages=2,
+        image=image,
+        labels=tuple(f"label {number}" for number in range(labels)),
+    )
+    export_model(Classifier(seed), [torch.zeros(2, 3, SIZE, SIZE)], path, options)
+    return read_bundle(path)
+
+
+def text_bundle(path: Path, num_stages: int = 3) -> Bundle:
+    """A bundle of `Text`, of which both inputs have a variable length."""
+    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    options = ExportOptions(
+        "text",
+        "1",
+        ("ids", "mask"),
+        max_batch_size=8,
+        num_stages=num_stages,
+        dynamic=(Dynamic((("ids", 1), ("mask", 1)), 2, 32),),
+    )
+    export_model(Text(), [ids, ids > 3], path, options)
+    return read_bundle(path)

@@ -1,0 +1,195 @@
+"""Stages of bundles as leaders send them and workers load them."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld_serving.models import BundleError, ModelError, StageError, load_stage, stage_spec_from_json
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.weights.received import safetensors_head
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+from tests.bundles import Text, classifier_bundle, text_bundle
+from tests.unit.models.hostile_graphs import HOSTILE
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return text_bundle(tmp_path_factory.mktemp("text") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle")
+
+
+def sent(plan: StagePlan) -> bytearray:
+    return bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+
+
+def received(plan: StagePlan) -> torch.nn.Module:
+    """The stage as a worker loads it from the messages of a leader."""
+    assignment = plan.assignment(8, 2)
+    file = sent(plan)
+    assert hashlib.sha256(file).hexdigest() == assignment.weights_sha256
+    assert len(file) == assignment.weights_bytes
+    return load_stage(stage_spec_from_json(assignment.spec), file)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "tokens"), [(1, 2), (3, 9), (8, 32)])
+def test_stages_of_a_text_model_compute_what_the_model_computes(
+    text: Bundle, num_stages: int, count: int, tokens: int
+) -> None:
+    plans = make_bundle_plan(text, num_stages)
+    ids = torch.randint(0, 50, (count, tokens))
+    mask = ids > 10
+    values = plans[0].spec.input_rows.pack([ids, mask])  # type: ignore[union-attr]
+    with torch.inference_mode():
+        for plan in plans:
+            values = received(plan)(values)
+        expected = Text().eval()(ids, mask)
+    vector, counts = plans[-1].spec.unpack_output(values)
+    torch.testing.assert_close(vector, expected["vector"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(counts, expected["count"])
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_self_test_accepts_the_stage_and_refuses_other_weights(classifier: Bundle, num_stages: int) -> None:
+    for plan in make_bundle_plan(classifier, num_stages):
+        stage = received(plan)
+        with torch.inference_mode():
+            assert plan.check_self_test(stage(plan.self_test_input)) is None
+            for weight in stage.buffers():
+                weight.mul_(1.5)
+            assert plan.check_self_test(stage(plan.self_test_input)) is not None
+
+
+def test_more_stages_than_places_to_cut_are_refused(classifier: Bundle) -> None:
+    with pytest.raises(StageError, match="at most"):
+        make_bundle_plan(classifier, 60)
+
+
+def test_description_survives_json(text: Bundle) -> None:
+    for plan in make_bundle_plan(text, 2):
+        found = stage_spec_from_json(plan.spec.to_json())
+        assert found == plan.spec
+        assert found.part == plan.spec.part
+
+
+SPECS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "field missing": lambda spec: spec.pop("outputs"),
+    "field unknown": lambda spec: spec.update(code="import os"),
+    "stage beyond the last": lambda spec: spec.update(index=9),
+    "number of stages": lambda spec: spec.update(num_stages=1 << 40),
+    "boolean as number": lambda spec: spec.update(index=True),
+    "text as number": lambda spec: spec.update(index="0"),
+    "name": lambda spec: spec.update(model="../etc"),
+    "no batch": lambda spec: spec.update(dimensions={}),
+    "unknown dimension": lambda spec: spec["inputs"][0]["shape"].append("other"),
+    "element type": lambda spec: spec["inputs"][0].update(dtype="object"),
+    "row of a terabyte": lambda spec: spec["inputs"][0].update(shape=["batch", 1 << 30, 1 << 10]),
+    "inputs are no list": lambda spec: spec.update(inputs=5),
+    "no inputs": lambda spec: spec.update(inputs=[]),
+    "another graph": lambda spec: spec.update(graph_sha256="0" * 64),
+    "other outputs": lambda spec: spec["outputs"][0].update(dtype="int64"),
+    "other inputs": lambda spec: spec["inputs"][0].update(name="other"),
+}
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, case: str) -> None:
+    plan = make_bundle_plan(classifier, 2)[0]
+    fields = json.loads(plan.spec.to_json())
+    SPECS[case](fields)
+    with pytest.raises(ModelError) as error:
+        load_stage(stage_spec_from_json(json.dumps(fields)), sent(plan))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_worker_refuses_a_hostile_graph_before_it_computes_anything(case: str) -> None:
+    graph = json.dumps(HOSTILE[case])
+    image = TensorSpec("x", "float32", ("batch", 4, 6, 6))
+    spec = BundleStageSpec(
+        model="hostile",
+        version="1",
+        index=0,
+        num_stages=1,
+        inputs=(image,),
+        outputs=(image,),
+        dimensions={"batch": (1, 8)},
+        probabilities=False,
+        graph_sha256=hashlib.sha256(graph.encode()).hexdigest(),
+    )
+    with pytest.raises(ModelError) as error:
+        load_stage(spec, bytearray(safetensors_head({}, {"graph": graph})))
+    assert "\n" not in str(error.value)
+
+
+def _changed(plan: StagePlan, change: Callable[[dict[str, Any]], object]) -> bytearray:
+    """The file of the weights with another header."""
+    file = sent(plan)
+    length = int.from_bytes(file[:8], "little")
+    header = json.loads(file[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return bytearray(len(text).to_bytes(8, "little") + text + file[8 + length :])
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no graph": lambda header: header.pop("__metadata__"),
+    "graph is no text": lambda header: header["__metadata__"].update(graph=[]),
+    "another graph": lambda header: header["__metadata__"].update(graph="[]"),
+    "weight missing": lambda header: header.pop(sorted(header)[-1]),
+    "offset beyond the end": lambda header: header[sorted(header)[-1]].update(data_offsets=[0, 1 << 40]),
+    "negative offset": lambda header: header[sorted(header)[-1]].update(data_offsets=[-8, 0]),
+    "element type": lambda header: header[sorted(header)[-1]].update(dtype="OBJECT"),
+    "shape of text": lambda header: header[sorted(header)[-1]].update(shape=["1"]),
+    "huge shape": lambda header: header[sorted(header)[-1]].update(shape=[1 << 62, 1 << 62]),
+    "entry is a list": lambda header: header.update({sorted(header)[-1]: []}),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: str) -> None:
+    plan = make_bundle_plan(classifier, 1)[0]
+    with pytest.raises(ModelError) as error:
+        load_stage(plan.spec, _changed(plan, HEADERS[case]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("file", [b"", b"\0" * 8, b"\xff" * 8, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0[]"])
+def test_worker_refuses_a_file_that_is_none(classifier: Bundle, file: bytes) -> None:
+    with pytest.raises(ModelError):
+        load_stage(make_bundle_plan(classifier, 1)[0].spec, bytearray(file))
+
+
+def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
+    stage = received(make_bundle_plan(classifier, 2)[1])
+    with pytest.raises(BundleError, match="expected"):
+        stage(torch.zeros(2, 3, dtype=torch.uint8))
+
+
+def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
+    plan = make_bundle_plan(text, 1)[0]
+    vector, count = plan.spec.unpack_output(plan.self_test_output)
+    rows_format = plan.spec.output_rows  # type: ignore[union-attr]
+    other = rows_format.pack([vector, count + 1])
+    assert plan.check_self_test(other) == "an integer differs from the reference"
+    lower = dataclasses.replace(plan, tuning=dataclasses.replace(plan.tuning, precision="bfloat16", optimize="eager"))
+    assert lower.check_self_test(other) is None
+
+
+def test_weights_file_may_be_gone_after_it_was_read(tmp_path: Path) -> None:
+    bundle = classifier_bundle(tmp_path / "bundle")
+    for file in (tmp_path / "bundle").iterdir():
+        file.unlink()
+    assert received(make_bundle_plan(bundle, 1)[0]) is not None

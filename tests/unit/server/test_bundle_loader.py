@@ -1,0 +1,87 @@
+"""Serving bundles: partition, versions, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
+from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.versions.bundle_loader import open_bundle
+from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
+from multiworld_serving.server.versions.version_table import VersionTable
+from tests.bundles import CLASSES, SIZE, classifier_bundle
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("bundles")
+    classifier_bundle(made / "one")
+    classifier_bundle(made / "two", seed=1, version="2")
+    classifier_bundle(made / "same version", seed=1)
+    classifier_bundle(made / "logits", version="3", labels=0)
+    return made
+
+
+def settings(folder: Path, **changed: object) -> LeaderSettings:
+    values: dict[str, object] = {"model": str(folder / "one"), "weights_dir": folder, "max_batch_size": 8}
+    return LeaderSettings(**values | changed)  # type: ignore[arg-type]
+
+
+def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
+    served, _, plan = open_bundle(folder / "one", settings(folder, stages=3), NO_TUNING)
+    assert (served.name, served.version, served.crop_size) == ("classifier", "1", SIZE)
+    assert len(served.labels) == CLASSES
+    assert [stage.spec.index for stage in plan.stages] == [0, 1, 2]
+    assert plan.stages[0].input_shape == (3, SIZE, SIZE)
+
+
+def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
+    _, loader, plan = open_bundle(folder / "one", settings(folder), NO_TUNING)
+    versions = VersionTable(plan)
+    assert loader.load("one", versions) is plan
+    assert loader.load(None, versions) is plan
+    found = loader.load("two", versions)
+    assert (found.version.name, found.version.number, len(found.stages)) == ("2", 2, 2)
+
+
+def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
+    _, loader, plan = open_bundle(folder / "one", settings(folder), NO_TUNING)
+    with pytest.raises(
+        BundleError,
+        match=r"classifier@3 has other labels than the service: labels \('label 0'.*the bundle has labels \(\)",
+    ):
+        loader.load("logits", VersionTable(plan))
+
+
+@pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
+def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
+    _, loader, plan = open_bundle(folder / "one", settings(folder / "one"), NO_TUNING)
+    with pytest.raises(ModelError) as refused:
+        loader.load(name, VersionTable(plan))
+    assert "\n" not in str(refused.value)
+    without = open_bundle(folder / "one", settings(folder, weights_dir=None), NO_TUNING)[1]
+    with pytest.raises(WeightsError, match="--weights-dir"):
+        without.load("two", VersionTable(plan))
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [({"max_batch_size": 16}, "at most 8"), ({"image_size": 32}, "--image-size"), ({"stages": 60}, "at most")],
+)
+def test_settings_that_do_not_fit_the_bundle_are_refused(folder: Path, changed: dict[str, object], what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        open_bundle(folder / "one", settings(folder, **changed), NO_TUNING)
+
+
+def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiworld_serving.server.versions.stage_weights._CHUNK_BYTES", 7)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    with path.open("rb") as file:
+        weights = StageWeights(b"head", [FileRange(file, 10, 20), FileRange(file, 0, 1), FileRange(file, 50, 16)])
+        expected = b"head" + bytes(range(10, 30)) + bytes([0]) + bytes(range(50, 66))
+        assert b"".join(chunk.numpy().tobytes() for chunk in weights.chunks()) == expected
+        assert {len(chunk) for chunk in weights.chunks()} <= {7, len(expected) % 7}
+        path.write_bytes(bytes(5))
+        with pytest.raises(OSError, match="shorter"):
+            list(weights.chunks())
