@@ -42,9 +42,6 @@ class Recording:
 
     def __init__(self, page: playwright.Page) -> None:
         self._page = page
-        box = page.locator("#graph").bounding_box()
-        assert box is not None, "the graph is visible"
-        self._height = int(box["y"] + box["height"]) + 12
         self._frames: list[Image.Image] = []
         self._times_ms: list[float] = []
 
@@ -58,16 +55,19 @@ class Recording:
             self._page.wait_for_timeout(FRAME_MS)
 
     def take(self) -> Image.Image:
-        """Take one frame; returns the whole picture."""
+        """Take one frame."""
         self._times_ms.append(1000 * time.monotonic())
         shown = _screenshot(self._page)
-        self._frames.append(shown.crop((0, 0, shown.width, self._height)))
+        self._frames.append(shown)
         return shown
 
     def save(self, path: Path, colorful: Image.Image) -> None:
-        """Write the frames as a GIF that is played at the speed of recording, with the colors of one of them."""
+        """Write the frames as a GIF that is played at the speed of recording: the top of the page, with the colors of one of them."""
+        box = self._page.locator("#graph").bounding_box()
+        assert box is not None, "the graph is visible"
+        top = (0, 0, WIDE["width"], int(box["y"] + box["height"]) + 12)
         palette = _with_few_colors(colorful)
-        frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
+        frames = [frame.crop(top).quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         pauses = [round(later - at) for at, later in zip(self._times_ms, self._times_ms[1:], strict=False)]
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=[*pauses, LAST_FRAME_MS], loop=0)
         _report(path)
@@ -153,9 +153,10 @@ def main() -> None:
         )
         with fed_page(browser, viewport=WIDE) as page:
             shoot(page, "status-page-64-workers")
-        settings = {"model": "resnet18", "weights": "random:0", "stages": 2, "replicas": 2, "leaders": 2}
         with (
-            LocalService(**settings, image_size=32) as service,
+            LocalService(
+                model="resnet18", weights="random:0", stages=2, replicas=2, leaders=2, image_size=32
+            ) as service,
             run_load(service.url, [ReferenceRequest(image_file(IMAGE)[0])], clients=4) as load,
         ):
             picture_service(browser, service)

@@ -24,7 +24,7 @@ def pipeline(*stages: tuple[ReplicaState, ...], ready: bool = True, **more: Any)
     return PipelineSnapshot("m", "v", ready, more.pop("draining", False), 1.0, 0, 0, made, **more)
 
 
-UP = ("ready", "ready")
+UP: tuple[ReplicaState, ...] = ("ready", "ready")
 HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "unreachable")
 
 
