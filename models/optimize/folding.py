@@ -35,7 +35,7 @@ class FoldedStage(nn.Module):
     Same interface as the stage: rows in, rows out, with the same dtypes. Outputs are contiguous.
 
     Args:
-        stage: not changed; the weights are copied, or shared if nothing is folded into them.
+        stage: not changed; it may share weights that nothing is folded into.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
     """
@@ -60,6 +60,7 @@ class FoldedStage(nn.Module):
                 fuse(module, workload, _SHAPE_ROWS)
             module.graph.eliminate_dead_code()
             self.body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
+            _own_memory(self.body)
         self.eval().requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -214,3 +215,11 @@ def _lay_out_weights(module: fx.GraphModule) -> None:
         if weight is not None:
             laid_out = weight.contiguous(memory_format=torch.channels_last)
             conv.update_arg(1, add_constant(module, conv, laid_out))
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Copy weights that are part of a larger memory, such as the file that was received, so that the rest can be freed."""
+    for each in module.modules():
+        for name, weight in list(each.named_buffers(recurse=False)):
+            if weight.untyped_storage().nbytes() > weight.nbytes:
+                setattr(each, name, weight.clone())

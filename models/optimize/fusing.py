@@ -238,7 +238,9 @@ def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload
         following = only_user(following) if is_conv else None
     if following is not None and (activation := _activation(following, after_add=other is not None)) is not None:
         chain.append(following)
-    then, made = activation or _NO_ACTIVATION, nn.Module()
+    then = activation or _NO_ACTIVATION
+    made: nn.Module
+    bias = None if bias is None else bias.clone()  # see `_own_memory`
     if is_conv:
         stride, padding, dilation, groups = (*layer.args[3:], *_DEFAULT_WINDOW[len(layer.args[3:]) :])
         made = FusedConv(weight, bias, (padding, stride, dilation, groups), then, workload, given.shape, rows)
