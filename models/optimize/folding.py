@@ -24,7 +24,12 @@ from multiworld_serving.models.stage_kinds import AnyStage
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _TO_FLOAT = (aten.to.dtype, aten._to_copy.default)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_ARITHMETIC = {aten.mul.Tensor: "mul", aten.div.Tensor: "div", aten.sub.Tensor: "sub", aten.add.Tensor: "add"}
+_ARITHMETIC: dict[Any, str] = {
+    aten.mul.Tensor: "mul",
+    aten.div.Tensor: "div",
+    aten.sub.Tensor: "sub",
+    aten.add.Tensor: "add",
+}
 _SHAPE_ROWS = 2
 """Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
 
@@ -203,7 +208,7 @@ def _use_channels_last(module: fx.GraphModule) -> None:
         value = value_of(node)
         if node.op == "placeholder" and value is not None and value.dim() == 4:
             with module.graph.inserting_after(node):
-                kwargs = {"memory_format": torch.channels_last}
+                kwargs: dict[str, Any] = {"memory_format": torch.channels_last}
                 converted = module.graph.call_function(aten.contiguous.default, (node,), kwargs)
             converted.meta["val"] = value
             node.replace_all_uses_with(converted, delete_user_cb=lambda user, made=converted: user is not made)

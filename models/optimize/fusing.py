@@ -31,7 +31,7 @@ _NEEDED = (
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _DEFAULT_WINDOW: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 """Stride, padding, dilation and groups."""
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.sigmoid.default: "sigmoid",
     aten.tanh.default: "tanh",
@@ -242,7 +242,8 @@ def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload
     made: nn.Module
     bias = None if bias is None else bias.clone()  # see `_own_memory`
     if is_conv:
-        stride, padding, dilation, groups = (*layer.args[3:], *_DEFAULT_WINDOW[len(layer.args[3:]) :])
+        given_window: tuple[Any, ...] = layer.args[3:]
+        stride, padding, dilation, groups = given_window + _DEFAULT_WINDOW[len(given_window) :]
         made = FusedConv(weight, bias, (padding, stride, dilation, groups), then, workload, given.shape, rows)
     else:
         made = FusedLinear(weight, bias, then, workload, max(given.numel() // weight.shape[1] // rows, 1))

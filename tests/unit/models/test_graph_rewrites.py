@@ -105,7 +105,7 @@ class Patterns(nn.Module):
         viewed = fifth.flatten(2)
         sixth = functional.silu(self.convs[5](fifth) + fifth)  # so is fifth, by its view
         seventh = self.convs[6](sixth) + self.same_for_all_rows
-        eighth = self.alone(self.convs[7](seventh) * kept + viewed.unflatten(2, (6, 6)))
+        eighth = self.alone(self.convs[7](seventh) * kept + viewed.view(-1, 8, 6, 6))
         vectors = eighth.permute(0, 2, 3, 1)
         hidden = functional.gelu(self.linears[0](vectors))
         return self.linears[2](self.linears[1](hidden) + vectors), kept
@@ -115,7 +115,7 @@ def patterns() -> BundleStage:
     module = Patterns().eval()
     graph, weights = capture(module, [torch.randn(2, 8, 6, 6)], ["images"], max_batch_size=8)
     memory = torch.cat([each.flatten() for each in weights.values()])  # as received: all weights in one file
-    parts = memory.split([each.numel() for each in weights.values()])
+    parts = torch.split(memory, [each.numel() for each in weights.values()])
     weights = {key: part.view(each.shape) for (key, each), part in zip(weights.items(), parts, strict=True)}
     tensors = [TensorSpec(name, "float32", ("batch", *shape)) for name, shape in (("a", (6, 6, 8)), ("b", (8, 6, 6)))]
     spec = BundleStageSpec(
