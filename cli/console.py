@@ -41,13 +41,16 @@ def progress_console() -> Console:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, *, results_at_end: bool = False) -> Iterator[Callable[[], None]]:
     """Show a progress bar on standard error. Yields a function that advances it by one.
 
     Shown only if standard error is a terminal and standard output is not: results on the terminal show progress themselves.
+
+    Args:
+        results_at_end: the block prints no results, so the bar is shown also if standard output is a terminal.
     """
     out = progress_console()
-    if not out.is_terminal or sys.stdout.isatty():
+    if not out.is_terminal or (sys.stdout.isatty() and not results_at_end):
         yield lambda: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

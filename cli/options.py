@@ -126,7 +126,7 @@ def settings_command(cls: type[S], process: Callable[[S], str]) -> Callable[[Cal
             given = {name: ",".join(value) if isinstance(value, list) else value for name, value in options.items()}
             settings = load(cls, given, config_file=config, programs=PROGRAMS).with_token()
             configure_logging(settings.log_level, settings.log_format, process=process(settings))
-            logger.info("settings %s", describe(settings))
+            logger.debug("settings %s", describe(settings))
             return run(settings)
 
         parameters = [

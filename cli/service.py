@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_OPERATIONS_URL = "http://127.0.0.1:8002"
-Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", envvar="MULTIWORLD_URL")]
+Url = Annotated[str, value("URL", "URL of the HTTP API of the service.", "--url", envvar="MULTIWORLD_URL")]
 Urls = Annotated[
     list[str],
     value(
@@ -82,7 +82,9 @@ class AdminPort:
         str,
         value(
             "URL",
-            "URL of the admin port of the service (the port of /metrics).",
+            "URL of the admin port of the service (the port of /metrics), or of its HTTP API, which tells where the admin port is.",
+            "--operations-url",
+            "--url",
             envvar="MULTIWORLD_OPERATIONS_URL",
         ),
     ] = DEFAULT_OPERATIONS_URL
@@ -158,12 +160,35 @@ def send_to_any(clients: "deque[httpx.Client]", method: str, path: str, **reques
 def send_request(client: "httpx.Client", method: str, path: str, **request: Any) -> "httpx.Response":
     """Send one request and return its response, which is successful. Keyword arguments are those of httpx.
 
+    If the service answers that the path belongs to its other port, the request and all later ones of this client go there.
+
     Raises:
         ServiceUnreachableError: no connection could be made.
         ServiceError: the connection failed, or the status is not 2xx.
     """
     with http_errors(str(client.base_url), timeout_s=client.timeout.read):
+        response = client.request(method, path, **request)
+        if not use_other_port(client, response):
+            return response.raise_for_status()
+    with http_errors(str(client.base_url), timeout_s=client.timeout.read):
         return client.request(method, path, **request).raise_for_status()
+
+
+def use_other_port(client: "httpx.Client", response: "httpx.Response") -> bool:
+    """Have the client use the other port of the service if that is where the path belongs. Returns whether it does.
+
+    The service has two: the HTTP API and the admin port.
+    """
+    if response.status_code != 404:
+        return False
+    try:
+        port = response.json()["other_port"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+    if type(port) is not int or not 0 < port < 65536 or port == client.base_url.port:
+        return False
+    client.base_url = client.base_url.copy_with(port=port)
+    return True
 
 
 def read_status(clients: "deque[httpx.Client]") -> "httpx.Response":

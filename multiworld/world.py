@@ -306,7 +306,7 @@ class World:
             self._executor.draining = cause is Cause.LEFT
         if formed:
             logger.log(
-                logging.INFO if cause is Cause.LEFT else logging.WARNING,
+                logging.DEBUG if cause in (Cause.LEFT, Cause.ABORTED) else logging.WARNING,  # on purpose
                 "world=%s generation=%d rank=%d ready->broken cause=%s by=%d %s",
                 *(self.name, self.generation, self.rank, cause, rank, detail),
             )
@@ -323,7 +323,7 @@ class World:
                 return
             formed = self.state is WorldState.READY
             self.state = WorldState.CLOSED
-        logger.info("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
+        logger.debug("world=%s generation=%d rank=%d ->closed", self.name, self.generation, self.rank)
         self.bootstrap.wake(error=WorldClosedError(self.name, "closed while joining"))
         self._control_loop.call_soon(self._announce_end, Cause.LEFT if formed else Cause.ABORTED, self.rank, "")
         self._listener.on_world_changed(self)

@@ -24,12 +24,13 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify, notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
 from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tuning, load_model, split_model
+from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
@@ -43,6 +44,8 @@ from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
+
+_CAPACITY_INTERVAL_S = 0.5
 
 
 def run(settings: LeaderSettings) -> int:
@@ -74,7 +77,7 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
+    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
         if settings.model in MODEL_NAMES:
             return _prepare_resnet(settings, tuning)
@@ -94,8 +97,15 @@ def _bundle_path(settings: LeaderSettings) -> Path:
 
 
 def _prepare_resnet(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, Loader, VersionPlan]:
-    model = load_model(settings.model, settings.weights, labels=settings.labels, image_size=settings.image_size)
-    logger.info("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
+    model = load_model(
+        settings.model,
+        settings.weights,
+        labels=settings.labels,
+        image_size=settings.image_size,
+        mean=settings.channel_means,
+        std=settings.channel_stds,
+    )
+    logger.debug("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
     specs: Sequence[StageSpec] = split_model(model, settings.stages)
     if settings.cut == "measured":
         found = measure_partition(model, settings.stages, batch_size=min(settings.max_batch_size, 8), repeats=3)
@@ -138,6 +148,8 @@ async def _serve(
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)
+        capacity = asyncio.create_task(_report_capacity(leader, tell=settings.report_capacity))
+        stack.callback(capacity.cancel)
         _reload_tokens_on_sighup(settings, leader)
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
@@ -150,6 +162,16 @@ async def _serve(
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+async def _report_capacity(leader: Leader, *, tell: bool) -> None:
+    """Compute regularly how many replicas the load needs. `tell` the supervisor, which starts and stops workers."""
+    observe = guarded(leader.report_capacity)
+    while True:
+        report = observe()
+        if tell and report is not None:
+            notify(CAPACITY_FIELD + report.to_json())
+        await asyncio.sleep(_CAPACITY_INTERVAL_S)
 
 
 def _answerer(leader: Leader, frontends: FrontendSessions) -> Callable[[str, str], Any]:
@@ -220,7 +242,7 @@ class _SnapshotListeners:
 
 
 class _StartupReporter:
-    """Logs the states of the replicas until the pipeline is ready."""
+    """Logs when the pipeline is ready; at DEBUG also the states of the replicas until then."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -234,10 +256,10 @@ class _StartupReporter:
         stages = "  ".join(f"stage {stage.index}: {_count(stage.replicas)}" for stage in snapshot.stages)
         if stages != self._last:
             self._last = stages
-            logger.info("workers: %s", stages)
+            logger.debug("workers: %s", stages)
         if snapshot.ready:
             self._ready = True
-            logger.info("ready after %.1f s", time.monotonic() - self._started_s)
+            logger.info("leader ready after_s=%.1f", time.monotonic() - self._started_s)
 
 
 def _count(replicas: tuple[Any, ...]) -> str:

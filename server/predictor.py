@@ -17,12 +17,21 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 
-ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "broken"]
-"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
+ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "left", "broken"]
+"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs;
+left: the worker left on purpose; broken: it failed."""
 
+ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
+"""degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
 
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
+PairTransport = Literal["shared_memory", "tcp", "relay"]
+"""relay: the consumer could not reach the producer within the last minute."""
+
+
+MAX_ROW_BYTES = 1 << 27
+"""Largest row that a frontend and a leader send each other. The largest image, 4096 x 4096 pixels, has 48 MiB."""
 
 
 class ImageSizes(NamedTuple):
@@ -40,7 +49,7 @@ class ServedModel:
 
     Raises:
         BundleError: a row of its inputs or outputs is impossible.
-        ValueError: sizes of images or labels do not fit its inputs and outputs.
+        ValueError: sizes of images or labels do not fit its inputs and outputs, or a row is too large.
     """
 
     name: str
@@ -54,7 +63,7 @@ class ServedModel:
     image: ImageSizes | None = None
     """None: the input is not an image. Else it is uint8 [batch, 3, crop_size, crop_size]."""
     labels: tuple[str, ...] = ()
-    """One per class, if the output is the probabilities of classes, float32 [batch, classes]; else empty."""
+    """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
 
     def __post_init__(self) -> None:
         if self.image is not None:
@@ -63,11 +72,13 @@ class ServedModel:
                 raise ValueError(f"crop_size must be 1 to resize_size ({self.image.resize_size}), not {side}")
             if [(each.dtype, each.shape) for each in self.inputs] != [("uint8", (BATCH, 3, side, side))]:
                 raise ValueError(f"the input of images is not uint8 [{BATCH}, 3, {side}, {side}]")
-        if self.labels and [(each.dtype, each.shape) for each in self.outputs] != [
-            ("float32", (BATCH, len(self.labels)))
-        ]:
-            raise ValueError(f"the output is not float32 [{BATCH}, {len(self.labels)}], one number for each label")
-        self.input_rows, self.output_rows  # noqa: B018 - checks
+        if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
+            raise ValueError(f"the output is not [{BATCH}, {len(self.labels)}], one number for each label")
+        for what, rows in (("inputs", self.input_rows), ("outputs", self.output_rows)):
+            if rows.max_row_bytes > MAX_ROW_BYTES:
+                raise ValueError(
+                    f"the {what} of one sample have {rows.max_row_bytes} bytes; at most {MAX_ROW_BYTES} are sent"
+                )
 
     @classmethod
     def image_classifier(cls, name: str, version: str, labels: tuple[str, ...], sizes: ImageSizes) -> ServedModel:
@@ -175,9 +186,9 @@ class ReplicaSnapshot:
     """Process id on that host."""
     device: str | None = None
     in_flight: int = 0
-    """Batches sent and not returned."""
+    """Batches sent and not returned; at a frontend, of all leaders."""
     batches_done: int = 0
-    """Batches returned in this generation."""
+    """Batches returned in this generation; at a frontend, to all leaders."""
     last_failure: FailureSnapshot | None = None
     transport: Transport = "relay"
     """How others get its outputs."""
@@ -233,6 +244,21 @@ class FrontendSnapshot:
 
 
 @dataclass(frozen=True)
+class EdgeSnapshot:
+    """One process fetches tensors of another."""
+
+    consumer: str
+    """Name of a frontend or worker."""
+    producer: str
+    """The same; HOST:PORT if the leader does not know its name."""
+    transport: PairTransport
+    received_bytes: int = 0
+    """Bytes of tensors since the edge was opened."""
+    fetch_s: float = 0.0
+    """Mean time of recent transfers, in seconds."""
+
+
+@dataclass(frozen=True)
 class PipelineSnapshot:
     """State of the pipeline at one moment."""
 
@@ -257,6 +283,17 @@ class PipelineSnapshot:
     """The leader whose view of the stages this is."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
+    edges: tuple[EdgeSnapshot, ...] = ()
+    """At most 16 of each consumer."""
+    state: ServiceState = field(init=False)
+    """Follows from the other fields."""
+    reasons: tuple[str, ...] = field(init=False)
+    """Why the state is not `ready`, as parts of a sentence."""
+
+    def __post_init__(self) -> None:
+        state, reasons = _service_state(self)
+        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "reasons", tuple(reasons))
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -267,6 +304,32 @@ class PipelineSnapshot:
     def redundancy(self) -> int:
         """Number of arbitrary failures that are survived: the fewest ready replicas of any stage, minus one; -1: not serving."""
         return min((stage.ready_replicas for stage in self.stages), default=0) - 1
+
+
+def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]:
+    """The state of the service and its reasons. A stage has a spare replica if two are ready; a stage with one slot never had one."""
+    if snapshot.draining:
+        return "draining", ["the server is stopping"]
+    if snapshot.unloaded and not snapshot.ready:  # ready: another leader has loaded it already
+        return "unloaded", ["an administrator has unloaded the model"]
+    reasons = [
+        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
+        for stage in snapshot.stages
+        if not stage.ready_replicas
+    ]
+    if not snapshot.ready:
+        return "not_ready", reasons or ["the pipeline is not complete"]
+    reasons += [
+        f"stage {stage.index} has 1 of {len(stage.replicas)} replicas"
+        for stage in snapshot.stages
+        if stage.ready_replicas == 1 < len(stage.replicas)
+    ]
+    reasons += [
+        f"leader {leader.name or leader.address} is {leader.state.replace('_', ' ')}"
+        for leader in snapshot.leaders
+        if leader.state != "ready"
+    ]
+    return ("degraded" if reasons else "ready"), reasons
 
 
 class Predictor(Protocol):

@@ -14,16 +14,19 @@ from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsE
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
-    Address,
     default_name,
     name_after_host,
     parse_address,
-    parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
+from multiworld_serving.common.config.leaders import LeadersSettings
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
+_MAX_WORKERS = 1024
+_MIN_HUNG_S = 5.0
+_CHANNELS = 3
+_CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -31,6 +34,10 @@ JOIN_PORT_STEP = 100
 def _admin_port() -> Any:
     text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
     return setting(8002, "Network", text, ge=0, le=65535)
+
+
+def _channels(text: str | None) -> tuple[float, ...] | None:
+    return None if text is None else tuple(map(float, text.split(",")))
 
 
 def _leader_name(settings: dict[str, Any]) -> str:
@@ -99,7 +106,7 @@ class LeaderSettings(_ServiceSettings):
     weights: str = setting(
         "DEFAULT",
         "Model",
-        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth or .safetensors file, random:SEED, or auto "
+        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto "
         "(DEFAULT if available, else random:0 with a warning).",
     )
     weights_dir: Path | None = setting(
@@ -116,6 +123,18 @@ class LeaderSettings(_ServiceSettings):
         "Side in pixels of the square that is cropped from each image; none uses the size of the weights.",
         ge=8,
         le=4096,
+    )
+    mean: str | None = setting(
+        None,
+        "Model",
+        "Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's.",
+        allowed=_CHANNELS_ALLOWED,
+    )
+    std: str | None = setting(
+        None,
+        "Model",
+        "Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's.",
+        allowed=_CHANNELS_ALLOWED,
     )
     stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
     replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
@@ -144,6 +163,11 @@ class LeaderSettings(_ServiceSettings):
         "Pipeline",
         "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
+    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32",
+        "Pipeline",
+        "dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values.",
+    )
     join_host: str = setting(
         "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
     )
@@ -164,6 +188,13 @@ class LeaderSettings(_ServiceSettings):
     )
     batch_timeout_s: float = setting(
         0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
+    )
+    target_latency_ms: float | None = setting(
+        None,
+        "Batching",
+        "Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only.",
+        gt=0,
+        le=3_600_000,
     )
     window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
     max_attempts: int = setting(
@@ -222,6 +253,19 @@ class LeaderSettings(_ServiceSettings):
         le=65535,
     )
     join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
+    report_capacity: bool = setting(
+        False, "Process", "Report the replicas that the load needs to the supervisor.", hidden=True
+    )
+
+    @property
+    def channel_means(self) -> tuple[float, ...] | None:
+        """`mean` as three numbers."""
+        return _channels(self.mean)
+
+    @property
+    def channel_stds(self) -> tuple[float, ...] | None:
+        """`std` as three numbers."""
+        return _channels(self.std)
 
     @property
     def accepted_secrets(self) -> tuple[bytes, ...]:
@@ -240,6 +284,13 @@ class LeaderSettings(_ServiceSettings):
     def tuning_limit_s(self) -> float:
         """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
         return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
+
+    @field_validator("mean", "std")
+    @classmethod
+    def _channels_are_three_numbers(cls, text: str | None) -> str | None:
+        if (values := _channels(text)) is not None and len(values) != _CHANNELS:
+            raise ValueError("must be three numbers")
+        return text
 
     @field_validator("advertise_host")
     @classmethod
@@ -276,6 +327,16 @@ class HttpSettings(_ServiceSettings):
         "Model",
         "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
         "size (differs by less than one grey level on average).",
+    )
+    handler: str | None = setting(
+        None,
+        "Model",
+        "FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the "
+        "answer; runs in processes of its own beside the frontends.",
+        allowed="FILE.py:CLASS, such as tokenizer.py:Handler",
+    )
+    handler_timeout_s: float = setting(
+        10.0, "Limits", "Maximum time of the handler for one body; after it, its process is replaced.", gt=0, le=3600
     )
     top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
     host: str = setting(
@@ -357,7 +418,15 @@ class HttpSettings(_ServiceSettings):
         32 * 2**10, "Limits", "Maximum size of the head of a request: request line and headers.", ge=1024, le=2**20
     )
     max_headers: int = setting(100, "Limits", "Maximum number of headers of a request.", ge=16, le=10_000)
-    access_log: bool = setting(False, "Logging", "Log one line per HTTP request.")
+    access_log: bool = setting(
+        False, "Logging", "Log one line per HTTP request; otherwise, only failed inference requests are logged."
+    )
+
+    metric_aliases: bool = setting(
+        False,
+        "Logging",
+        "Export the metrics of requests under the names of Triton (nv_inference_…) and KServe (request_predict_seconds, …), too.",
+    )
 
     http_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the HTTP API.", hidden=True)
     metrics_fd: int | None = setting(
@@ -366,7 +435,7 @@ class HttpSettings(_ServiceSettings):
     supervisor_metrics_file: Path | None = setting(
         None, "Process", "File with the metrics of the supervisor.", hidden=True
     )
-    announce: bool = setting(False, "Process", "Print how to send a request when the service is ready.", hidden=True)
+    banner: str | None = setting(None, "Process", "Text to print when the service is ready.", hidden=True)
     http_shares: int = setting(
         1, "Network", "Number of frontends that share the sockets and the limits.", ge=1, hidden=True
     )
@@ -394,18 +463,11 @@ class HttpSettings(_ServiceSettings):
         return self
 
 
-class FrontendSettings(EdgePortSettings, HttpSettings):
+class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     """Settings of a frontend: the leaders to use, and its HTTP API."""
 
     section: ClassVar[str] = "frontend"
 
-    leader: str = setting(
-        ...,
-        "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
-        repeatable=True,
-    )
     name: str = setting(
         None,
         "Network",
@@ -414,17 +476,6 @@ class FrontendSettings(EdgePortSettings, HttpSettings):
         pattern=NAME_PATTERN,
         allowed=NAME_ALLOWED,
     )
-
-    @property
-    def leaders(self) -> tuple[Address, ...]:
-        """Join addresses of the leaders."""
-        return parse_addresses(self.leader)
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str) -> str:
-        parse_addresses(leader)
-        return leader
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
@@ -445,28 +496,97 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     external_workers: bool = setting(
         False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
     )
+    autoscale: str | None = setting(
+        None,
+        "Pipeline",
+        "Start and stop local workers as the load changes: the least and the largest number of workers, of all stages together; none "
+        "keeps --replicas of each stage.",
+        pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
+        allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
+    )
+    autoscale_down_after_s: float = setting(
+        60.0, "Pipeline", "How long a worker is not needed before --autoscale stops it.", ge=1, le=3600
+    )
     device: str = setting(
         "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
     )
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
+        "Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs "
+        "that Ray reserves for each worker, and 0 is 1.",
         ge=0,
         le=1024,
+    )
+    replace_hung_after_s: float = setting(
+        10.0,
+        "Failure",
+        "Time after which a local worker that is frozen is killed and replaced; 0 disables this.",
+        ge=0,
+        le=86400,
+        allowed="0, or a number of seconds from 5 to 86,400",
     )
     frontends: int = setting(
         1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
     )
 
+    launcher: Literal["local", "ray"] = setting(
+        "local",
+        "Launcher",
+        "What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray "
+        "cluster, where they run until `multiworld down`.",
+    )
+    ray_address: str = setting(
+        "auto",
+        "Launcher",
+        "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
+        allowed="auto or HOST:PORT",
+    )
+    ray_namespace: str = setting(
+        "multiworld",
+        "Launcher",
+        "Namespace of the actors in the Ray cluster; several services need different ones.",
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
+    )
+    worker_memory: int = setting(
+        0,
+        "Launcher",
+        "Bytes of memory that Ray reserves for each worker; 0 reserves none.",
+        ge=0,
+        le=1 << 44,
+    )
+
     @property
     def num_workers(self) -> int:
-        """Number of workers of the full pipeline: replicas of all stages, and spares."""
-        return self.stages * self.replicas + self.spares
+        """Number of workers at start: replicas of all stages, and spares; or the least number of `autoscale`."""
+        return self.stages * self.replicas + self.spares if self.worker_limits is None else self.worker_limits[0]
+
+    @property
+    def max_workers(self) -> int:
+        """Largest number of workers."""
+        return self.num_workers if self.worker_limits is None else self.worker_limits[1]
+
+    @property
+    def worker_limits(self) -> tuple[int, int] | None:
+        """The numbers of `autoscale`."""
+        if self.autoscale is None:
+            return None
+        least, _, most = self.autoscale.partition("..")
+        return int(least), int(most)
 
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
         return self.join_port and self.join_port + JOIN_PORT_STEP * leader
+
+    @field_validator("replace_hung_after_s")
+    @classmethod
+    def _hung_is_longer_than_a_busy_moment(cls, seconds: float) -> float:
+        if 0 < seconds < _MIN_HUNG_S:
+            raise ValueError(
+                f"must be 0, or at least {_MIN_HUNG_S:g}: a busy machine delays a healthy worker by seconds"
+            )
+        return seconds
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -481,6 +601,26 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)
                 raise ValueError(f"{names} are both {port}; choose different ports, or 0 for a free one")
+        return self
+
+    @model_validator(mode="after")
+    def _autoscale_keeps_redundancy(self) -> Self:
+        if self.worker_limits is None:
+            return self
+        (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
+        if self.external_workers:
+            raise ValueError("autoscale starts local workers, and external_workers allows none: use one of them")
+        if self.launcher != "local":
+            raise ValueError(f"autoscale starts local workers, and launcher is {self.launcher}: use one of them")
+        if not least <= most <= _MAX_WORKERS:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"
+            )
+        if least < needed:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: {self.stages} stages x {self.replicas} replicas + {self.spares} spares need at least "
+                f"{needed} workers; use {needed}..{max(needed, most)}, or fewer replicas"
+            )
         return self
 
     def _without_token(self) -> Self:

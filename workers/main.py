@@ -74,14 +74,14 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
         _watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
     status, refusals = 0, list[UserError]()
     try:
-        async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+        async with contextlib.AsyncExitStack() as stack, notify_systemd(on_thread=True), asyncio.TaskGroup() as tasks:
             if settings.loop_stall_timeout_s:
                 limit_s = settings.loop_stall_timeout_s + exit_timer.LOOP_BLOCKED_MARGIN_S
                 stack.enter_context(exit_timer.exit_when_blocked(loop, limit_s))
             edges = await _open_edges(stack, settings, metrics)
             connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
-            for leader in settings.leaders:
+            for number, leader in enumerate(settings.leaders):
                 manager = await stack.enter_async_context(
                     WorldManager(
                         secret=settings.secret,
@@ -93,7 +93,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                     )
                 )
                 connections.append(
-                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges)
+                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges, number)
                 )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +18,7 @@ from multiworld_serving.cli.service import (
     answer_errors,
     http_errors,
     send_request,
+    use_other_port,
 )
 
 if TYPE_CHECKING:
@@ -52,49 +55,89 @@ Weights = Annotated[
         show_default=False,
     ),
 ]
+_monotonic = time.monotonic
+_FOLLOW_S = 1.0
+_STATUS_S = 3.0
+"""Timeout of a question about the progress."""
 OperationTimeoutS = Annotated[float, value("SECONDS", "Timeout of the operation, in seconds.", min=1.0)]
 
 
-def rolling_restart(*, admin: AdminPort, as_json: AsJson = False, access: Access) -> int:
+def rolling_restart(
+    *, admin: AdminPort, as_json: AsJson = False, timeout_s: OperationTimeoutS = 3600.0, access: Access
+) -> int:
     """Restart all workers one at a time while the others serve.
 
     Each worker finishes its batches and exits; whatever started it (the service, Docker, Kubernetes) starts it again; and it
-    must be serving before the next worker is restarted. No request fails. Ctrl-C stops after the current worker. If the service
-    has admin keys (--admin-keys-file), give one with --api-key-file. With --json, prints one line per step.
+    must be serving before the next worker is restarted. No request fails. Ctrl-C, and a step that ends after --timeout-s, stop after
+    the current worker. If the service has admin keys (--admin-keys-file), give one with --api-key-file. With --json, prints one line
+    per step.
     """
-    import httpx
-
-    last: dict[str, Any] = {}
-    url = admin.operations_url
+    steps = _Steps(as_json=as_json)
     with (
-        admin.open_client(access, 10.0) as client,
-        http_errors(url, option="--operations-url (the admin port)"),
-        client.stream("POST", "/admin/rolling-restart", json={}, timeout=httpx.Timeout(10, read=None)) as response,
-        answer_errors(url, "the admin port of a multiworld service"),
+        admin.open_client(access, timeout_s) as client,
+        answer_errors(admin.operations_url, "the admin port of a multiworld service"),
+        _following(steps.waits_for, timeout_s),
+        _saying_what_was_done(steps.done),
     ):
-        if not response.is_success:
-            response.read()
-        for line in response.raise_for_status().iter_lines():
-            last = json.loads(line)
-            if as_json:
-                print(line, flush=True)
-            else:
-                _show_step(last)
-    if last.get("state") != "done":
-        raise ServiceError(str(last.get("error", "the service stopped before all workers were restarted")))
+        began_s = _monotonic()
+        for line in _restart_lines(client):
+            steps.add(line)
+            if steps.state not in ("done", "failed") and _monotonic() - began_s > timeout_s:
+                raise ServiceError(f"not done within {timeout_s:g} s: {steps.done()}; increase --timeout-s")
+    if steps.state != "done":
+        raise ServiceError(str(steps.last.get("error", "the service stopped before all workers were restarted")))
     return 0
 
 
-def _show_step(step: dict[str, Any]) -> None:
-    match step["state"]:
-        case "restarting":
-            print(f"{step['number']}/{step['total']} {step['worker']} ({step['slot']}) ... ", end="", flush=True)
-        case "restarted":
-            print(f"stopped after {step['left_s']:.1f} s, serving after {step['back_s']:.1f} s")
-        case "failed":
-            print("failed")
-        case "done":
-            print(f"{step['restarted']} workers restarted")
+def _restart_lines(client: "httpx.Client") -> Iterator[str]:
+    """The lines of the answer. Raises ServiceError."""
+    url, path = str(client.base_url), "/admin/rolling-restart"
+    with http_errors(url, timeout_s=client.timeout.read), client.stream("POST", path, json={}) as response:
+        if not response.is_success:
+            response.read()
+        if not use_other_port(client, response):
+            yield from response.raise_for_status().iter_lines()
+            return
+    yield from _restart_lines(client)
+
+
+class _Steps:
+    """The steps of a rolling restart, shown as they happen."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.last: dict[str, Any] = {}
+        self._as_json = as_json
+        self._restarted = 0
+
+    @property
+    def state(self) -> object:
+        """State of the last step; None before the first one."""
+        return self.last.get("state")
+
+    def add(self, line: str) -> None:
+        """Show a step. Raises ValueError or KeyError if it has another form."""
+        step = self.last = json.loads(line)
+        self._restarted += step["state"] == "restarted"
+        if self._as_json:
+            print(line, flush=True)
+        elif step["state"] == "restarted":
+            where = f"{step['number']}/{step['total']} {step['worker']} ({step['slot']})"
+            print(f"{where}: stopped after {step['left_s']:.1f} s, serving after {step['back_s']:.1f} s", flush=True)
+        elif step["state"] == "done":
+            print(f"{step['restarted']} workers restarted", flush=True)
+
+    def waits_for(self) -> str:
+        """What the restart waits for now."""
+        if self.state != "restarting":
+            return "waiting until every slot has a ready replica"
+        step = self.last
+        return f"{step['number']}/{step['total']} {step['worker']} ({step['slot']}): it finishes its batches, ends, and starts again"
+
+    def done(self) -> str:
+        """What has happened so far."""
+        total = self.last.get("total", "?")
+        current = f"; the service finishes {self.last['worker']} and stops" if self.state == "restarting" else ""
+        return f"{self._restarted} of {total} workers restarted{current}"
 
 
 def load_version(
@@ -112,9 +155,12 @@ def load_version(
     back into service.
     """
     parameters = {} if weights is None else {"weights": weights}
+    what = f"loading {weights or 'the configured weights'}"
     with (
         admin.open_client(access, timeout_s) as client,
-        _waiting(f"loading {weights or 'the configured weights'}"),
+        admin.open_client(access, _STATUS_S) as observer,
+        _following(lambda: f"{what}: {_load_phase(observer)}", timeout_s),
+        _saying_what_was_done(lambda: f"the service cancels the load; {_serving(observer)}"),
     ):
         answer = _ask(client, "load", parameters)
     if as_json:
@@ -129,7 +175,10 @@ def unload(*, admin: AdminPort, timeout_s: OperationTimeoutS = 3600.0, access: A
 
     The workers keep running. `load-version` puts the model back into service.
     """
-    with admin.open_client(access, timeout_s) as client, _waiting("waiting for requests in flight"):
+    with (
+        admin.open_client(access, timeout_s) as client,
+        _following(lambda: "waiting for the answers of requests in flight", timeout_s),
+    ):
         _ask(client, "unload", {})
     print("the model is out of service")
     return 0
@@ -143,13 +192,72 @@ def _ask(client: "httpx.Client", verb: str, parameters: dict[str, str]) -> dict[
         return found
 
 
+def _status(observer: "httpx.Client") -> dict[str, Any] | None:
+    """The status of the service; None if it cannot be had, for example without a key that permits it."""
+    try:
+        found: dict[str, Any] = send_request(observer, "GET", "/status", headers={"Accept": "application/json"}).json()
+    except (ServiceError, ValueError):
+        return None
+    return found
+
+
+def _load_phase(observer: "httpx.Client") -> str:
+    status = _status(observer)
+    if status is None:
+        return "waiting for the service"
+    if (loading := status.get("version_loading")) is not None:
+        workers = sum(len(stage["replicas"]) for stage in status["stages"]) + len(status["spares"])
+        return f"{workers} workers load {loading} one after another and pass its self-test"
+    return f"the leader reads the weights, or requests with the former version end; {status.get('version')} serves"
+
+
+def _serving(observer: "httpx.Client") -> str:
+    status = _status(observer)
+    return "its status is unknown" if status is None else f"{status.get('model')} answers with {status.get('version')}"
+
+
 @contextlib.contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """Show a spinner while the block runs, if standard error is a terminal."""
-    if not sys.stderr.isatty():
+def _saying_what_was_done(done: Callable[[], str]) -> Iterator[None]:
+    """On Ctrl-C in the block, print one line that says what was done."""
+    try:
         yield
-        return
+    except KeyboardInterrupt:
+        print(f"multiworld: interrupted: {done()}", file=sys.stderr)
+        raise
+
+
+@contextlib.contextmanager
+def _following(describe: Callable[[], str], timeout_s: float) -> Iterator[None]:
+    """While the block runs, show what it waits for, and for how long, on standard error: live on a terminal, else one line per change.
+
+    Args:
+        describe: called on another thread; may take some seconds.
+    """
     from multiworld_serving.cli.console import progress_console
 
-    with progress_console().status(what):
-        yield
+    console, ended, began_s = progress_console(), threading.Event(), time.monotonic()
+    live = console.status("") if console.is_terminal else None
+
+    def follow() -> None:
+        last = ""
+        while not ended.wait(_FOLLOW_S):
+            try:
+                text = describe()
+            except (KeyError, TypeError, AttributeError):  # the answer of another release
+                text = "waiting for the service"
+            if ended.is_set():
+                return
+            if live is not None:
+                live.update(f"{text} ({time.monotonic() - began_s:.0f} s of at most {timeout_s:g} s)")
+            elif text != last:
+                print(f"multiworld: {text} (at most {timeout_s:g} s)", file=sys.stderr, flush=True)
+            last = text
+
+    thread = threading.Thread(target=follow, name="progress", daemon=True)
+    with live or contextlib.nullcontext():
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+    thread.join(2 * _STATUS_S)

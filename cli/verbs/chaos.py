@@ -30,7 +30,7 @@ multiworld chaos --faults kill,freeze --rounds 20 --json chaos.json --plot chaos
 
 multiworld chaos --duration 30m --every 5s
 
-multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000 --log serve.log
+multiworld serve 2> serve.log & multiworld chaos --url http://127.0.0.1:8000
 
 docker compose up -d --wait && multiworld chaos --compose multiworld
 
@@ -45,12 +45,9 @@ class RunningOptions:
     panel: ClassVar[str] = "The service"
     url: Annotated[str | None, value("URL", "URL of a running service on this machine; default: start one.")] = None
     compose: Annotated[str | None, value("PROJECT", "Name of the Docker Compose project of a running service.")] = None
-    log: Annotated[
-        Path | None,
-        value("FILE", "With --url: log file of the service, to find its processes."),
-    ] = None
     pid: Annotated[
-        int | None, value("PID", "With --url: process id of `multiworld serve`, to kill it or monitor its resources.")
+        int | None,
+        value("PID", "With --url: process id of `multiworld serve`; by default it is found, like all processes."),
     ] = None
 
     def service(self, credentials: "ClientCredentials") -> "SystemUnderTest | None":
@@ -60,7 +57,7 @@ class RunningOptions:
 
         if self.compose is None:
             url = self.url
-            return None if url is None else RunningService(url, pid=self.pid, log=self.log, credentials=credentials)
+            return None if url is None else RunningService(url, pid=self.pid, credentials=credentials)
         if self.url is not None:
             raise UserError(
                 "--url and --compose exclude each other: the URL of a Compose project is found automatically"
@@ -295,12 +292,14 @@ def _latency(spread: "Spread") -> str:
 
 
 def _lines(result: "CampaignResult", report: "Report") -> list[str]:
+    from multiworld_serving.testing.chaos.campaign import NO_TIME, left_out
+
     total = report.total
     return [
         f"{total.times} faults in {result.ended_s - result.started_s:.0f} s, {report.requests} requests: {total.failed} failed, "
         f"{total.excused} excused, {report.refused} refused with 429, {total.duplicates} answered twice",
         *_resource_lines(result),
-        *(f"SKIPPED: {name}: {why}" for name, why in result.skipped.items()),
+        *([left_out(late)] if (late := {name: why for name, why in result.skipped.items() if why == NO_TIME}) else []),
         *(f"warning: {warning}" for warning in result.warnings),
         *(f"FAILED: {failure}" for failure in report.verdict),
         *([] if report.verdict else ["ok: no request lost, none answered twice, no unexpected effect"]),

@@ -72,6 +72,7 @@ def config(
     options = assignments(sets)
     refuse_unknown_options(options, cls)
     settings = load(cls, options, config_file=config_file, programs=PROGRAMS)
+    settings.with_token()  # raises if the program would refuse to start without one
     lines = [line for line in _lines(settings) if not changed or line.origin != "default"]
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=1))

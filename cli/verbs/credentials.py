@@ -1,6 +1,7 @@
 """`multiworld key` and `multiworld token`: create an API key, or the join token that the leader and the workers share."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from multiworld_serving.common.config.tokens import new_token, read_token, write
 KEY_EPILOG = """
 [bold]Examples[/bold]
 
-multiworld key alice --add-to api.keys > alice.key
+multiworld key alice --add-to api.keys --out alice.key
 
 multiworld serve --api-keys-file api.keys
 
@@ -35,13 +36,19 @@ AddTo = Annotated[
         "--add-to", metavar="FILE", help="Append the line NAME:HASH to this file; created if it does not exist."
     ),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Write the key to this new file, with mode 0600, instead of printing it."
+    ),
+]
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="File of the token; created if it does not exist.", show_default=False)
 ]
 
 
-def key(name: Name, add_to: AddTo = None, as_json: AsJson = False) -> int:
-    """Generate a random API key and print it. It cannot be shown again: only its SHA-256 hash is stored.
+def key(name: Name, add_to: AddTo = None, out: Out = None, as_json: AsJson = False) -> int:
+    """Generate a random API key and print it, or write it to a new file that only you can read (--out). Only its SHA-256 hash is stored.
 
     The service reads lines NAME:HASH from the files of --api-keys-file and --admin-keys-file, and reloads them on SIGHUP.
     Without --add-to, the line is printed after the key.
@@ -49,13 +56,33 @@ def key(name: Name, add_to: AddTo = None, as_json: AsJson = False) -> int:
     new = new_token().get_secret_value()
     line = f"{name}:{hash_key(new)}"
     keys_of_text(line, f"the name {name!r}")
-    if add_to is not None:
-        _add(add_to, name, line)
+    if out is not None:
+        _write(out, new)
+    try:
+        if add_to is not None:
+            _add(add_to, name, line)
+    except UserError:
+        if out is not None:
+            out.unlink(missing_ok=True)
+        raise
+    shown = {"name": name, **({"key": new} if out is None else {"file": str(out)}), "line": line}
     if as_json:
-        print(json.dumps({"name": name, "key": new, "line": line}))
+        print(json.dumps(shown))
     else:
-        print(new if add_to is not None else f"{new}\n{line}")
+        lines = [new if out is None else f"{out}: the key of {name}", *([] if add_to is not None else [line])]
+        print("\n".join(lines))
     return 0
+
+
+def _write(file: Path, key: str) -> None:
+    """Write the key to a new file with mode 0600. Raises UserError."""
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as lines:
+            lines.write(f"{key}\n")
+    except FileExistsError as error:
+        raise UserError(f"--out {file}: exists already; remove it, or choose another name") from error
+    except OSError as error:
+        raise UserError(f"--out {file}: cannot be written: {error.strerror}") from error
 
 
 def _add(file: Path, name: str, line: str) -> None:

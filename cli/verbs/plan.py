@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,7 @@ def plan(
     """
     import torch
 
+    from multiworld_serving.cli.console import progress_console
     from multiworld_serving.models import MODEL_NAMES, load_model
     from multiworld_serving.server.versions.partition_plan import measure_partition
     from multiworld_serving.workers.compute.device import check_device
@@ -66,15 +68,19 @@ def plan(
         _plan_bundle(Path(model), stages, batch_size, repeats, as_json=as_json)
         return 0
     speed = None if link_gbps is None else link_gbps * 1e9 / 8
+    steps = progress_console()
+    what = f"measuring the blocks of {model}, {repeats} times each"
+    waiting: AbstractContextManager[object] = steps.status(what) if steps.is_terminal else nullcontext()
     try:
-        found = measure_partition(
-            load_model(model, "random:0"),
-            stages,
-            batch_size=batch_size,
-            device=device,
-            repeats=repeats,
-            link_bytes_per_s=speed,
-        )
+        with waiting:
+            found = measure_partition(
+                load_model(model, "random:0"),
+                stages,
+                batch_size=batch_size,
+                device=device,
+                repeats=repeats,
+                link_bytes_per_s=speed,
+            )
     except OSError as error:
         raise UserError(f"the network bandwidth cannot be measured: {error}; give it with --link-gbps") from error
     if as_json:

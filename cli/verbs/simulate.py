@@ -60,10 +60,10 @@ class PlanOptions:
             "Mean time between failures of one worker; `never` for no failures.", "--mtbf", parser=_seconds_or_never
         ),
     ] = "1d"
-    recovery_s: Annotated[Any, duration("Time from the death of a worker until it serves again.", "--recovery")] = "9s"
+    recovery_s: Annotated[Any, duration("Time from the death of a worker until it serves again.", "--recovery")] = "2s"
     detection_s: Annotated[
         Any, duration("Time from the death of a worker until the leader detects it.", "--detection")
-    ] = "5ms"
+    ] = "100ms"
     service_s: Annotated[Any, duration("Compute time of one request in one stage.", "--service-time")] = "25ms"
     row_share: Annotated[
         float, value("SHARE", "Cost of each further request of a batch, as a fraction of --service-time.")
@@ -104,13 +104,18 @@ def simulate(
 
     Runs the real scheduler; clients, workers, failures and time are simulated. No process is started.
     """
+    from multiworld_serving.cli.console import progress
     from multiworld_serving.testing.planning.forecast import compute_forecast
     from multiworld_serving.testing.plots import check_plot, draw_forecasts
 
     check_plot(plot)
     try:
         plans = [options.plan(number, share) for number in replicas for share in load]
-        forecasts = [compute_forecast(plan) for plan in plans]
+        forecasts = []
+        with progress("rows", len(plans), results_at_end=True) as advance:
+            for plan in plans:
+                forecasts.append(compute_forecast(plan))
+                advance()
     except ValueError as error:
         raise UserError(str(error)) from error
     if as_json:

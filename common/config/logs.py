@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?")
+_PLAIN = re.compile(r'[^\s"]+')
 FIELD_PATTERN = re.compile(r'(?<!\S)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|\S+)')
 NOISY_LOGGERS = ("httpx", "httpcore", "asyncio", "PIL")
 
@@ -41,7 +43,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)-7s {name}%(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  overrides logging's method
-        extra = "".join(f" {name}={value}" for name, value in _extra(record).items())
+        extra = "".join(f" {name}={_as_text(value)}" for name, value in _extra(record).items())
         # Escape line breaks, so that a message cannot forge another log line.
         return (super().formatMessage(record) + extra).replace("\r", "\\r").replace("\n", "\\n")
 
@@ -64,9 +66,22 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             head["exception"] = self.formatException(record.exc_info)
-        fields = {name: value.strip('"') for name, value in FIELD_PATTERN.findall(message)} | _extra(record)
+        fields = {name: _typed(value) for name, value in FIELD_PATTERN.findall(message)} | _extra(record)
         return json.dumps({**fields, **head}, default=str, ensure_ascii=False)
 
 
+def _typed(value: str) -> str | int | float | bool:
+    """The value of a field of a message: a number or a boolean if it looks like one and is not in quotes."""
+    if _NUMBER.fullmatch(value):
+        return float(value) if "." in value else int(value)
+    return value == "True" if value in ("True", "False") else value.strip('"')
+
+
+def _as_text(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
+
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in STANDARD_ATTRIBUTES}
+    # Ray adds attributes with an underscore to all records.
+    return {name: value for name, value in vars(record).items() if name not in STANDARD_ATTRIBUTES and name[:1] != "_"}

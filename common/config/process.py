@@ -10,7 +10,8 @@ import resource
 import select
 import signal
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -90,31 +91,67 @@ def _in_container() -> int | None:
 
 
 @contextlib.asynccontextmanager
-async def notify_systemd() -> AsyncIterator[None]:
+async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
     """Send READY=1 when the block starts and STOPPING=1 when it ends, see sd_notify(3). Does nothing without systemd.
 
     With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
+
+    Args:
+        on_thread: a thread sends WATCHDOG=1 instead: for a process that watches its event loop itself.
     """
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    own_pid = str(os.getpid())
-    if not address or os.environ.get("WATCHDOG_PID", own_pid) != own_pid:  # set for the parent process
+    address = _notify_address()
+    if not address:
         yield
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
         _notify(sock, address, "READY=1")
-        heartbeats = asyncio.create_task(_send_heartbeats(sock, address))
+        given = os.environ.get("WATCHDOG_USEC", "")
+        interval_s = int(given) / 2e6 if given.isdecimal() else 0.0
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                if interval_s and on_thread:
+                    stack.enter_context(_heartbeats_of_thread(sock, address, interval_s))
+                elif interval_s:
+                    stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
+                yield
         finally:
-            heartbeats.cancel()
             _notify(sock, address, "STOPPING=1")
 
 
-async def _send_heartbeats(sock: socket.socket, address: str) -> None:
-    limit_us = os.environ.get("WATCHDOG_USEC", "")
-    while limit_us.isdecimal() and int(limit_us):
+def notify(state: str) -> None:
+    """Send a message to systemd or the supervisor, see sd_notify(3). Does nothing without one."""
+    if address := _notify_address():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+            _notify(sock, address, state)
+
+
+def _notify_address() -> str:
+    own_pid = str(os.getpid())
+    is_own = os.environ.get("WATCHDOG_PID", own_pid) == own_pid  # otherwise it is set for the parent process
+    return os.environ.get("NOTIFY_SOCKET", "") if is_own else ""
+
+
+async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float) -> None:
+    while True:
         _notify(sock, address, "WATCHDOG=1")
-        await asyncio.sleep(int(limit_us) / 2e6)
+        await asyncio.sleep(interval_s)
+
+
+@contextlib.contextmanager
+def _heartbeats_of_thread(sock: socket.socket, address: str, interval_s: float) -> Iterator[None]:
+    ended = threading.Event()
+
+    def send() -> None:
+        while not ended.wait(interval_s):
+            _notify(sock, address, "WATCHDOG=1")
+
+    thread = threading.Thread(target=send, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _notify(sock: socket.socket, address: str, state: str) -> None:

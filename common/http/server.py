@@ -44,11 +44,10 @@ class HttpServer(uvicorn.Server):
         connections: ConnectionTable,
         *,
         context: ssl.SSLContext | None = None,
-        access_log: bool = False,
         lifespan: Literal["auto", "off"] = "auto",
     ) -> None:
         self.connections = connections
-        super().__init__(_config(app, connections.limits, access_log=access_log, lifespan=lifespan))
+        super().__init__(_config(app, connections.limits, lifespan))
         self.listening = asyncio.Event()
         self.stopped = asyncio.Event()
         self._sock = sock
@@ -113,17 +112,15 @@ async def _sweep(connections: ConnectionTable) -> None:
         connections.sweep(loop.time())
 
 
-def _config(
-    app: ASGIApp, limits: ConnectionLimits, *, access_log: bool, lifespan: Literal["auto", "off"]
-) -> uvicorn.Config:
+def _config(app: ASGIApp, limits: ConnectionLimits, lifespan: Literal["auto", "off"]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",
         ws="none",
         lifespan=lifespan,
         log_config=None,
-        log_level=logging.WARNING if not access_log else None,
-        access_log=access_log,
+        log_level=logging.WARNING,
+        access_log=False,  # the frontend writes its own: see `server.http.access_log`
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(limits.idle_timeout_s),

@@ -53,6 +53,7 @@ class MessageKind(IntEnum):
     KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker, int64 [its id, *shape of a row]
     INPUT_LOST = 18  # worker → leader: the input of a batch of INPUTS could not be fetched (LostInput as JSON)
     RELEASE = 19  # leader → worker: these outputs are not needed any more (int64 [N])
+    EDGES = 22  # worker → leader: the edges on which the worker fetches, when they have changed (EdgeStates as JSON)
     TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
 
 
@@ -185,9 +186,13 @@ class Header:
         if self.shape is not None:
             raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
 
-    def message(self) -> Message:
-        """The message, with memory for its payload."""
-        payload = None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)
+    def message(self, data: Tensor | None = None) -> Message:
+        """The message, whose payload is `data`, uint8 [size]. Without it, new memory."""
+        payload = None
+        if self.shape is not None:
+            payload = (
+                torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
+            )
         return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import pickle
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from multiworld_serving.models.errors import WeightsError
 
-SUFFIXES = (".pth", ".pt", ".safetensors")
+SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
 MAX_FILE_BYTES = 4 * 2**30
 """The largest model has 0.24 GB of weights, and less than this limit with gradients and optimiser state."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
+_HEAD = re.compile(r"fc\.(\d+)\.(weight|bias)")
 _HOW_TO_SAVE = "save the weights alone with torch.save(model.state_dict(), path) or safetensors.torch.save_file"
 
 
@@ -37,10 +39,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Read `.pth`, `.pt` (`weights_only=True`) or `.safetensors`.
+    """Read `.pth`, `.pt`, `.ckpt` (`weights_only=True`) or `.safetensors`.
 
     Accepts a plain state dict, or one wrapped as {"state_dict": ...}, {"model_state_dict": ...} or {"model": ...}. Removes a prefix that
-    all names share because the model was wrapped in training ("module.").
+    all names share because the model was wrapped in training ("module."). A last layer in a sequence with a dropout (`fc.1.weight`) becomes
+    `fc.weight`, because a dropout does nothing when serving.
 
     Raises:
         WeightsError: the file is missing, unreadable, truncated, contains code, or contains no tensors by name.
@@ -71,7 +74,7 @@ def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:
                 f"{origin} contains {_describe(value)} under {name!r}; "
                 f"expected a state dict (name to tensor): {_HOW_TO_SAVE}"
             )
-    return _without_prefixes(dict(data))
+    return _with_plain_head(_without_prefixes(dict(data)))
 
 
 def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,6 +83,15 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             if all(name.startswith(prefix) for name in tensors):
                 tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def _with_plain_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the only linear layer of a sequence `fc` to `fc`. Two of them are another architecture, which stays as it is."""
+    found = [match for name in tensors if (match := _HEAD.fullmatch(name))]
+    if len({match[1] for match in found}) != 1 or any(name in tensors for name in ("fc.weight", "fc.bias")):
+        return tensors
+    names = {match[0]: f"fc.{match[2]}" for match in found}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _read_bytes(file: Path) -> bytes:

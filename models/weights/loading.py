@@ -66,9 +66,9 @@ def load_model(
     Args:
         name: one of `MODEL_NAMES`.
         weights: a name of torchvision's published weights ("IMAGENET1K_V1", "IMAGENET1K_V2", "DEFAULT"; from torch.hub's cache or
-            downloaded); the path of a `.pth`, `.pt` or `.safetensors` file, which also determines the number of classes; "random:SEED"
-            (1000 classes, untrained); or "auto": DEFAULT if cached or downloadable, otherwise random:0 with a warning, after at most
-            `pretrained.PROBE_TIMEOUT_S` if the host does not answer.
+            downloaded); the path of a `.pth`, `.pt`, `.ckpt` or `.safetensors` file, which also determines the number of classes;
+            "random:SEED" (1000 classes, untrained); or "auto": DEFAULT if cached or downloadable, otherwise random:0 with a warning,
+            after at most `pretrained.PROBE_TIMEOUT_S` if the host does not answer.
         labels: file with one label per class (see `labels.read_labels`). Default: the labels that torchvision publishes with the weights
             (also for a file with the same content), ImageNet's for random weights, else "class_0", "class_1", ...
         image_size: side in pixels that the image is resized and cropped to.

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.responses import Response
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,6 +18,8 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
@@ -30,14 +32,19 @@ from multiworld_serving.server.auth.authorizer import (
     Authorizer,
     admin_port_permission,
     http_port_permission,
+    is_admin_path,
+    is_inference_path,
 )
 from multiworld_serving.server.auth.openapi_security import document_authentication
+from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.body import BodyReader
 from multiworld_serving.server.http.direct_routes import DirectRoutes
-from multiworld_serving.server.http.errors import STATUS_OF_REASON, install_error_handlers
+from multiworld_serving.server.http.errors import STATUS_OF_REASON, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.query import refuse_unknown_parameters
 from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestRecorder
@@ -55,6 +62,10 @@ def create_app(
     traces: RequestTraces | None = None,
     statistics: Statistics | None = None,
     scrape: Scrape | None = None,
+    access_log: bool = False,
+    admin_port: int | None = None,
+    metric_aliases: bool = False,
+    handler: HandlerProcesses | None = None,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -64,9 +75,13 @@ def create_app(
         feed: the leader calls its `observe` for each state change; without one, events are up to a second late.
         statistics: of this process's requests.
         scrape: the metrics to serve; None = `metrics` alone.
+        access_log: log all requests; otherwise failed inference requests only.
+        admin_port: number of the admin port, for requests that belong there.
+        metric_aliases: export the metrics of requests under the names of other servers, too.
+        handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
-    inference = _Inference.of(pipeline, model, limits)
+    inference = _Inference.of(pipeline, model, limits, handler)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,15 +97,21 @@ def create_app(
         docs_url=None,  # FastAPI's page loads scripts from a CDN; tools can use /openapi.json
         redoc_url=None,
     )
-    app.include_router(inference.predict.router())
-    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router())
+    strict = [Depends(refuse_unknown_parameters)]
+    app.include_router(inference.predict.router(), dependencies=strict)
+    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router(), dependencies=strict)
     v2_infer = V2InferRoutes(pipeline, inference.infer.signature, inference.infer)
-    app.include_router(v2_infer.router())
+    app.include_router(v2_infer.router(), dependencies=strict)
     app.include_router(OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed).router())
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
     metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
-    _guard(app, pipeline, LocalRequestRecorder(model.name, metrics, statistics), authorizer, traces)
+    aliases = ForeignNames() if metric_aliases else None
+    if aliases is not None:
+        metrics.include(aliases.families)
+    recorder = LocalRequestRecorder(model.name, metrics, statistics, aliases)
+    other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
+    _guard(app, pipeline, recorder, authorizer, traces, AccessLog(every_request=access_log), other)
     return app
 
 
@@ -99,15 +120,20 @@ class _Inference:
     """The inference routes of both protocols, with shared limits."""
 
     decoders: DecodePool
-    predict: PredictRoute | NoPredictRoute
+    predict: PredictRoute | HandlerRoute | NoPredictRoute
     infer: InferRoute
 
     @classmethod
-    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> _Inference:
+    def of(
+        cls, predictor: Predictor, model: ServedModel, limits: RequestLimits, handler: HandlerProcesses | None
+    ) -> _Inference:
         decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
         bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
-        predict: PredictRoute | NoPredictRoute = NoPredictRoute(model)
-        if model.classifies_images:
+        signature = _signature(model, limits)
+        predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
+        if handler is not None:
+            predict = HandlerRoute(predictor, model, handler, bodies, decoders, limits.timeout_s, signature.max_rows)
+        elif model.classifies_images:
             predict = PredictRoute(
                 predictor=predictor,
                 model=model,
@@ -120,7 +146,7 @@ class _Inference:
             )
         infer = InferRoute(
             predictor=predictor,
-            signature=_signature(model, limits),
+            signature=signature,
             bodies=bodies,
             decoders=decoders,
             timeout_s=limits.timeout_s,
@@ -136,12 +162,14 @@ def _guard(
     recorder: RequestRecorder,
     authorizer: Authorizer | None,
     traces: RequestTraces | None,
+    log: AccessLog,
+    other_port: OtherPort | None,
 ) -> None:
     """Add the middleware and error handlers that apply to every request."""
     authorizer = authorizer or _open_access()
     app.add_middleware(AuthorizationMiddleware, authorizer=authorizer, permission_for=http_port_permission)
-    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces)
-    install_error_handlers(app)
+    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces, log=log)
+    install_error_handlers(app, other_port)
     if authorizer.keys.inference:
         document_authentication(app)
 
@@ -157,23 +185,27 @@ def create_admin_app(
     authorizer: Authorizer | None = None,
     repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
+    http_port: int | None = None,
+    page: OperationsRoutes | None = None,
 ) -> ASGIApp:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
+        page: serves the status page.
         own: the metrics of this process alone, for `GET /metrics?own=true`.
+        http_port: number of the port of the HTTP API, for requests that belong there.
     """
 
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    app = Starlette(routes=[Route("/metrics", scrape), *verbs])
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])
     app.add_middleware(
         AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
     )
     app.add_middleware(RequestIdMiddleware)
-    install_error_handlers(app)
+    install_error_handlers(app, None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path))
     return app
 
 

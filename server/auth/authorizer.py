@@ -49,14 +49,27 @@ def http_port_permission(path: str) -> Permission:
         return Permission.NOTHING
     if path in _READ_ONLY or path.startswith("/status-page/"):
         return Permission.ANY_KEY
-    if path.startswith(("/admin/", "/v2/repository/")):
+    if is_admin_path(path):
         return Permission.ADMIN
     return Permission.INFERENCE
 
 
+def is_admin_path(path: str) -> bool:
+    """Whether this is a path of the admin port only."""
+    return path.startswith(("/admin/", "/v2/repository/"))
+
+
+def is_inference_path(path: str) -> bool:
+    """Whether this is a path of the HTTP API only."""
+    return path in {"/predict", "/status", "/events", "/openapi.json"} or path.startswith(("/v2/models", "/v2/health"))
+
+
 def admin_port_permission(path: str) -> Permission:
-    """The permission for a path of the admin port: none for metrics and probes, an admin key for all else."""
-    return Permission.NOTHING if path in {"/metrics", "/healthz", "/readyz"} else Permission.ADMIN
+    """The permission for a path of the admin port: an admin key, except for the status page, metrics, probes and paths of the HTTP API."""
+    if path in {"/", "/events"} or path.startswith("/status-page/"):
+        return Permission.ANY_KEY
+    known = path in {"/metrics", "/healthz", "/readyz"}
+    return Permission.NOTHING if known or is_inference_path(path) else Permission.ADMIN
 
 
 @dataclass(frozen=True)
@@ -195,8 +208,11 @@ class AuthorizationMiddleware:
         except (UnauthenticatedError, ForbiddenError) as rejection:
             await _reject(rejection, permission, scope, receive, send)
             return
+        record = RequestRecord.of(scope)
+        record.key_name = name
         if permission is Permission.ADMIN:
-            logger.info("admin request %s %s by=%s", scope["method"], scope["path"][:256], name.replace(" ", "_"))
+            fields = {"method": scope["method"], "target": scope["path"][:256], "by": name}
+            logger.info("admin request", extra={**fields, "request_id": record.request_id})
         await self._app(scope, receive, send)
 
 

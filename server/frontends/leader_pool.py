@@ -265,8 +265,10 @@ class LeaderPool:
         self._agreement.observe()
         self._notify_changed()
         self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
+        snapshot = self.snapshot()
+        self._metrics.service_state(snapshot.state)
         if any(link.state is not None for link in self.links):
-            self._on_change(self.snapshot())
+            self._on_change(snapshot)
 
     def _find_ambiguous_names(self) -> None:
         counts = Counter(link.name for link in self.links)

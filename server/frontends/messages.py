@@ -17,6 +17,7 @@ from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import (
+    EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
     ImageSizes,
@@ -147,7 +148,7 @@ def _require_fields(cls: type[Any], what: str, *, found: object) -> None:
 def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
     return PipelineSnapshot(
         **{
-            **fields,
+            **{name: value for name, value in fields.items() if name not in ("state", "reasons")},
             "stages": tuple(
                 StageSnapshot(
                     stage["index"],
@@ -160,6 +161,7 @@ def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
             "spares": tuple(map(_parse_replica, fields["spares"])),
             "leaders": tuple(LeaderSnapshot(**leader) for leader in fields["leaders"]),
             "frontends": tuple(FrontendSnapshot(**frontend) for frontend in fields["frontends"]),
+            "edges": tuple(EdgeSnapshot(**edge) for edge in fields["edges"]),
         }
     )
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import http
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +31,8 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
     "invalid_inference_request": 400,
     "unknown_model": 404,
     "wrong_path": 404,
+    "invalid_input": 400,
+    "handler_failed": 500,
     "unauthenticated": 401,
     "forbidden": 403,
     "invalid_image": 422,
@@ -70,6 +73,20 @@ DESCRIPTIONS = {
     503: "A stage has no replica, or the server is starting or stopping: try again after the seconds in Retry-After.",
     504: "The deadline passed before the response was ready.",
 }
+
+
+@dataclass(frozen=True)
+class OtherPort:
+    """The other one of the two ports of a frontend: the HTTP API or the admin port.
+
+    Attributes:
+        name: for messages.
+        serves: whether a path belongs to it.
+    """
+
+    name: str
+    port: int
+    serves: Callable[[str], bool]
 
 
 class ErrorBody(BaseModel):
@@ -127,8 +144,13 @@ def error_response(
     return JSONResponse(body.model_dump() | fields, status, headers)
 
 
-def install_error_handlers(app: Starlette) -> None:
-    """Give all errors of this application, including the framework's, the common format."""
+def install_error_handlers(app: Starlette, other_port: OtherPort | None = None) -> None:
+    """Give all errors of this application, including the framework's, the common format.
+
+    Args:
+        other_port: the port with the paths that this one does not have.
+    """
+    app.state.other_port = other_port
     app.add_exception_handler(RequestRejected, _on_rejection)
     app.add_exception_handler(RequestValidationError, _on_invalid_parameters)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -152,8 +174,13 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, HTTPException)
     status = http.HTTPStatus(error.status_code)
     where = f"{request.method} {request.url.path[:256]}"
+    other: OtherPort | None = request.app.state.other_port
+    fields: dict[str, object] = {}
+    hint = "GET / lists the endpoints"
+    if status == http.HTTPStatus.NOT_FOUND and other is not None and other.serves(request.url.path):
+        hint, fields = f"it is on {other.name}, port {other.port}", {"other_port": other.port}
     detail = {
-        404: f"{where} does not exist; GET / lists the endpoints",
+        404: f"{where} does not exist; {hint}" if not fields else f"{where} does not exist here; {hint}",
         405: f"{where} is not allowed here; see the Allow header and GET /openapi.json",
     }.get(status, str(error.detail))
     reason = status.phrase.lower().replace(" ", "_").replace("-", "_")
@@ -161,4 +188,4 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     if "Allow" in headers:  # FastAPI omits HEAD, which is supported wherever GET is
         allowed = {*headers["Allow"].split(", ")}
         headers["Allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
-    return error_response(status, detail, reason, RequestRecord.of(request.scope), headers)
+    return error_response(status, detail, reason, RequestRecord.of(request.scope), headers, **fields)

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from multiworld_serving.common.metrics import guarded
+from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, internal_error_response
 from multiworld_serving.server.observability.metrics import InferenceProtocol
 from multiworld_serving.server.observability.request_record import RequestRecord
@@ -38,12 +40,19 @@ class RequestTracker:
     """ASGI middleware that records each inference request. Costs some tens of microseconds."""
 
     def __init__(
-        self, app: ASGIApp, *, predictor: Predictor, recorder: RequestRecorder, traces: RequestTraces | None = None
+        self,
+        app: ASGIApp,
+        *,
+        predictor: Predictor,
+        recorder: RequestRecorder,
+        traces: RequestTraces | None = None,
+        log: AccessLog,
     ) -> None:
         self._app = app
         self._predictor = predictor
         self._recorder = recorder
         self._traces = traces
+        self._log = guarded(log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,11 +60,15 @@ class RequestTracker:
             return
         record = RequestRecord.begin(scope, self._predictor.version.name)
         protocol = inference_protocol(scope["path"])
-        if protocol is None:
-            await _respond(self._app, scope, receive, send, record)
-            return
-        with self._traces.request(scope, record) if self._traces else nullcontext():
-            await self._measured(scope, receive, send, record, protocol)
+        try:
+            if protocol is None:
+                record.status = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
+                record.status = await _respond(self._app, scope, receive, send, record)
+                return
+            with self._traces.request(scope, record) if self._traces else nullcontext():
+                await self._measured(scope, receive, send, record, protocol)
+        finally:
+            self._log.request_ended(scope, record, inference=protocol is not None)
 
     async def _measured(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, protocol: InferenceProtocol
@@ -69,11 +82,12 @@ class RequestTracker:
             raise
         finally:
             record.status = code
-            reason = record.reason if code != CLIENT_CLOSED_REQUEST else "cancelled"
+            if code == CLIENT_CLOSED_REQUEST:
+                record.reason = "cancelled"
             times = record.inference.times if record.inference else None
             duration_s = time.monotonic() - record.started_s
             self._recorder.request_ended(
-                number, RequestOutcome(record.version, protocol, code, reason, duration_s, times)
+                number, RequestOutcome(record.version, protocol, code, record.reason, duration_s, times)
             )
 
 

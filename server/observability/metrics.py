@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.server.predictor import ModelVersion, ReplicaState, StageSnapshot
+from multiworld_serving.server.predictor import ModelVersion, ReplicaState, ServiceState, StageSnapshot
 
 InferenceProtocol = Literal["predict", "v2"]
 """The inference API of a request."""
@@ -31,7 +31,27 @@ CAUSES = tuple(cause.value for cause in Cause)
 _REPLICA_STATES: tuple[str, ...] = get_args(ReplicaState)
 
 # Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.
-_REQUEST_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # timeout_s: 30
+_REQUEST_S = (
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.4,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)  # timeout_s: 30
 _QUEUE_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 30)  # batch_timeout_s: 0.002
 _STAGE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 10)  # hang_timeout_s: 10
 _DETECTION_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.25, 1.5, 2, 5, 10, 15)  # heartbeat_timeout_s: 1
@@ -45,13 +65,17 @@ _MAX_DURATIONS = 10_000
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of requests by outcome, and of rerouted batches by stage."""
+    """Counts of requests by outcome, and of what was sent again."""
 
     answered: int
     refused: int
     """Status 4xx: client error or overload."""
     failed: int
+    """Status 5xx."""
+    resubmitted: int
+    """Times that a frontend sent a request again."""
     reroutes: dict[int, int]
+    """Batches by stage."""
 
 
 class Metrics(ProgramMetrics):
@@ -78,14 +102,18 @@ class Metrics(ProgramMetrics):
             "request_duration_seconds",
             "Time from the first byte of the request to the last byte of the response, by outcome.",
             _REQUEST_S,
-            ("protocol", "code"),
+            ("model", "protocol", "code"),
         )
+        self._images = self.counter("images", "Images in answered inference requests.", ("model", "version"))
         self._connections = self.gauge("http_connections", "Open connections to the HTTP API.").labels()
         self._connections_closed = self.counter(
             "http_connections_closed", "Connections closed because of their client, by reason.", ("reason",)
         )
         self._frontends = self.gauge("frontends", "Frontends that are connected to this leader.").labels()
         self._leaders = self.gauge("leaders", "Leaders that this frontend can use.")
+        self._service_state = self.gauge(
+            "service_state", "1 for the state of the service as this frontend sees it, 0 for the others.", ("state",)
+        )
         self._leaders_configured = self.gauge("leaders_configured", "Leaders that this frontend was told of.")
         self._resubmitted = self.counter(
             "requests_resubmitted",
@@ -141,6 +169,11 @@ class Metrics(ProgramMetrics):
             "replica_in_flight", "Batches in flight to a replica.", ("stage", "replica")
         )
         self._stage_replicas = self.gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._replicas_wanted = self.gauge(
+            "replicas_wanted",
+            "Replicas of a stage that the load of this leader needs; add those of all leaders and round up.",
+            ("stage",),
+        )
         self._redundancy = self.gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
         )
@@ -150,6 +183,9 @@ class Metrics(ProgramMetrics):
         ).labels()
         self._world_up = self.gauge(
             "world_up", "1 while the world of the link is ready.", ("world", "stage", "replica")
+        )
+        self._world_worker = self.gauge(
+            "world_worker", "1 for the worker that has the link, or had it last.", ("world", "worker", "host")
         )
 
     def _define_failures(self) -> None:
@@ -193,7 +229,8 @@ class Metrics(ProgramMetrics):
         for protocol in protocols:
             for reason, code in codes.items():
                 self._requests.labels(model, version, protocol, code, reason)
-            self._request_duration.labels(protocol, 200)
+            self._request_duration.labels(model, protocol, 200)
+            self._images.labels(model, version)
 
     def declare_closing_reasons(self, reasons: Iterable[str]) -> None:
         """Create the series of these reasons with value 0, so that the first closed connection is an increase."""
@@ -211,9 +248,18 @@ class Metrics(ProgramMetrics):
 
     def version_retired(self, model: str, version: ModelVersion) -> None:
         """Remove the series of an earlier version. Its counts remain in `totals`."""
-        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version.name)):
-            self._retired[code[0]] += int(series.value)
+        self.requests_retired(model, version.name)
         self._version_info.remove(lambda values: values == (model, version.name, str(version.number)))
+
+    def version_answers(self, model: str, version: str) -> None:
+        """Create the series of the requests of this version with value 0, so that the first one is an increase."""
+        self.declare_outcomes(model, version, self._protocols, self._codes)
+
+    def requests_retired(self, model: str, version: str) -> None:
+        """Remove the series of the requests of a version. Their counts remain in `totals`."""
+        for (_, _, _, code, _), series in self._requests.remove(lambda values: values[:2] == (model, version)):
+            self._retired[code[0]] += int(series.value)
+        self._images.remove(lambda values: values == (model, version))
 
     def connections(self, count: int) -> None:
         """Set the number of open connections to the HTTP API."""
@@ -232,6 +278,11 @@ class Metrics(ProgramMetrics):
         self._leaders.labels().set(usable)
         self._leaders_configured.labels().set(configured)
 
+    def service_state(self, current: ServiceState) -> None:
+        """Set the state of the service, as a frontend sees it."""
+        for state in get_args(ServiceState):
+            self._service_state.labels(state).set(int(state == current))
+
     def resubmitted(self, reason: str) -> None:
         """A frontend sends a request to another leader."""
         self._resubmitted.labels(reason).inc()
@@ -241,14 +292,24 @@ class Metrics(ProgramMetrics):
         self._requests_in_flight.inc()
 
     def request_finished(
-        self, *, model: str, version: str, protocol: InferenceProtocol, code: int, reason: str, duration_s: float
+        self,
+        *,
+        model: str,
+        version: str,
+        protocol: InferenceProtocol,
+        code: int,
+        reason: str,
+        duration_s: float,
+        images: int = 0,
     ) -> None:
-        """An inference request has ended; `reason` is "ok" or the error's."""
+        """An inference request has ended; `reason` is "ok" or the error's. `images` is the number that was answered."""
         self._requests_in_flight.dec()
         self._requests.labels(model, version, protocol, code, reason).inc()
         if code == 200:
             self._durations.append(duration_s)
-        self._request_duration.labels(protocol, code).observe(duration_s)
+        if images:
+            self._images.labels(model, version).inc(images)
+        self._request_duration.labels(model, protocol, code).observe(duration_s)
 
     def queue_depth(self, images: int) -> None:
         """Set the number of images that are accepted and not in flight."""
@@ -312,6 +373,11 @@ class Metrics(ProgramMetrics):
         for cause in CAUSES:
             self._world_failures.labels(stage, replica, cause)
 
+    def world_worker(self, world: str, worker: str, host: str) -> None:
+        """This worker has the link now. Its series replaces that of the former worker."""
+        self._world_worker.remove(lambda values: values[0] == world and values[1:] != (worker, host))
+        self._world_worker.labels(world, worker, host).set(1)
+
     def world_closed(self, world: str, stage: int, replica: int) -> None:
         """A link was closed deliberately."""
         self._world_up.labels(world, stage, replica).set(0)
@@ -341,6 +407,11 @@ class Metrics(ProgramMetrics):
             self._retries.labels(stage.index)
         self._redundancy.labels().set(min((stage.ready_replicas for stage in stages), default=0) - 1)
 
+    def replicas_wanted(self, wanted: Sequence[float]) -> None:
+        """Set the replicas that the load of this leader needs, by stage."""
+        for stage, replicas in enumerate(wanted):
+            self._replicas_wanted.labels(stage).set(replicas)
+
     def spares(self, spares: int, quarantined: int) -> None:
         """Set the number of spares and of quarantined workers."""
         self._spares.set(spares)
@@ -369,7 +440,8 @@ class Metrics(ProgramMetrics):
         for (_, _, _, code, _), series in self._requests.items():
             codes[code[0]] += int(series.value)
         reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
-        return Totals(codes["2"], codes["4"], codes["5"], reroutes)
+        resubmitted = sum(int(series.value) for _, series in self._resubmitted.items())
+        return Totals(codes["2"], codes["4"], codes["5"], resubmitted, reroutes)
 
     def take_durations(self) -> list[float]:
         """Durations in seconds of the responses since the last call, at most the latest 10,000. For one caller."""

@@ -31,6 +31,8 @@ class RequestRecord:
     """Measurements of the inference; None = no prediction."""
     status: int = 0
     """Status of the response; 0 = not started."""
+    key_name: str = ""
+    """Name of the key with which the request was authorized; empty if it needed none."""
     id_is_generated: bool = False
     """Whether the id was generated, since the headers contain none."""
 
@@ -41,6 +43,16 @@ class RequestRecord:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record.adopt_client_id(given.decode("latin-1"))
         return record
+
+    @property
+    def attempts(self) -> int:
+        """Most attempts of any image of this request; 0 = no prediction."""
+        return max((each.attempts for each in self.inference.predictions), default=0) if self.inference else 0
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The workers that computed the first image, by stage."""
+        return self.inference.predictions[0].path if self.inference else ()
 
     def adopt_client_id(self, given: str) -> None:
         """Use the id in the request's body if it is short and printable and the headers contain none."""

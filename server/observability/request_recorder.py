@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from multiworld_serving.common.metrics import guarded
+from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
 from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
 
 _NOT_FOR_THE_MODEL = (404, 405)
+MAX_VERSIONS = 8
+"""Versions whose series are kept, as leaders keep the numbers of the latest eight."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,16 @@ class LocalRequestRecorder:
 
     Args:
         model: its name.
+        aliases: the same under the names of other servers; None = not exported.
     """
 
-    def __init__(self, model: str, metrics: Metrics, statistics: Statistics) -> None:
+    def __init__(
+        self, model: str, metrics: Metrics, statistics: Statistics, aliases: ForeignNames | None = None
+    ) -> None:
         self._model = model
+        self._versions: list[str] = []
+        """The latest last."""
+        self._aliases = None if aliases is None else guarded(aliases)
         self._metrics = guarded(metrics)
         self._statistics = guarded(statistics)
 
@@ -62,8 +71,13 @@ class LocalRequestRecorder:
 
     def request_ended(self, number: int, outcome: RequestOutcome) -> None:
         """See `RequestRecorder`."""
+        if self._versions[-1:] != [outcome.version]:
+            self._use(outcome.version)
+        times = outcome.times if outcome.code == 200 else None
+        if self._aliases is not None:
+            self._aliases.request_ended(self._model, outcome.version, outcome.duration_s, times)
         if outcome.code not in _NOT_FOR_THE_MODEL:
-            self._statistics.request_finished(outcome.times if outcome.code == 200 else None, outcome.duration_s)
+            self._statistics.request_finished(times, outcome.duration_s)
         self._metrics.request_finished(
             model=self._model,
             version=outcome.version,
@@ -71,4 +85,18 @@ class LocalRequestRecorder:
             code=outcome.code,
             reason=outcome.reason,
             duration_s=outcome.duration_s,
+            images=0 if times is None else len(times.images),
         )
+
+    def _use(self, version: str) -> None:
+        """Note that this version is the latest one, and remove the series of the version that was used longest ago."""
+        if version in self._versions:
+            self._versions.remove(version)
+        else:
+            self._metrics.version_answers(self._model, version)
+        self._versions.append(version)
+        if len(self._versions) > MAX_VERSIONS:
+            former = self._versions.pop(0)
+            self._metrics.requests_retired(self._model, former)
+            if self._aliases is not None:
+                self._aliases.version_retired(former)

@@ -66,13 +66,12 @@ def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
             "multiworld.reason": record.reason,
         }
     )
-    predictions = record.inference.predictions if record.inference is not None else ()
-    if predictions:
+    if record.inference is not None:
         span.set_attributes(
             {
-                "multiworld.images": len(predictions),
-                "multiworld.attempts": max(prediction.attempts for prediction in predictions),
-                "multiworld.path": ",".join(predictions[0].path),
+                "multiworld.images": len(record.inference.predictions),
+                "multiworld.attempts": record.attempts,
+                "multiworld.path": ",".join(record.path),
             }
         )
     if record.status >= 500 or not record.status:

@@ -67,8 +67,8 @@ class InputRows:
             for holder, refs in by_holder.items()
         )
         stacked = torch.stack([row for _, row in relayed]) if relayed else None
-        positions = tuple(position for position, _ in relayed)
-        return BatchInputs(len(self.rows), sources, stacked, positions, row_bytes=row_bytes)
+        relayed_at = tuple(at for at, _ in relayed)
+        return BatchInputs(len(self.rows), sources, stacked, relayed_at, row_bytes=row_bytes)
 
 
 @dataclass(frozen=True, slots=True)

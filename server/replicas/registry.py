@@ -236,6 +236,7 @@ class WorkerRegistry:
     def _start_serving(self, link: WorkerLink) -> None:
         slot = self._slot_of(link)
         self._metrics.world_ready(slot.id.name, link.stage, slot.index)
+        self._metrics.world_worker(slot.id.name, link.worker, link.request.host)
         if slot.broken_at_s is not None and slot.last_failure is not None:
             self._metrics.world_recovered(cause=slot.last_failure.cause, seconds=time.monotonic() - slot.broken_at_s)
             slot.broken_at_s = None
@@ -356,7 +357,7 @@ def _snapshot(slot: Slot, in_flight: Callable[[WorkerLink], int]) -> ReplicaSnap
         return ReplicaSnapshot(slot.index, "absent")
     return ReplicaSnapshot(
         slot=slot.index,
-        state=link.state,
+        state="left" if link.state == "broken" and link.cause == Cause.LEFT else link.state,
         world=link.world_name,
         generation=link.generation,
         worker=link.worker,

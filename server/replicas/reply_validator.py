@@ -41,7 +41,7 @@ class ReplyValidator:
 
     def stage_loaded(self, plan: StagePlan) -> None:
         """The worker has loaded this stage."""
-        self._outputs[plan.number, plan.spec.index] = _Output(plan.self_test_output.dtype, plan.output_shape)
+        self._outputs[plan.number, plan.spec.index] = _Output(plan.output_dtype, plan.output_shape)
 
     def kept(self, message: Message) -> tuple[int, RowShape]:
         """The id of a kept output, and the shape of one of its rows. Raises WireError if it cannot have this shape."""
@@ -88,7 +88,7 @@ class ReplyValidator:
                 header.require_text()
             case MessageKind.FAILED if header.batch and header.batch not in self._in_flight:
                 raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
-            case MessageKind.READY | MessageKind.FAILED:
+            case MessageKind.READY | MessageKind.FAILED | MessageKind.EDGES:
                 header.require_text()
             case MessageKind.FETCH_WEIGHTS | MessageKind.BUSY | MessageKind.LEAVING:
                 header.require_no_payload()

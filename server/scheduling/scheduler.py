@@ -58,6 +58,7 @@ from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
 from multiworld_serving.server.scheduling.batches import Attempt, Replica, Request
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.dispatcher import Dispatcher
+from multiworld_serving.server.scheduling.estimates.capacity import replicas_wanted
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
@@ -154,7 +155,17 @@ class Scheduler:
     def rejection(self, deadline_s: float, now_s: float, *, ahead: int) -> Rejection | None:
         """Why a request that arrives now, after `ahead` others, would be rejected; None if it would be accepted."""
         self._pass_time(now_s)
-        return self._admission.check(deadline_s, ahead)
+        rejection = self._admission.check(deadline_s, ahead)
+        if rejection is not None and rejection.reason == "overloaded":
+            self._state.arrivals.arrived(self._state.now_s)  # it does not arrive, and is part of the load
+        return rejection
+
+    def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
+        """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
+        state, entry_pool = self._state, self._state.table.entry_pool
+        usual = self.config.max_batch_size * (len(entry_pool.accepting) if entry_pool else 0)
+        backlog = max(0, len(state.backlog.waiting) - usual)
+        return replicas_wanted(state.arrivals.per_s(now_s), backlog, state.service_times, self.config)
 
     # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
 
@@ -226,6 +237,7 @@ class Scheduler:
     def _arrived(self, event: RequestArrived) -> None:
         if event.request in self._state.backlog.requests:
             raise ValueError(f"request {event.request} is still open")
+        self._state.arrivals.arrived(self._state.now_s)
         rejection = self._admission.check(event.deadline_s, ahead=0)
         if rejection is None:
             now_s = self._state.now_s

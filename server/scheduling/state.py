@@ -9,6 +9,7 @@ from itertools import islice
 from multiworld_serving.server.scheduling.actions import Action
 from multiworld_serving.server.scheduling.batches import Attempt, Group, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
 from multiworld_serving.server.scheduling.estimates.throughput import ThroughputEstimator
@@ -40,6 +41,7 @@ class SchedulerState:
         self.table = ReplicaTable(config)
         self.service_times = ServiceTimes()
         self.throughput = ThroughputEstimator()
+        self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.changed_pools: dict[Pool, None] = {}
         """A set in insertion order."""

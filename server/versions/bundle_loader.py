@@ -57,26 +57,38 @@ def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[S
     """
     bundle = read_bundle(path)
     manifest = bundle.manifest
-    logger.info("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
+    logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
     if settings.max_batch_size > manifest.max_batch_size:
         raise BundleError(
             f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
             "with a larger one"
         )
-    if settings.image_size is not None:
-        raise BundleError("--image-size is decided when a bundle is made: export it with another --image-size")
-    image = manifest.image
-    served = ServedModel(
-        manifest.name,
-        manifest.version,
-        manifest.inputs,
-        manifest.outputs,
-        manifest.dimensions,
-        None if image is None else ImageSizes(image.resize_size, image.crop_size),
-        _labels(bundle, settings),
-    )
+    for option in ("image_size", "mean", "std"):
+        if getattr(settings, option) is not None:
+            raise BundleError(
+                f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
+            )
+    served = _served(bundle, settings)
     plan = VersionPlan.of(make_bundle_plan(bundle, settings.stages, tuning))
     return served, BundleLoader(settings, path, _interface(bundle, settings)), plan
+
+
+def _served(bundle: Bundle, settings: LeaderSettings) -> ServedModel:
+    """Raises BundleError if the rows of its inputs or outputs are too large."""
+    manifest = bundle.manifest
+    image = None if manifest.image is None else ImageSizes(manifest.image.resize_size, manifest.image.crop_size)
+    try:
+        return ServedModel(
+            manifest.name,
+            manifest.version,
+            manifest.inputs,
+            manifest.outputs,
+            dict(manifest.dimensions),
+            image,
+            _labels(bundle, settings),
+        )
+    except ValueError as error:
+        raise BundleError(f"{manifest.name} cannot be served: {error}") from error
 
 
 def _labels(bundle: Bundle, settings: LeaderSettings) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from multiworld_serving.common.config import check_memory
 from multiworld_serving.models import LoadedModel, StageSpec, WeightsError, load_model, respecify
+from multiworld_serving.models.weights.checkpoints import SUFFIXES
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
@@ -66,7 +67,14 @@ class VersionLoader:
         return VersionPlan.of(make_plan(model, len(specs), versions.current.stages[0].tuning, number, specs=specs))
 
     def _load(self, weights: str) -> LoadedModel:
-        return load_model(self.model, weights, image_size=self.crop_size, resize_size=self.resize_size)
+        return load_model(
+            self.model,
+            weights,
+            image_size=self.crop_size,
+            resize_size=self.resize_size,
+            mean=self.settings.channel_means,
+            std=self.settings.channel_stds,
+        )
 
     def _allowed(self, weights: str) -> str:
         """The argument for `load_model`.
@@ -81,4 +89,4 @@ class VersionLoader:
         return str(path_in_weights_dir(self.settings.weights_dir, weights))
 
     def _is_path(self, weights: str) -> bool:
-        return "/" in weights or "\\" in weights or Path(weights).suffix.lower() in (".pth", ".pt", ".safetensors")
+        return "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES

@@ -3,7 +3,7 @@
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
@@ -33,6 +33,9 @@ _DUPLICATES = "multiworld_duplicate_answers_total"
 _REROUTES = "multiworld_reroute_seconds"
 _CONTAINER_POLL_S = 5.0
 """Polling interval of containers; longer, because each `docker` command costs CPU time."""
+
+
+NO_TIME = "the campaign ended before their turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,9 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
             except KeyboardInterrupt:
                 found.aborted = "interrupted"
         found.ended_s = time.time()
+        if plan.duration_s is not None and found.injections:
+            made = {injection.fault for injection in found.injections}
+            found.skipped |= {fault.name: NO_TIME for fault in faults if fault.name not in made}
         found.duplicates = sum(injection.duplicates for injection in found.injections)
         if not any(injection.counters_reset for injection in found.injections):
             with suppress(httpx.HTTPError):  # Ctrl-C in a terminal also stops a service that this process started
@@ -165,12 +171,21 @@ def run(system: SystemUnderTest, plan: Plan, *, log: Callable[[str], None] = lam
 def _available_faults(
     plan: Plan, system: SystemUnderTest, start: Snapshot, found: CampaignResult, log: Callable[[str], None]
 ) -> list[Fault]:
-    """Return the faults that are possible on this machine and service; log the others."""
+    """Return the faults that are possible on this machine and service; log the others, on one line."""
     for fault in plan.faults:
         if why := unavailable_reason(fault, system, start, plan.protected):
             found.skipped[fault.name] = why
-            log(f"SKIPPED: {fault.name}: {why}")
+    if found.skipped:
+        log(left_out(found.skipped))
     return [fault for fault in plan.faults if fault.name not in found.skipped]
+
+
+def left_out(skipped: Mapping[str, str]) -> str:
+    """Return one line about the faults that were not injected, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in skipped.items():
+        reasons.setdefault(why, []).append(name)
+    return "left out: " + "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
 
 
 def unavailable_reason(
@@ -194,13 +209,13 @@ def _unreachable_reason(fault: Fault, system: SystemUnderTest, now: Snapshot) ->
         return why
     known = system.worker_pids()
     unknown = sorted(str(r.worker) for r in now.replicas.values() if str(r.worker) not in known)
-    hint = "their containers run on another machine" if in_containers else "give the log of the service with --log"
+    hint = "their containers run on another machine" if in_containers else "they do not run on this machine"
     return f"the processes of {', '.join(unknown)} are not known: {hint}" if unknown else ""
 
 
 def _unknown_process_reason(scope: Scope, system: SystemUnderTest) -> str:
     if scope in ("leader", "frontend") and not system.child_pids(scope):
-        return f"the processes of the {scope}s are not known: give the log of the service with --log"
+        return f"no {scope} on this machine is a process of `multiworld serve`"
     if scope == "supervisor" and isinstance(system, LocalService):
         return "it ends the service that this command started: give the --url of one that is restarted when it ends"
     if scope == "supervisor" and system.pid is None:

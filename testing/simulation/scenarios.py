@@ -300,6 +300,7 @@ SCENARIOS = (
         **_PATIENT,
         recovery_s=0.3,
         faults={"kill_after_reply": 3.0, "leave": 0.5},
+        # Three killed replicas in a row may have had the same request in flight; this cannot be told from a request that kills them.
         allowed_refusals=frozenset({"overloaded", "poison"}),
     ),
     Scenario(

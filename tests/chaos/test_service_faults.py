@@ -76,7 +76,7 @@ def test_log_and_terminal_show_the_history_of_a_frozen_worker(service: LocalServ
     again = index(lines, back, world=r"s1\.r0", message=".*checking->ready.*")
     assert int(lines[again]["generation"]) > generation, "a busy machine may need two attempts"
     for line in lines[broken:]:
-        if "rerouted" in line.message and line["stage"] == "1":
+        if "rerouted" in line.message and line["stage"] == 1:
             assert line["world"] == "s1.r1"
             assert line["batch"] is not None
     shown = seen.read_text()

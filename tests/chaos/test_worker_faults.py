@@ -248,7 +248,7 @@ def test_worker_of_a_larger_stage_is_reassigned_to_an_empty_one(token_file: Path
             seen = len(service.lines)
             workers["b"].kill()
             moved = service.wait_for(
-                lambda x: x["stage"] == "1" and "->ready" in x.message and x["worker"] in "ac", WAIT_S, after=seen
+                lambda x: x["stage"] == 1 and "->ready" in x.message and x["worker"] in "ac", WAIT_S, after=seen
             )
             assert answers(service) == [200, 200, 200]
         assert_nothing_lost(service, load)

@@ -82,3 +82,10 @@ def test_duration_is_parsed_with_its_unit(text: str, expected: float) -> None:
 def test_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         seconds(text)
+
+
+def test_progress_is_shown_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main([*QUICK, "--replicas", "1", "--load", "0.3"]) == 0
+    assert "1/1" in capsys.readouterr().err

@@ -87,6 +87,7 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
             )
     outputs = _outputs(request.get("outputs"), _flag(parameters, "binary_data_output"), signature)
     given = _with_data(_inputs(request.get("inputs"), signature), binary)
+    rows: Sequence[Image]
     if signature.model.image is not None:
         ((tensor, data),) = given
         rows, key = image_input(tensor, data, signature), ""

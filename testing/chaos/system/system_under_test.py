@@ -3,15 +3,16 @@
 import contextlib
 import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 
-from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials, UserError
+from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
 from multiworld_serving.testing.chaos.system.processes import parent
 
-_STARTED = re.compile(r"(leader|frontend|worker) slot=(\d+) pid=(\d+) started")
+_PARTS = ("frontends", "leaders")
 
 
 class SystemUnderTest(Protocol):
@@ -37,60 +38,62 @@ class SystemUnderTest(Protocol):
 
 
 class RunningService:
-    """A service that was started elsewhere. Its processes are found in the log, and external workers by their names HOSTNAME-PID.
+    """A service that was started elsewhere. Its processes are those of its status that run on this machine.
 
     Args:
-        log: file with the standard error of the service, as text or JSON; needed for local workers, leaders and frontends.
+        pid: of `multiworld serve`; None finds it as the parent of the frontends.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        pid: int | None = None,
-        log: Path | None = None,
-        credentials: ClientCredentials = NO_CREDENTIALS,
-    ) -> None:
+    def __init__(self, url: str, *, pid: int | None = None, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
         self.url = url.rstrip("/")
         self.credentials = credentials
         self._pid = pid
-        self._log = log
 
     @property
     def pid(self) -> int | None:
-        """As given, otherwise the parent process of the frontends."""
+        """As given, otherwise the parent process of a frontend or leader if it is `multiworld serve`."""
         if self._pid is not None:
             return self._pid
-        for pid in self.child_pids("frontend").values():
-            with contextlib.suppress(OSError):
-                return parent(pid)
-        return None
+        status = self._status()
+        parents = (_supervisor(pid) for kind in _PARTS for pid in _named_pids(status[kind]).values())
+        return next((pid for pid in parents if pid is not None), None)
 
     def worker_pids(self) -> dict[str, int]:
-        """See `SystemUnderTest.worker_pids`. Raises UserError if the log cannot be read."""
-        local = {f"local-{slot}": pid for slot, pid in self.child_pids("worker").items()}
-        return pids_in_names(self._names()) | local
-
-    def _names(self) -> list[str]:
-        status = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
-        return [str(replica["worker"]) for stage in status["stages"] for replica in stage["replicas"]]
+        """See `SystemUnderTest.worker_pids`. Raises httpx.HTTPError."""
+        status = self._status()
+        replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
+        return _named_pids([{**each, "name": each["worker"]} for each in (*replicas, *status["spares"])])
 
     def child_pids(self, kind: str) -> dict[int, int]:
-        """See `SystemUnderTest.child_pids`; also "worker". Raises UserError if the log cannot be read."""
-        if self._log is None:
-            return {}
-        try:
-            text = self._log.read_text(errors="replace")
-        except OSError as error:
-            raise UserError(f"--log {self._log}: cannot be read: {error.strerror}") from error
-        return {int(slot): int(pid) for each, slot, pid in _STARTED.findall(text) if each == kind}
+        """See `SystemUnderTest.child_pids`: "leader" or "frontend". Raises httpx.HTTPError."""
+        named = _named_pids(self._status()[f"{kind}s"])
+        slots = {
+            re.fullmatch(rf"{kind}-(\d+)", name): pid for name, pid in named.items() if _supervisor(pid) is not None
+        }
+        return {int(match[1]): pid for match, pid in slots.items() if match is not None}
+
+    def _status(self) -> dict[str, Any]:
+        """GET /status, once more if the frontend that had the connection was lost."""
+        with contextlib.suppress(httpx.TransportError):
+            return self._get_status()
+        return self._get_status()
+
+    def _get_status(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30.0, **self.credentials.options).json()
+        return found
 
 
-def pids_in_names(names: list[str]) -> dict[str, int]:
-    """Return the process ids of workers named HOSTNAME-PID on this machine."""
-    prefix = f"{socket.gethostname()}-"
-    return {
-        name: int(name.removeprefix(prefix))
-        for name in names
-        if name.startswith(prefix) and name.removeprefix(prefix).isdigit()
-    }
+def _named_pids(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Process ids by name, of the parts of a status that run on this machine."""
+    here = socket.gethostname()
+    return {str(part["name"]): int(part["pid"]) for part in parts if part["pid"] is not None and part["host"] == here}
+
+
+def _supervisor(pid: int) -> int | None:
+    """The parent process if it is `multiworld serve`."""
+    try:
+        found = parent(pid)
+        arguments = Path(f"/proc/{found}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return None
+    return found if b"serve" in arguments else None

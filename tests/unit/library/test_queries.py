@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from multiworld import AskError, WorldManager, ask
+from multiworld.control import query
 from multiworld.membership import acceptor as acceptor_module
 from multiworld.membership.acceptor import bind
 
@@ -26,6 +27,35 @@ async def test_query_gets_its_reply_with_the_right_secret(host: WorldManager) ->
     host.answer("127.0.0.1", port, echo)
     answers = await asyncio.gather(*(ask("127.0.0.1", port, f"question {n}", secret=b"right") for n in range(50)))
     assert answers == [f"question {n} from 127.0.0.1".encode() for n in range(50)]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01\x00\x02\x02\x46"])
+async def test_query_says_that_a_port_speaks_http(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "_SILENT_S", 0.05)
+
+    ended = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.readline():
+            writer.write(answer)
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+        ended.release()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(AskError, match="it speaks HTTP"):
+            await ask("127.0.0.1", port, "?", timeout_s=60)
+        await ended.acquire()
+        await ended.acquire()
+
+
+async def test_query_waits_for_a_slow_listener(host: WorldManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "_SILENT_S", 0.0)
+    port = host.listen()
+    host.answer("127.0.0.1", port, echo)
+    assert await ask("127.0.0.1", port, "?", secret=b"right", timeout_s=60) == b"? from 127.0.0.1"
 
 
 async def test_query_is_refused_when_the_secret_is_wrong(host: WorldManager) -> None:

@@ -113,6 +113,23 @@ def test_pth_file_is_loaded_in_each_common_format(
     assert all(t.dtype in (torch.float32, torch.int64) for t in model.module.state_dict().values())
 
 
+def test_lightning_checkpoint_with_a_dropout_before_the_head_is_loaded(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    renamed = {f"model.{name.replace('fc.', 'fc.1.')}": tensor for name, tensor in weights.items()}
+    torch.save({"state_dict": renamed, "epoch": 3, "pytorch-lightning_version": "2.4.0"}, tmp_path / "last.ckpt")
+    model = load_model("resnet18", str(tmp_path / "last.ckpt"))
+    assert model.num_classes == 10
+    assert_same(dict(model.module.state_dict()), weights)
+
+
+def test_head_of_two_layers_is_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+    head = {"fc.0.weight": torch.ones(10, 512), "fc.2.weight": torch.ones(3, 10)}
+    torch.save({name: each for name, each in weights.items() if "fc." not in name} | head, tmp_path / "two.pth")
+    with pytest.raises(ArchitectureError, match=r"fc\.0\.weight"):
+        load_model("resnet18", str(tmp_path / "two.pth"))
+
+
 def test_labels_file_names_the_classes(tmp_path: Path, file: Path) -> None:
     labels = tmp_path / "labels.txt"
     labels.write_text("\n".join("abcdefghij"))

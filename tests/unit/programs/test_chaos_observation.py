@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import httpx
 import pytest
 from PIL import Image
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.testing.chaos.campaign import inject
+from multiworld_serving.testing.chaos.campaign import inject, left_out
 from multiworld_serving.testing.chaos.faults import BY_NAME
 from multiworld_serving.testing.chaos.faults.context import FaultContext
 from multiworld_serving.testing.chaos.observer import Outage, Replica, Snapshot, outages, parse_status
+from multiworld_serving.testing.chaos.system import system_under_test
 from multiworld_serving.testing.chaos.system.network import drop_rules
 from multiworld_serving.testing.chaos.system.processes import Connection, Process, parent, resources
-from multiworld_serving.testing.chaos.system.system_under_test import RunningService, pids_in_names
+from multiworld_serving.testing.chaos.system.system_under_test import RunningService
 from multiworld_serving.testing.load.clients import ReferenceRequest, count_indistinguishable
 from multiworld_serving.testing.load.images import image_file, photo
 from multiworld_serving.testing.local_service import metric_sum
@@ -134,21 +136,48 @@ def test_metric_is_the_sum_of_its_series() -> None:
     assert (metric_sum(text, "a_total"), metric_sum(text, "b"), metric_sum(text, "c")) == (5.5, 1.0, 0.0)
 
 
-def test_workers_are_found_when_they_are_named_by_host_and_pid() -> None:
-    host = socket.gethostname()
-    assert pids_in_names([f"{host}-12", f"{host}-x", "elsewhere-13", "local-0"]) == {f"{host}-12": 12}
+def test_processes_of_a_running_service_are_those_of_its_status_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, own = socket.gethostname(), os.getpid()
+    status = {
+        "stages": [{"replicas": [_part("local-0", here, 11), _part("far", "elsewhere", 12), _part(None, None, None)]}],
+        "spares": [_part("vm-13", here, 13)],
+        "leaders": [_part("leader-1", here, own), _part("leader-2", here, None), _part("own-name", here, own)],
+        "frontends": [_part("frontend-0", "elsewhere", own)],
+    }
+    lost = [httpx.ReadError("the frontend was killed")]
+
+    def get(url: str, **_: object) -> httpx.Response:
+        if lost:
+            raise lost.pop()
+        return httpx.Response(200, json=status)
+
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setattr(system_under_test, "_supervisor", {own: 99}.get)
+    service = RunningService("http://x")
+    assert service.worker_pids() == {"local-0": 11, "vm-13": 13}
+    assert (service.child_pids("leader"), service.child_pids("frontend")) == ({1: own}, {})
+    assert service.pid == 99
+    assert RunningService("http://x", pid=5).pid == 5
 
 
-def test_workers_are_found_by_their_last_start_in_the_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text(
-        "2026-01-31 INFO leader multiworld_serving.deploy.processes.supervisor: worker slot=0 pid=11 started\n"
-        '{"message": "worker slot=1 pid=12 started"}\nworker slot=0 pid=13 started\nleader slot=1 pid=14 started\n'
-    )
-    service = RunningService("http://x", log=log)
-    assert (service.child_pids("worker"), service.child_pids("leader")) == ({0: 13, 1: 12}, {1: 14})
-    with pytest.raises(UserError, match="--log"):
-        RunningService("http://x", log=tmp_path / "none").child_pids("worker")
+def _part(name: str | None, host: str | None, pid: int | None) -> dict[str, object]:
+    return {"name": name, "worker": name, "host": host, "pid": pid}
+
+
+def test_parent_counts_only_if_it_is_serve() -> None:
+    sleep = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sh', '-c', 'echo $$; read x'])", "serve"]
+    with subprocess.Popen(sleep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert system_under_test._supervisor(child) == process.pid
+        assert system_under_test._supervisor(process.pid) is None, "its parent runs the tests"
+        process.communicate("\n")
+
+
+def test_left_out_faults_are_one_line_by_reason() -> None:
+    assert left_out({"a": "no root", "b": "no leader", "c": "no root"}) == "left out: a, c (no root); b (no leader)"
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def test_refusal_is_excused_only_when_a_stage_was_empty_beyond_the_grace(
         ({"aborted": "not complete"}, "ended early: not complete"),
         ({"load": Load()}, "no request was sent"),
         ({"injections": []}, "not injected before the end: freeze, kill"),
+        ({"injections": [], "skipped": {"freeze": "no root"}}, "not injected before the end: kill"),
         ({"resources": [Series("leader", "threads", 1, 9, 9, False)]}, "resource usage grows: leader: threads"),
         ({"injections": [Injection("kill", (), 1, 2, unexpected=("odd",))], "skipped": {"freeze": ""}}, "kill: odd"),
     ],

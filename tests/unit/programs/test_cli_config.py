@@ -56,7 +56,8 @@ def test_config_shows_the_source_of_each_setting(
     assert (lines["timeout_s"]["option"], lines["timeout_s"]["variable"]) == ("--timeout-s", "MULTIWORLD_TIMEOUT_S")
 
 
-def test_config_shows_worker_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_worker_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_TOKEN", "secret")
     lines = told(capsys, "worker", "--config", "service.toml")
     assert (lines["leader"]["value"], lines["leader"]["origin"]) == ("10.0.0.1:8001", "file service.toml")
     assert "exit_with_parent" not in lines
@@ -89,6 +90,8 @@ def test_config_prints_a_table_of_changed_settings(capsys: pytest.CaptureFixture
         (["--set", "token=abc"], "unknown setting token"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
         (["worker"], "--leader is missing"),
+        (["worker", "--set", "leader=a:1"], "no join token"),
+        (["--set", "external_workers=true"], "no join token"),
         (["somebody"], "somebody"),
     ],
 )
@@ -118,6 +121,18 @@ def test_key_matches_its_stored_line(capsys: pytest.CaptureFixture[str]) -> None
     assert len(list(read_keys(Path("api.keys")))) == 2
     assert main(["key", "alice", "--add-to", "api.keys"]) == 2
     assert "already has a key named alice" in capsys.readouterr().err
+
+
+def test_key_is_written_to_a_new_file_that_only_the_owner_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "alice", "--add-to", "api.keys", "--out", "alice.key"]) == 0
+    key = Path("alice.key").read_text().strip()
+    assert Path("alice.key").stat().st_mode & 0o777 == 0o600
+    assert read_keys(Path("api.keys")).name_of(key.encode()) == "alice"
+    assert capsys.readouterr().out == "alice.key: the key of alice\n"
+    assert main(["key", "bob", "--add-to", "api.keys", "--out", "alice.key"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["key", "alice", "--add-to", "api.keys", "--out", "other.key"]) == 2
+    assert not Path("other.key").exists(), "a key that was not added would be useless"
 
 
 def test_key_prints_its_line_without_a_key_file(capsys: pytest.CaptureFixture[str]) -> None:

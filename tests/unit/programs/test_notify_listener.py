@@ -111,6 +111,19 @@ async def test_event_loop_of_a_child_beats_as_often_as_the_listener_asks(monkeyp
                 await asyncio.sleep(0.01)
 
 
+async def test_thread_beats_while_the_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with NotifyListener() as listener, listener.receiving():
+        for name, value in {**listener.environment, "WATCHDOG_USEC": "2000"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("WATCHDOG_PID", raising=False)
+        async with notify_systemd(on_thread=True):
+            for _ in range(3):
+                listener.silent_s(os.getpid())
+                listener.forget(os.getpid())
+                while os.getpid() not in listener._heard_s:  # this loop has no turn of the event loop
+                    listener.silent_s(os.getpid())
+
+
 async def test_nothing_is_left_of_the_listener_when_its_block_ends(sock: socket.socket) -> None:
     with NotifyListener() as listener, listener.receiving():
         where = address(listener)

@@ -14,7 +14,9 @@ from pydantic import SecretStr
 
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import Settings, SettingsError, load
-from multiworld_serving.deploy.processes.service import _Service, _toml
+from multiworld_serving.deploy.processes.banner import banner
+from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
+from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -24,6 +26,7 @@ OTHERS: dict[str, Any] = {
     "bind_host": "127.0.0.1",
     "device": "cuda:1",
     "leader": "10.0.0.1:8001,10.0.0.2:8001",
+    "leaders_file": None,  # with leader, only one of them may be given
     "leader_name": "left",
     "name": "right",
     "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
@@ -31,6 +34,8 @@ OTHERS: dict[str, Any] = {
     "heartbeat_timeout_s": 1e2,
     "labels": 'a "quoted"\\path\n',
     "hedge_floor_s": 1e-07,
+    "mean": "0.5,0.25,0.125",
+    "std": "0.5,0.25,1",
     "token": None,  # with token_file, only one of them may be given
     "api_keys": None,
     "admin_keys": None,
@@ -90,16 +95,20 @@ def service(settings: ServeSettings) -> Iterator[_Service]:
 
 def passed_on(made: _Service, cls: type[Settings], **changes: object) -> Any:
     """The settings that a program of this service gets."""
-    return load(cls, {}, config_file=Path(made._settings_file(cls, **changes)), programs=PROGRAMS).with_token()
+    values = leader_values(made._settings, 0) if cls is LeaderSettings else frontend_values(made._settings, 0)
+    file = settings_file(made._stack, cls.section, {**values, **changes})
+    return load(cls, {}, config_file=Path(file), programs=PROGRAMS).with_token()
 
 
 @pytest.mark.parametrize("cls", [LeaderSettings, FrontendSettings])
 def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     given = ServeSettings(**PORTS, queue_limit=17, join_timeout_s=3.5, log_format="json", model="resnet18", top_k=2)
-    changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {"metrics_port": None}
+    changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
     with service(given) as made:
         found = passed_on(made, cls, **changes)
-    own = {"local_token", "name", *changes}
+    own = {"local_token", "name", "leader_name", "exit_with_parent", *changes}
+    if cls is LeaderSettings:
+        own |= {"metrics_host", "metrics_port"}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
         assert getattr(found, name) == getattr(given, name), name
     assert found.secret == b"of-the-service"
@@ -107,7 +116,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
 
 def test_leader_accepts_the_token_of_the_operator_and_that_of_the_service() -> None:
     with service(ServeSettings(**PORTS, token=SecretStr("of-the-operator"))) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert set(leader.accepted_secrets) == {b"of-the-operator", b"of-the-service"}
     assert frontend.admin_tokens == (b"of-the-operator",)
@@ -118,7 +127,7 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
     file.write_text("former\n")
     settings = load(ServeSettings, {**PORTS, "token_file": str(file), "external_workers": True}).with_token()
     with service(settings) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
         assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}
         for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
@@ -139,7 +148,7 @@ def test_token_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> No
 
 def test_operators_need_no_token_when_the_service_made_it_up() -> None:
     with service(ServeSettings(**PORTS)) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert leader.accepted_secrets == (b"of-the-service",)
     assert frontend.admin_tokens == ()
@@ -147,7 +156,7 @@ def test_operators_need_no_token_when_the_service_made_it_up() -> None:
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     with service(ServeSettings(**PORTS)) as made:
-        path = Path(made._settings_file(LeaderSettings))
+        path = Path(settings_file(made._stack, "leader", leader_values(made._settings, 0)))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert 'local_token = "of-the-service"' in path.read_text()
@@ -179,3 +188,34 @@ def test_setting_of_another_program_is_refused_in_a_table(table: str, name: str,
     file.write_text(f"[{table}]\n{name} = 1\n")
     with pytest.raises(SettingsError, match=rf"unknown setting {name} in \[{table}\]"):
         load(ServeSettings, {}, config_file=file, programs=PROGRAMS)
+
+
+def test_mean_and_deviation_are_three_numbers_each() -> None:
+    settings = load(LeaderSettings, {"mean": "0.5,0.25, 0.125", "metrics_port": None})
+    assert settings.channel_means == (0.5, 0.25, 0.125)
+    assert settings.channel_stds is None
+    for wrong in ("0.5", "a,b,c", ""):
+        with pytest.raises(SettingsError, match="three numbers, such as"):
+            load(LeaderSettings, {"mean": wrong})
+
+
+def test_banner_has_the_processes_and_their_addresses() -> None:
+    given = ServeSettings(**PORTS, stages=2, replicas=3, spares=1, leaders=2, api_keys_file=Path("keys"))
+    shown = banner(given, http_url="http://h:1", admin_url="http://h:2", joins="h:3,h:4").splitlines()
+    assert shown == [
+        "  pipeline    2 stages x 3 replicas + 1 spare on cpu, 2 leaders, 1 frontend",
+        "  HTTP API    http://h:1 (status page in a browser)",
+        "  admin port  http://h:2 (metrics, multiworld rolling-restart, multiworld load-version)",
+        "  join port   h:3,h:4",
+        "  try         curl -s -H 'Authorization: Bearer KEY' -F image=@photo.jpg http://h:1/predict",
+    ]
+
+
+@pytest.mark.parametrize(("log_format", "shown"), [("text", [True, False]), ("json", [False, False])])
+def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown: list[bool]) -> None:
+    with service(load(ServeSettings, {**PORTS, "frontends": "2", "log_format": log_format})) as made:
+        frontends = made._frontends(None)  # type: ignore[arg-type]
+        files = [Path(frontends._command(slot)[-1]) for slot in range(2)]
+        found = [load(FrontendSettings, {}, config_file=file, programs=PROGRAMS).banner for file in files]
+        port = made._http.getsockname()[1]
+    assert [text is not None and f"http://127.0.0.1:{port}/predict" in text for text in found] == shown

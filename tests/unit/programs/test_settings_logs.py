@@ -48,6 +48,20 @@ def test_json_line_has_the_fields_of_message_and_extra() -> None:
     assert (line["world"], line["cause"], line["detail"], line["attempts"]) == ("s0r1", "exit", "closed by peer", 2)
 
 
+def test_json_fields_of_a_message_have_types() -> None:
+    line = as_json('stage=0 after_s=0.250 delta=-3 joined=True leader=127.0.0.1:8001 code="500" hash=007 version=1.2.3')
+    found = {name: line[name] for name in ("stage", "after_s", "delta", "joined", "leader", "code", "hash", "version")}
+    assert found == {
+        **{"stage": 0, "after_s": 0.25, "delta": -3, "joined": True},
+        **{"leader": "127.0.0.1:8001", "code": "500", "hash": "007", "version": "1.2.3"},
+    }
+
+
+def test_extra_field_cannot_forge_another_one() -> None:
+    line = TextFormatter().format(record("request", target="/a status=200", key="bob"))
+    assert line.endswith(': request target="/a status=200" key=bob')
+
+
 def test_extra_fields_cannot_replace_standard_json_fields() -> None:
     line = as_json("level=debug logger=forged time=never")
     assert (line["level"], line["logger"]) == ("info", "workers.link")

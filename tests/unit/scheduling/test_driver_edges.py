@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,23 @@ from torch import Tensor
 from multiworld_serving.common.wire import (
     ALL_ROWS,
     BatchInputs,
+    EdgeState,
     JoinRequest,
     LostInput,
     Message,
     MessageKind,
     RowRef,
     RowShape,
+    WireError,
+    parse_edge_states,
 )
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
-from multiworld_serving.server.pipeline.edge_routing import UnreachablePairs
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting, UnreachablePairs
+from multiworld_serving.server.predictor import EdgeSnapshot, KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
@@ -91,10 +95,8 @@ class Bench:
             self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
         self._tensor = 0
 
-    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Task[Prediction]:
-        asked = asyncio.create_task(
-            self.driver.predict(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
-        )
+    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
+        asked = self.driver.begin(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 
@@ -279,6 +281,33 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     bench.driver.close()
 
 
+def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
+    routing = EdgeRouting(2)
+    routing.workers.add("10.0.0.1:4000/a1", "b")
+    routing.frontends.add("10.0.0.9:4000/f3", "f")
+    one, gone = (EdgeState(holder, "tcp", 5, 0.5) for holder in ("10.0.0.2:4000/b2", "10.0.0.1:4000/former"))
+    assert routing.snapshot([("a", "10.0.0.1:4000/a1", [one]), ("b", "10.0.0.2:4000/b2", []), ("f", "", [gone])]) == (
+        EdgeSnapshot("a", "b", "tcp", 5, 0.5),
+        EdgeSnapshot("f", "10.0.0.1:4000", "tcp", 5, 0.5),
+        EdgeSnapshot("b", "a", "relay"),
+        EdgeSnapshot("f", "10.0.0.9:4000", "relay"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "7", "[7]", "[[]]", '[["a", "tcp", 1]]', '[["a b", "tcp", 1, 0.5]]', '[["a", "udp", 1, 0.5]]'),
+        *('[["a", "tcp", -1, 0.5]]', '[["a", "tcp", 1, NaN]]', '[["a", "tcp", true, 0.5]]', "[" * 100_000),
+        json.dumps([["a", "tcp", 1, 0.5]] * 17),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_false_report_of_edges_is_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        parse_edge_states(text)
+
+
 def test_pairs_are_forgotten_after_a_minute() -> None:
     now_s = 0.0
     pairs = UnreachablePairs(lambda: now_s)
@@ -292,3 +321,12 @@ def test_pairs_are_forgotten_after_a_minute() -> None:
     assert pairs.any("p")
     now_s = 111.0
     assert not pairs.any("p")
+
+
+async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
+    bench = Bench(pairs=True)  # the request waits for another one
+    asked = await bench.ask(InputRef(FRONTEND, 7))
+    assert bench.driver.scheduler.open_requests == 1
+    asked.cancel()
+    await asyncio.sleep(0)
+    assert (bench.driver.scheduler.open_requests, len(bench.driver._tensors)) == (0, 0)

@@ -64,15 +64,14 @@ class Bench:
         for line in self.lines.values():
             self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))
 
-    def ask(self, count: int) -> list[asyncio.Task[Prediction]]:
+    def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            asyncio.create_task(self.driver.predict(IMAGE + number, deadline_s=deadline_s, request_id=str(number)))
-            for number in range(count)
+            self.driver.begin(IMAGE + number, deadline_s=deadline_s, request_id=str(number)) for number in range(count)
         ]
 
     async def work(
-        self, asked: list[asyncio.Task[Prediction]], *, compute_ns: int = 0
+        self, asked: list[asyncio.Future[Prediction]], *, compute_ns: int = 0
     ) -> list[Prediction | BaseException]:
         """Compute each sent batch until every request has its outcome."""
         serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines.values()]

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import (
@@ -114,11 +115,18 @@ class RunningFrontend:
 
 @asynccontextmanager
 async def running_frontend(
-    predictor: ColourPredictor | None = None, model: ServedModel = MODEL, **limits: Any
+    predictor: ColourPredictor | None = None,
+    model: ServedModel = MODEL,
+    *,
+    authorizer: Authorizer | None = None,
+    access_log: bool = False,
+    admin_port: int | None = None,
+    **limits: Any,
 ) -> AsyncIterator[RunningFrontend]:
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
-    app = create_app(predictor, model, RequestLimits(**limits), metrics)
+    options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
+    app = create_app(predictor, model, RequestLimits(**limits), metrics, **options)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

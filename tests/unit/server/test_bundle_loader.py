@@ -67,7 +67,12 @@ def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> No
 
 @pytest.mark.parametrize(
     ("changed", "what"),
-    [({"max_batch_size": 16}, "at most 8"), ({"image_size": 32}, "--image-size"), ({"stages": 60}, "at most")],
+    [
+        ({"max_batch_size": 16}, "at most 8"),
+        ({"image_size": 32}, "--image-size"),
+        ({"std": "1,1,1"}, "--std"),
+        ({"stages": 60}, "at most"),
+    ],
 )
 def test_settings_that_do_not_fit_the_bundle_are_refused(folder: Path, changed: dict[str, object], what: str) -> None:
     with pytest.raises(ModelError, match=what):

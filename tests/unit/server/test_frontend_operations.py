@@ -166,7 +166,7 @@ def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 GETS = (
-    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/page.js"),
+    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/main.js"),
     *("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats", f"/v2/models/{MODEL.name}"),
     *(f"/v2/models/{MODEL.name}/config", f"/v2/models/{MODEL.name}/ready", "/nowhere", "/predict"),
 )
@@ -209,3 +209,20 @@ async def test_admin_port_supports_head_and_the_common_error_format() -> None:
         failed = await operators.get("/metrics", headers={"X-Request-Id": "mine"})
     assert failed.status_code == 500
     assert (failed.json()["reason"], failed.json()["request_id"]) == ("internal", "mine")
+
+
+async def test_request_for_the_other_port_is_told_where_it_is() -> None:
+    admin = create_admin_app(OwnMetrics(Metrics()), ADMIN, http_port=8000)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(admin), base_url="http://admin") as client:
+        listed = (await client.get("/")).json()
+        inference = await client.post("/predict")
+        unknown = await client.get("/predic")
+    assert listed["http_port"] == 8000
+    assert listed["paths"]["/admin/rolling-restart"] == ["POST"]
+    assert (inference.status_code, inference.json()["other_port"]) == (404, 8000)
+    assert inference.json()["error"] == "POST /predict does not exist here; it is on the HTTP API, port 8000"
+    assert "other_port" not in unknown.json()
+    async with running_frontend(admin_port=8002) as frontend:
+        admin_path = await frontend.client.post("/admin/rolling-restart", json={})
+    assert admin_path.json()["other_port"] == 8002
+    assert "the admin port, port 8002" in admin_path.json()["error"]

@@ -40,6 +40,22 @@ async def test_predict_answers_all_fields_of_a_form() -> None:
     assert timings["total"] >= timings["decode"] > 0
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/predict?topk=1", "unknown query parameter 'topk': did you mean top_k?"),
+        ("/predict?top_k=1&zzz", "unknown query parameter 'zzz': expected top_k"),
+        ("/v2/models/meancolour/infer?top_k=1", "unknown query parameter 'top_k': expected none"),
+    ],
+)
+async def test_unknown_query_parameter_is_refused(path: str, says: str) -> None:
+    async with running_frontend() as frontend:
+        response = await frontend.client.post(path, files={"image": image_bytes()})
+        await frontend.assert_serves()
+    assert (response.status_code, response.json()["reason"]) == (422, "invalid_parameter")
+    assert response.json()["error"] == says
+
+
 async def test_predict_answers_a_chunked_body() -> None:
     async with running_frontend() as frontend:
         body = image_bytes("green")

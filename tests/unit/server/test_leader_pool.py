@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -25,7 +26,14 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.predictor import FrontendSnapshot, ImageSizes, ModelVersion, Prediction, ServedModel
+from multiworld_serving.server.predictor import (
+    FrontendSnapshot,
+    ImageSizes,
+    ModelVersion,
+    Prediction,
+    ServedModel,
+    ServiceState,
+)
 from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
 from tests.waiting import until
 
@@ -402,7 +410,12 @@ async def test_metrics_count_the_leaders_that_can_be_used() -> None:
             made.metrics.registry.get_sample_value(name)
             for name in ("multiworld_leaders", "multiworld_leaders_configured")
         ]
+        states = {
+            state: made.metrics.registry.get_sample_value("multiworld_service_state", {"state": state})
+            for state in get_args(ServiceState)
+        }
     assert values == [1, 2]
+    assert states == {"ready": 0, "degraded": 1, "not_ready": 0, "unloaded": 0, "draining": 0}
 
 
 async def test_leader_of_another_model_is_not_accepted() -> None:

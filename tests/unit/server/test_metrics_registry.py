@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -10,7 +12,8 @@ from multiworld_serving.server.predictor import ModelVersion, ReplicaSnapshot, R
 
 NAMES = {
     "multiworld_requests_total": ("counter", {"model", "version", "protocol", "code", "reason"}),
-    "multiworld_request_duration_seconds": ("histogram", {"protocol", "code"}),
+    "multiworld_request_duration_seconds": ("histogram", {"model", "protocol", "code"}),
+    "multiworld_images_total": ("counter", {"model", "version"}),
     "multiworld_http_connections": ("gauge", set()),
     "multiworld_http_connections_closed_total": ("counter", {"reason"}),
     "multiworld_requests_in_flight": ("gauge", set()),
@@ -26,6 +29,7 @@ NAMES = {
     "multiworld_spares": ("gauge", set()),
     "multiworld_workers_quarantined": ("gauge", set()),
     "multiworld_world_up": ("gauge", {"world", "stage", "replica"}),
+    "multiworld_world_worker": ("gauge", {"world", "worker", "host"}),
     "multiworld_world_failures_total": ("counter", {"stage", "replica", "cause"}),
     "multiworld_failure_detection_seconds": ("histogram", {"cause"}),
     "multiworld_reroute_seconds": ("histogram", set()),
@@ -37,7 +41,9 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
+    "multiworld_replicas_wanted": ("gauge", {"stage"}),
     "multiworld_frontends": ("gauge", set()),
+    "multiworld_service_state": ("gauge", {"state"}),
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
     "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
@@ -67,6 +73,7 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.batch_answered(0, 1, compute_s=0.01, transfer_s=0.002, payload_bytes=4000)
     metrics.batch_sent(0, 1, 100)
     metrics.batch_failed(0, 1)
+    metrics.world_worker("stage0-1", "w", "h")
     metrics.world_ready("stage0-1", 0, 1)
     metrics.world_broken("stage0-1", 0, 1, cause="exit", detected_after_s=0.02)
     metrics.world_recovered(cause="exit", seconds=1.4)
@@ -76,8 +83,10 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.request_lost()
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
+    metrics.replicas_wanted((1.5,))
     metrics.frontends(2)
     metrics.leaders(1, 2)
+    metrics.service_state("ready")
     metrics.resubmitted("failed")
 
 
@@ -137,6 +146,31 @@ def test_world_up_follows_the_world_and_failure_counts_remain(metrics: Metrics) 
     assert value("multiworld_world_up", labels) == 0
     assert value("multiworld_world_failures_total", failures) == 1
     assert value("multiworld_failure_detection_seconds_count", {"cause": "hang"}) == 1
+
+
+def test_world_names_its_worker_and_no_former_one(metrics: Metrics) -> None:
+    metrics.world_worker("s0.r0", "vm-11", "vm")
+    metrics.world_worker("s0.r1", "vm-12", "vm")
+    metrics.world_worker("s0.r0", "other-13", "other")
+    text = metrics.exposition()[0].decode()
+    assert {line for line in text.splitlines() if line.startswith("multiworld_world_worker{")} == {
+        'multiworld_world_worker{world="s0.r0",worker="other-13",host="other"} 1.0',
+        'multiworld_world_worker{world="s0.r1",worker="vm-12",host="vm"} 1.0',
+    }
+
+
+def test_images_are_counted_by_version_until_it_is_dropped(metrics: Metrics) -> None:
+    outcome: dict[str, Any] = {"model": "m", "protocol": "v2", "code": 200, "reason": "ok", "duration_s": 0.22}
+    metrics.request_finished(**outcome, version="v", images=3)
+    metrics.request_finished(**outcome, version="v", images=2)
+    metrics.request_finished(**{**outcome, "code": 504}, version="v")
+    value = metrics.registry.get_sample_value
+    assert value("multiworld_images_total", {"model": "m", "version": "v"}) == 5
+    bucket = {"model": "m", "protocol": "v2", "code": "200", "le": "0.25"}
+    assert value("multiworld_request_duration_seconds_bucket", bucket) == 2
+    assert value("multiworld_request_duration_seconds_bucket", {**bucket, "le": "0.2"}) == 0
+    metrics.version_retired("m", ModelVersion(1, "v"))
+    assert value("multiworld_images_total", {"model": "m", "version": "v"}) is None
 
 
 def test_no_series_is_added_when_a_slot_fails_ten_thousand_times(metrics: Metrics) -> None:

@@ -14,11 +14,10 @@ import torch
 
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.predictor import ModelVersion, Prediction
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.v2_requests import (
     INFER,
     PACK,
-    SIDE,
     binary_tensor,
     elements,
     parts,

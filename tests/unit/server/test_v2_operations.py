@@ -10,8 +10,8 @@ import torch
 
 from multiworld_serving.server.observability.inference_statistics import Inference, Statistics
 from multiworld_serving.server.predictor import Prediction, ReplicaState
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
-from tests.unit.server.v2_requests import INFER, SIDE, binary_tensor, elements, pixels, request
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, binary_tensor, elements, pixels, request
 
 HERE = f"/v2/models/{MODEL.name}"
 PATHS = ["", "/config", "/stats", "/ready"]

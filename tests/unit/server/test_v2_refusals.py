@@ -16,8 +16,8 @@ from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.predictor import Prediction
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
-from tests.unit.server.v2_requests import INFER, PACK, SIDE, binary_tensor, elements, pixels, request, tensor, wanting
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, RunningFrontend, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, PACK, binary_tensor, elements, pixels, request, tensor, wanting
 
 MAX_BODY_BYTES = 200_000
 ONE = pixels("red")

@@ -1,0 +1,30 @@
+"""What `multiworld serve` prints on standard output when it is ready, after the line with the model."""
+
+from multiworld_serving.server.settings import ServeSettings
+
+
+def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str) -> str:
+    """Return five lines: processes, addresses, and how to send a request.
+
+    Args:
+        joins: HOST:PORT of the leaders' join ports, separated by commas.
+    """
+    spares = f" + {_count(settings.spares, 'spare')}" if settings.spares else ""
+    workers = "workers of other machines" if settings.external_workers else settings.device
+    pipeline = (
+        f"{_count(settings.stages, 'stage')} x {_count(settings.replicas, 'replica')}{spares} on {workers}, "
+        f"{_count(settings.leaders, 'leader')}, {_count(settings.frontends, 'frontend')}"
+    )
+    key = " -H 'Authorization: Bearer KEY'" if settings.needs_keys else ""
+    rows = {
+        "pipeline": pipeline,
+        "HTTP API": f"{http_url} (status page in a browser)",
+        "admin port": f"{admin_url} (metrics, multiworld rolling-restart, multiworld load-version)",
+        "join port": joins,
+        "try": f"curl -s{key} -F image=@photo.jpg {http_url}/predict",
+    }
+    return "".join(f"  {name:<11} {text}\n" for name, text in rows.items())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,141 @@
+"""`rolling-restart` and `load-version`: which port they use, what they show, and how Ctrl-C ends them."""
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from multiworld_serving.cli.main import main
+from multiworld_serving.cli.verbs import admin
+
+STATUS = {
+    "model": "resnet18",
+    "version": "random:0",
+    "version_loading": "random:1",
+    "stages": [{"replicas": [{}, {}]}, {"replicas": [{}]}],
+    "spares": [],
+}
+RESTARTING = {"worker": "w0", "slot": "s0.r0", "state": "restarting", "number": 1, "total": 2}
+RESTARTED = {**RESTARTING, "state": "restarted", "left_s": 0.5, "back_s": 2.5}
+
+
+class Port(BaseHTTPRequestHandler):
+    """One port of a service. Requests for the other one get 404 with its number."""
+
+    other_port: ClassVar[int] = 0
+    serves: ClassVar[tuple[str, ...]] = ()
+    steps: ClassVar[list[dict[str, Any]]] = []
+    status_asked: ClassVar[threading.Event]
+    interrupts: ClassVar[bool] = False
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._serve()
+
+    def _serve(self) -> None:
+        if not self.path.startswith(self.serves):
+            self._answer(404, {"error": "elsewhere", "other_port": self.other_port})
+        elif self.path == "/status":
+            self._answer(200, STATUS)
+            self.status_asked.set()
+        elif self.path == "/v2/repository/index":
+            self._answer(200, [{"name": "resnet18"}])
+        elif self.path.endswith("/load"):
+            self.status_asked.wait(30)
+            if self.interrupts:
+                main_thread = threading.main_thread().ident
+                assert main_thread is not None
+                signal.pthread_kill(main_thread, signal.SIGINT)
+                self.rfile.read(1)  # until the client closes the connection
+            else:
+                self._answer(200, {"name": "resnet18", "version": "2", "weights": "random:1"})
+        else:
+            self._answer(200, *self.steps)
+
+    def _answer(self, status: int, *lines: object) -> None:
+        body = "\n".join(map(json.dumps, lines)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[str, str]]:
+    """The URLs of the HTTP API and of the admin port of a service."""
+    with contextlib.ExitStack() as stack:
+        asked = threading.Event()
+        http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
+        own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
+        operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})
+        servers = []
+        for handler in (http, operations):
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            servers.append(server)
+        http.other_port = servers[1].server_port
+        operations.other_port = servers[0].server_port  # type: ignore[attr-defined]
+        yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_FOLLOW_S", 0.01)
+
+
+@pytest.mark.parametrize("option", ["--operations-url", "--url"])
+@pytest.mark.parametrize("port", [0, 1], ids=["http", "admin"])
+def test_restart_finds_the_admin_port_from_either_url(
+    capsys: pytest.CaptureFixture[str], option: str, port: int
+) -> None:
+    with service(RESTARTING, RESTARTED, {"state": "done", "restarted": 1}) as urls:
+        assert main(["rolling-restart", option, urls[port]]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["1/2 w0 (s0.r0): stopped after 0.5 s, serving after 2.5 s", "1 workers restarted"]
+
+
+def test_status_finds_the_http_port_from_the_admin_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with service() as (_, admin_url):
+        assert main(["status", "--json", "--url", admin_url]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+def test_load_says_what_it_waits_for_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with service() as (_, admin_url):
+        assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "50"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "resnet18 answers with random:1, version 2\n"
+    assert shown.err.splitlines()[0] == (
+        "multiworld: loading random:1: 3 workers load random:1 one after another and pass its self-test (at most 50 s)"
+    )
+
+
+def test_ctrl_c_during_a_load_says_what_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    with service(interrupts=True) as (_, admin_url):
+        assert main(["load-version", "random:1", "--operations-url", admin_url]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "multiworld: interrupted: the service cancels the load; resnet18 answers with random:0"
+
+
+def test_restart_that_takes_too_long_says_what_was_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 1.0, 2.0])
+    monkeypatch.setattr(admin, "_monotonic", lambda: next(seconds, 9.0))
+    with service(RESTARTING, RESTARTED, {**RESTARTING, "worker": "w1", "number": 2}) as (_, admin_url):
+        assert main(["rolling-restart", "--operations-url", admin_url, "--timeout-s", "5"]) == 1
+    assert "not done within 5 s: 1 of 2 workers restarted; the service finishes w1 and stops" in capsys.readouterr().err
