@@ -24,7 +24,12 @@ from multiworld_serving.models.stage_kinds import AnyStage
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _TO_FLOAT = (aten.to.dtype, aten._to_copy.default)
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-_ARITHMETIC = {aten.mul.Tensor: "mul", aten.div.Tensor: "div", aten.sub.Tensor: "sub", aten.add.Tensor: "add"}
+_ARITHMETIC: dict[Any, str] = {
+    aten.mul.Tensor: "mul",
+    aten.div.Tensor: "div",
+    aten.sub.Tensor: "sub",
+    aten.add.Tensor: "add",
+}
 _SHAPE_ROWS = 2
 """Batch size for computing shapes. With 1, a weight that is the same for all rows would have the shape of an activation."""
 
@@ -35,7 +40,7 @@ class FoldedStage(nn.Module):
     Same interface as the stage: rows in, rows out, with the same dtypes. Outputs are contiguous.
 
     Args:
-        stage: not changed; the weights are copied, or shared if nothing is folded into them.
+        stage: not changed; it may share weights that nothing is folded into.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
     """
@@ -60,6 +65,7 @@ class FoldedStage(nn.Module):
                 fuse(module, workload, _SHAPE_ROWS)
             module.graph.eliminate_dead_code()
             self.body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
+            _own_memory(self.body)
         self.eval().requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -202,7 +208,7 @@ def _use_channels_last(module: fx.GraphModule) -> None:
         value = value_of(node)
         if node.op == "placeholder" and value is not None and value.dim() == 4:
             with module.graph.inserting_after(node):
-                kwargs = {"memory_format": torch.channels_last}
+                kwargs: dict[str, Any] = {"memory_format": torch.channels_last}
                 converted = module.graph.call_function(aten.contiguous.default, (node,), kwargs)
             converted.meta["val"] = value
             node.replace_all_uses_with(converted, delete_user_cb=lambda user, made=converted: user is not made)
@@ -214,3 +220,11 @@ def _lay_out_weights(module: fx.GraphModule) -> None:
         if weight is not None:
             laid_out = weight.contiguous(memory_format=torch.channels_last)
             conv.update_arg(1, add_constant(module, conv, laid_out))
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Copy weights that are part of a larger memory, such as the file that was received, so that the rest can be freed."""
+    for each in module.modules():
+        for name, weight in list(each.named_buffers(recurse=False)):
+            if weight.untyped_storage().nbytes() > weight.nbytes:
+                setattr(each, name, weight.clone())

@@ -31,7 +31,7 @@ _NEEDED = (
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _DEFAULT_WINDOW: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
 """Stride, padding, dilation and groups."""
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.sigmoid.default: "sigmoid",
     aten.tanh.default: "tanh",
@@ -238,9 +238,12 @@ def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload
         following = only_user(following) if is_conv else None
     if following is not None and (activation := _activation(following, after_add=other is not None)) is not None:
         chain.append(following)
-    then, made = activation or _NO_ACTIVATION, nn.Module()
+    then = activation or _NO_ACTIVATION
+    made: nn.Module
+    bias = None if bias is None else bias.clone()  # see `_own_memory`
     if is_conv:
-        stride, padding, dilation, groups = (*layer.args[3:], *_DEFAULT_WINDOW[len(layer.args[3:]) :])
+        given_window: tuple[Any, ...] = layer.args[3:]
+        stride, padding, dilation, groups = given_window + _DEFAULT_WINDOW[len(given_window) :]
         made = FusedConv(weight, bias, (padding, stride, dilation, groups), then, workload, given.shape, rows)
     else:
         made = FusedLinear(weight, bias, then, workload, max(given.numel() // weight.shape[1] // rows, 1))

@@ -119,12 +119,13 @@ def optimize(
         makers.append((compiled_mode(tuning, device), lambda: compiled))
     if len(makers) == 1:
         return OptimizedStage(makers[0][1](), modes[0], "asked for")
-    return choose(makers, stage, example, device, tuning.limit_s)
+    return choose(makers, stage, stage.spec, example, device, tuning.limit_s)
 
 
 def choose(
     makers: Sequence[tuple[ExecutionMode, Callable[[], nn.Module]]],
-    stage: AnyStage,
+    reference: nn.Module,
+    spec: AnyStageSpec,
     example: Tensor,
     device: torch.device,
     limit_s: float,
@@ -134,7 +135,8 @@ def choose(
 
     Args:
         makers: modes with functions that build them. The first is the fallback if all others are inaccurate or time runs out.
-        stage: the reference, on the CPU in float32.
+        reference: the stage, on the CPU in float32.
+        spec: of the stage.
         example: an input batch on the CPU.
         limit_s: no mode is built and no round is started after this time.
     """
@@ -143,7 +145,7 @@ def choose(
     failed: list[str] = []
     untried: list[ExecutionMode] = []
     with torch.inference_mode():
-        expected = stage(example)
+        expected = reference(example)
         # The most promising mode is last. Try the fallback first, then from the most promising on.
         for mode, make in (makers[0], *reversed(makers[1:])):
             if trials and clock_s() >= deadline_s:
@@ -153,7 +155,7 @@ def choose(
                 with torch.inference_mode(mode=False):
                     trial = Trial(mode, make())
                 if mode != UNOPTIMIZED:
-                    trial.deviation = _deviation(trial, stage.spec, example, expected, device)
+                    trial.deviation = _deviation(trial, spec, example, expected, device)
             except RuntimeError as error:  # from torch: a graph cannot be recorded, out of memory, ...
                 if not trials:
                     raise

@@ -22,6 +22,7 @@ from multiworld_serving.models import (
     CompileError,
     CompileRequest,
     StageError,
+    StageSpec,
     Tuning,
     deviation,
     optimize,
@@ -49,9 +50,12 @@ LARGEST = 4
 """Batch size; there is no compiled code for 3."""
 
 
+def spec_of() -> StageSpec:
+    return split_model(loaded("resnet18"), 10)[STAGE]
+
+
 def request_of() -> CompileRequest:
-    model = loaded("resnet18")
-    spec = split_model(model, 10)[STAGE]
+    model, spec = loaded("resnet18"), spec_of()
     shape = stage_input_shape(spec, IMAGE_SIZE)
     return CompileRequest(
         spec, shape, LARGEST, "float32", bytearray(safetensors.torch.save(stage_weights(model, spec)))
@@ -69,7 +73,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStageCache:
 @torch.inference_mode()
 def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStageCache) -> None:
     request, model = request_of(), loaded("resnet18")
-    compiled, stage = packages.load(request), reference_stage(model, request.spec)
+    compiled, stage = packages.load(request), reference_stage(model, spec_of())
     assert compiled is not None
     for rows in (1, 2, 3, 4):
         batch = torch.rand(rows, *request.sample_shape)
@@ -85,7 +89,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: Comp
 
 
 def test_compiled_stage_is_used_when_its_output_matches(packages: CompiledStageCache) -> None:
-    request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), request_of().spec))
+    request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), spec_of()))
     compiled = packages.load(request)
     made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(made.mode) == "compiled/float32"

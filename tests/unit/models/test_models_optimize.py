@@ -16,6 +16,7 @@ from multiworld_serving.models import (
     ModelError,
     Stage,
     StageError,
+    StageSpec,
     Tuning,
     deviation,
     optimize,
@@ -194,7 +195,6 @@ class Clock:
 class Timed(nn.Module):
     def __init__(self, clock: Clock, takes_s: float, off: float = 0.0) -> None:
         super().__init__()
-        self.spec = split_model(loaded("resnet18"), 3)[1]
         self._clock, self._takes_s, self._off = clock, takes_s, off
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -202,11 +202,16 @@ class Timed(nn.Module):
         return batch * (1 + self._off)
 
 
+def middle() -> StageSpec:
+    """Of a stage that is neither the first nor the last."""
+    return split_model(loaded("resnet18"), 3)[1]
+
+
 def chosen(*ways: tuple[ExecutionMode, float, float], limit_s: float = 1e9) -> tuple[ExecutionMode, str]:
     """Which of (recipe, duration in seconds, deviation) is selected, and why."""
     clock = Clock()
     makers = [(recipe, lambda t=takes_s, o=off: Timed(clock, t, o)) for recipe, takes_s, off in ways]
-    made = choose(makers, Timed(clock, 0.0), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
+    made = choose(makers, Timed(clock, 0.0), middle(), torch.ones(4, 3, 2, 2), CPU, limit_s, clock)
     return made.mode, made.why
 
 
@@ -283,11 +288,11 @@ def test_failing_mode_is_skipped_except_for_the_first() -> None:
 
     sound = lambda: Timed(clock, 1.0)  # noqa: E731
     sample = torch.ones(4, 3, 2, 2)
-    made = choose([(EAGER, sound), (BFLOAT16, refuse)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+    made = choose([(EAGER, sound), (BFLOAT16, refuse)], Timed(clock, 0.0), middle(), sample, CPU, 1e9, clock)
     assert made.mode == EAGER
     assert "eager/bfloat16 cannot be built (operation not permitted when stream is capturing)" in made.why
     with pytest.raises(RuntimeError, match="not permitted"):
-        choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), sample, CPU, 1e9, clock)
+        choose([(EAGER, refuse), (BFLOAT16, sound)], Timed(clock, 0.0), middle(), sample, CPU, 1e9, clock)
 
 
 def test_convolutions_are_fused_if_device_and_precision_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
