@@ -86,7 +86,6 @@ class LeaderLink:
     ) -> None:
         self.address = address
         self._number = number
-        self._is_only_leader = len(settings.leaders) == 1
         self.state: LeaderState | None = None
         self.name: str | None = None
         self.ambiguous = False
@@ -215,7 +214,7 @@ class LeaderLink:
                 failures = 0
             except PermissionError as error:
                 message = f"the leader at {self.address} rejects this frontend's token: {error}"
-                if self._is_only_leader and self.name is None:
+                if len(self._settings.leaders) == 1 and self.name is None:
                     raise UserError(message) from error
                 failures = self._log_failure(failures, message)
             except (AskError, WorldError, WireError, OSError) as error:
