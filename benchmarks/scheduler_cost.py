@@ -46,8 +46,9 @@ _STAGES = 2
 class Load:
     """A closed loop in virtual time that keeps all workers busy."""
 
-    def __init__(self, workers: int, max_batch_size: int) -> None:
+    def __init__(self, workers: int, max_batch_size: int, keys: int) -> None:
         self.random = Random(1)
+        self.keys = [str(number) for number in range(keys)]
         self.scheduler = Scheduler(
             SchedulerConfig(num_stages=_STAGES, max_batch_size=max_batch_size, queue_limit=4 * workers * max_batch_size)
         )
@@ -85,7 +86,8 @@ class Load:
             while self.open < self.target and self.events < last:
                 self.open += 1
                 self.requests += 1
-                self.handle(RequestArrived(self.requests, self.now_s + self.random.uniform(50, 100)))
+                deadline_s = self.now_s + self.random.uniform(50, 100)
+                self.handle(RequestArrived(self.requests, deadline_s, self.random.choice(self.keys)))
             self.answer_one()
 
     def answer_one(self) -> None:
@@ -115,8 +117,8 @@ class Cost:
         return statistics.median(self.slices_us)
 
 
-def measure(workers: int, max_batch_size: int, events: int, repeats: int) -> Cost:
-    load = Load(workers, max_batch_size)
+def measure(workers: int, max_batch_size: int, events: int, repeats: int, keys: int) -> Cost:
+    load = Load(workers, max_batch_size, keys)
     load.run(3 * load.target)  # warm-up: until all workers are busy
     gc.collect()
     gc.freeze()
@@ -167,12 +169,13 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20_000, help="timed events in each repeat")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-batch-size", type=int, default=8)
+    parser.add_argument("--keys", type=int, default=1, help="different keys of the requests; a batch has one")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it too (matplotlib, from the extra `bench`)")
     arguments = parser.parse_args()
     costs: list[Cost] = []
     print(f"{'workers':>8} {'µs/event':>9} {'least':>6} {'most':>6} {'worst event µs':>15} {'events/s':>9}")
     for workers in sorted(arguments.workers):
-        cost = measure(workers, arguments.max_batch_size, arguments.events, arguments.repeats)
+        cost = measure(workers, arguments.max_batch_size, arguments.events, arguments.repeats, arguments.keys)
         costs.append(cost)
         print(
             f"{workers:>8} {cost.median_us:>9.1f} {min(cost.slices_us):>6.1f} {max(cost.slices_us):>6.1f} "

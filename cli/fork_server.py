@@ -43,8 +43,6 @@ def _environment(**changes: str) -> Iterator[None]:
 def _run_command(command: list[str]) -> int:
     """Run a command line of `multiworld` in the forked process. Returns its exit status."""
     arguments = command[len(PROGRAM) :]
-    if arguments[0] != "worker":  # leaders and frontends have their settings from a file
-        os.environ.pop("MULTIWORLD_TOKEN", None)
     set_process_title(" ".join(["multiworld", *arguments]))
     status = main(arguments)
     # Without finalizing the interpreter, which takes seconds for torch's modules. Programs have freed everything when they return.

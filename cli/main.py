@@ -59,6 +59,7 @@ def _add(verb: Callable[..., int], epilog: str | None = None) -> None:
 
 
 _add(processes.serve, processes.SERVE_EPILOG)
+_add(processes.down, processes.DOWN_EPILOG)
 _add(processes.frontend, processes.FRONTEND_EPILOG)
 _add(processes.leader, processes.LEADER_EPILOG)
 _add(processes.worker, processes.WORKER_EPILOG)

@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
-_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow"}
+_STYLES = {"ready": "green", "broken": "red", "absent": "red", "draining": "yellow", "left": "yellow"}
+_SERVICE_STYLES = {
+    "ready": "green",
+    "degraded": "yellow",
+    "not_ready": "red",
+    "unloaded": "yellow",
+    "draining": "yellow",
+}
+_MAX_EDGES = 24
 
 
 def render_status(snapshot: dict[str, Any]) -> "RenderableType":
@@ -15,7 +24,7 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [Text(_headline(snapshot)), _table(snapshot["stages"])]
+    parts: list[RenderableType] = [_headline(snapshot), _table(snapshot["stages"])]
     if spares := snapshot["spares"]:
         parts.append(Text("spares: " + ", ".join(f"{spare['worker']} ({spare['state']})" for spare in spares)))
     if leaders := snapshot["leaders"]:
@@ -25,14 +34,20 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
     if frontends := snapshot["frontends"]:
         named = (f"{each['name']} ({each['connections']} connections)" for each in frontends)
         parts.append(Text("frontends: " + ", ".join(named)))
+    if edges := snapshot["edges"]:
+        parts.append(_edges(edges))
     return Group(*parts)
 
 
-def _headline(snapshot: dict[str, Any]) -> str:
-    state = "draining" if snapshot["draining"] else "ready" if snapshot["ready"] else "not ready"
-    return (
-        f"{snapshot['model']} {snapshot['version']}: {state}, up {duration(snapshot['uptime_s'])}, "
-        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight"
+def _headline(snapshot: dict[str, Any]) -> "Text":
+    from rich.text import Text
+
+    reasons = f" ({'; '.join(snapshot['reasons'])})" if snapshot["reasons"] else ""
+    return Text.assemble(
+        f"{snapshot['model']} {snapshot['version']}: ",
+        (snapshot["state"].replace("_", " "), _SERVICE_STYLES.get(snapshot["state"], "")),
+        f"{reasons}, up {duration(snapshot['uptime_s'])}, "
+        f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
     )
 
 
@@ -41,7 +56,9 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
 
     from multiworld_serving.cli.console import table
 
-    columns = ("stage", "replica", "state", "worker", "device", "world", "in flight", "done", "last failure")
+    hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
+    host = ("host",) if len(hosts) > 1 else ()
+    columns = ("stage", "replica", "state", "worker", *host, "device", "world", "in flight", "done", "last failure")
     rows = table(*columns, numbers=("in flight", "done"))
     for stage in stages:
         for replica in stage["replicas"]:
@@ -50,12 +67,33 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
                 str(replica["slot"]),
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
+                *(Text(replica.get("host") or "-") for _ in host),
                 Text(replica["device"] or "-"),
                 Text(f"{replica['world']}@{replica['generation']}" if replica["world"] else "-"),
                 str(replica["in_flight"]),
                 str(replica["batches_done"]),
                 Text(_failure(replica["last_failure"])),
             )
+    return rows
+
+
+def _edges(edges: list[dict[str, Any]]) -> "Table":
+    from rich.text import Text
+
+    from multiworld_serving.cli.console import table
+
+    more = len(edges) - _MAX_EDGES
+    caption = f"{more} more edges are in GET /status" if more > 0 else None
+    rows = table("edge: from", "to", "transport", "MB", "fetch ms", numbers=("MB", "fetch ms"), caption=caption)
+    for edge in edges[:_MAX_EDGES]:
+        relayed = edge["transport"] == "relay"
+        rows.add_row(
+            Text(edge["producer"]),
+            Text(edge["consumer"]),
+            Text(edge["transport"].replace("_", " "), style="yellow" if relayed else ""),
+            "-" if relayed else f"{edge['received_bytes'] / 1e6:.1f}",
+            "-" if relayed else f"{edge['fetch_s'] * 1e3:.2f}",
+        )
     return rows
 
 

@@ -117,8 +117,13 @@ class Normalize(nn.Module):
         Raises:
             PreprocessingError: not uint8, or not [B,3,H,W]. Floats would silently be divided by 255 again.
         """
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-            raise PreprocessingError(
-                f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
-            )
+        check_images(images)
         return images.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
+
+
+def check_images(images: Tensor) -> None:
+    """Raise PreprocessingError unless they are uint8 [B,3,H,W]."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+        raise PreprocessingError(
+            f"images are {images.dtype} {list(images.shape)}; expected torch.uint8 [B, 3, H, W], not yet normalised"
+        )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any, TypeAlias
 
-from torch import nn
-
-from multiworld_serving.models.bundle.stage import KIND, BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.bundle.stage import KIND, BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import StageError
 from multiworld_serving.models.stage_spec import StageSpec
-from multiworld_serving.models.stages import build_stage
+from multiworld_serving.models.stages import Stage, build_stage
 from multiworld_serving.models.weights.received import received_tensors
 
 AnyStageSpec: TypeAlias = StageSpec | BundleStageSpec
+AnyStage: TypeAlias = Stage | BundleStage
+"""A module with `spec`: rows in, rows out."""
 
 
 def stage_spec_from_json(text: str) -> AnyStageSpec:
@@ -31,7 +31,7 @@ def stage_spec_from_json(text: str) -> AnyStageSpec:
     return StageSpec.from_json(text)
 
 
-def load_stage(spec: AnyStageSpec, weights: bytearray) -> nn.Module:
+def load_stage(spec: AnyStageSpec, weights: bytearray) -> AnyStage:
     """The stage on the CPU with its weights, ready to run: rows in, rows out.
 
     Args:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from multiworld_serving.models.architectures import MODEL_NAMES, architecture
 from multiworld_serving.models.errors import PreprocessingError, StageError
-from multiworld_serving.models.preprocessing import check_channels
+from multiworld_serving.models.preprocessing import check_channels, check_images
 from multiworld_serving.models.weights.state_dict import MAX_CLASSES
 
 
@@ -83,9 +84,28 @@ class StageSpec:
         """See `stages.stage_input_dtype`."""
         return torch.uint8 if self.is_first else torch.float32
 
+    @property
+    def input_varies(self) -> bool:
+        """Whether rows of the input have different lengths."""
+        return False
+
     def example(self, count: int, sample_shape: tuple[int, ...]) -> Tensor:
         """Rows of zeros."""
         return torch.zeros((count, *sample_shape), dtype=self.input_dtype)
+
+    def unpack_input(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the input: the only one. Raises PreprocessingError if they should be images and are not."""
+        if self.is_first:
+            check_images(rows)
+        return (rows,)
+
+    def pack_input(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `unpack_input`."""
+        return tensors[0]
+
+    def pack_output(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `unpack_output`."""
+        return tensors[0]
 
     def unpack_output(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the output: the only one."""

@@ -73,8 +73,10 @@ class WorldManager:
         shared_memory_bytes: limit of the shared memory for tensors that this process sends to members on its host. With 0 they are
             connected by TCP. None takes the environment variable MULTIWORLD_SHARED_MEMORY_BYTES, else 256 MiB.
         runtime_dir: the folder under which the Unix socket for members on this host is made, in a folder of this user. Containers that
-            share a host and this folder are connected so. None takes MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, else the folder for
-            temporary files.
+            share a host and this folder are connected so. None takes MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, the folder for
+            temporary files or /tmp, whichever first has a path that is short enough.
+        on_shared_memory_missing: called on any thread, also in the middle of operations, for each tensor that is copied through a socket
+            because the system has no shared memory for it. Must not block or raise.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class WorldManager:
         loop_stall_timeout_s: float | None = None,
         shared_memory_bytes: int | None = None,
         runtime_dir: str | None = None,
+        on_shared_memory_missing: Callable[[], None] = lambda: None,
     ) -> None:
         if shared_memory_bytes is None:
             shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
-        self._segments = SegmentPool(shared_memory_bytes) if shared_memory_bytes else None
+        self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing) if shared_memory_bytes else None
         self._runtime_dir = runtime_dir if runtime_dir is not None else default_runtime_dir()
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(

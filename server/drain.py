@@ -43,12 +43,20 @@ class OpenRequests:
     @contextlib.contextmanager
     def track(self) -> Iterator[None]:
         """Count one request while the block runs."""
-        self._local += 1
+        self.begin()
         try:
             yield
         finally:
-            self._local -= 1
-            self._changed.set()
+            self.end()
+
+    def begin(self) -> None:
+        """Count one request, until `end`."""
+        self._local += 1
+
+    def end(self) -> None:
+        """A request has ended."""
+        self._local -= 1
+        self._changed.set()
 
     async def sync_state(self) -> None:
         """Wait until all other processes know the current state of the leader."""

@@ -8,6 +8,7 @@
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
     ├── StageError                  stage_error      a stage raised an exception on this request
+    ├── HandlerError                handler_failed   the user's handler failed on this request
     ├── WithdrawnError              cancelled        the client went away
     └── InvalidRequestError         invalid_request  do not retry without a change of the request
         ├── InvalidParameterError   invalid_parameter
@@ -17,6 +18,8 @@
         ├── MediaTypeError          unsupported_media_type
         ├── InferenceRequestError   invalid_inference_request
         ├── UnknownModelError       unknown_model
+        ├── WrongPathError          wrong_path
+        ├── HandlerInputError       invalid_input
         ├── UnauthenticatedError    unauthenticated
         ├── ForbiddenError          forbidden
         └── ImageError              invalid_image
@@ -105,6 +108,12 @@ class StageError(RequestRejected):
     reason = "stage_error"
 
 
+class HandlerError(RequestRejected):
+    """The handler raised an error, ended, was late, or returned what the model does not take."""
+
+    reason = "handler_failed"
+
+
 class WithdrawnError(RequestRejected):
     """The client disconnected or cancelled the request."""
 
@@ -157,6 +166,18 @@ class UnknownModelError(InvalidRequestError):
     """The model or this version of it does not exist."""
 
     reason = "unknown_model"
+
+
+class WrongPathError(InvalidRequestError):
+    """This path does not serve this model."""
+
+    reason = "wrong_path"
+
+
+class HandlerInputError(InvalidRequestError):
+    """The handler does not accept the body, or the model does not take what it contains."""
+
+    reason = "invalid_input"
 
 
 class UnauthenticatedError(InvalidRequestError):

@@ -8,25 +8,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 
 from multiworld import WorldManager
 from multiworld_serving.common.metrics import guarded
-from multiworld_serving.common.wire import Message
+from multiworld_serving.common.wire import EdgeState, Message
 from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.batch_tensors import Image
+from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
 from multiworld_serving.server.pipeline.rollout import VersionRollout
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
+from multiworld_serving.server.predictor import EdgeSnapshot, ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
+from multiworld_serving.server.replicas.placement import ready_links
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.replica_ids import (
     activate,
@@ -134,15 +136,20 @@ class Leader:
 
     # -- Pipeline ------------------------------------------------------------------------------------------------------------
 
-    async def predict(
-        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
-    ) -> Prediction:
-        """See `SchedulerDriver.predict`."""
-        return await self._driver.predict(image, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher)
+    def begin(
+        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+    ) -> asyncio.Future[Prediction]:
+        """See `SchedulerDriver.begin`."""
+        return self._driver.begin(row, deadline_s=deadline_s, request_id=request_id, fetcher=fetcher, key=key)
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """See `SchedulerDriver.frontend_cannot_reach`."""
         self._driver.frontend_cannot_reach(frontend, holder)
+
+    def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
+        """The edges of all workers and of these frontends; see `EdgeRouting.snapshot`."""
+        workers = ((link.worker, link.request.edge, link.edges) for link in self._registry.placement.links())
+        return self._driver.edges.snapshot((*workers, *frontends))
 
     @property
     def version(self) -> ModelVersion:
@@ -175,6 +182,16 @@ class Leader:
             version_number=self.version.number,
             version_loading=self._rollout.loading,
             unloaded=self._unloaded,
+        )
+
+    def report_capacity(self) -> CapacityReport:
+        """The replicas that the current load needs, and who serves. Sets the metric and what joining workers are placed by."""
+        wanted, placement = self._driver.scheduler.replicas_wanted(time.monotonic()), self._registry.placement
+        self._metrics.replicas_wanted(wanted)
+        placement.wanted = wanted
+        stages = range(placement.num_stages)
+        return CapacityReport(
+            wanted, tuple(tuple(link.worker for link in ready_links(placement.of_stage(stage))) for stage in stages)
         )
 
     async def check(self, *, deadline_s: float, ahead: int) -> None:

@@ -24,17 +24,18 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify, notify_systemd
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
 from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tuning, load_model, split_model
+from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
 from multiworld_serving.server.versions.partition_plan import measure_partition
@@ -43,6 +44,8 @@ from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
+
+_CAPACITY_INTERVAL_S = 0.5
 
 
 def run(settings: LeaderSettings) -> int:
@@ -74,7 +77,7 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s)
+    tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
         if settings.model in MODEL_NAMES:
             return _prepare_resnet(settings, tuning)
@@ -145,6 +148,8 @@ async def _serve(
         leader.answer(_answerer(leader, frontends))
         reporting = asyncio.create_task(frontends.run())
         stack.callback(reporting.cancel)
+        capacity = asyncio.create_task(_report_capacity(leader, tell=settings.report_capacity))
+        stack.callback(capacity.cancel)
         _reload_tokens_on_sighup(settings, leader)
         if settings.metrics_port is not None:
             host = settings.metrics_host or "127.0.0.1"
@@ -157,6 +162,16 @@ async def _serve(
         await leader.drain(settings.drain_timeout_s)
     logger.info("stopped")
     return 0
+
+
+async def _report_capacity(leader: Leader, *, tell: bool) -> None:
+    """Compute regularly how many replicas the load needs. `tell` the supervisor, which starts and stops workers."""
+    observe = guarded(leader.report_capacity)
+    while True:
+        report = observe()
+        if tell and report is not None:
+            notify(CAPACITY_FIELD + report.to_json())
+        await asyncio.sleep(_CAPACITY_INTERVAL_S)
 
 
 def _answerer(leader: Leader, frontends: FrontendSessions) -> Callable[[str, str], Any]:
@@ -208,7 +223,8 @@ def _stop_signal() -> asyncio.Event:
 
 def _served_model(model: LoadedModel) -> ServedModel:
     sizes = model.preprocessing
-    return ServedModel(model.name, model.version, model.labels, sizes.resize_size, sizes.crop_size)
+    image = ImageSizes(sizes.resize_size, sizes.crop_size)
+    return ServedModel.image_classifier(model.name, model.version, model.labels, image)
 
 
 class _SnapshotListeners:

@@ -5,34 +5,111 @@ The leader implements `Pipeline`. The HTTP code depends on this module only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "broken"]
-"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs."""
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.nodes import BATCH
+from multiworld_serving.models.bundle.rows import RowFormat
 
+ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "left", "broken"]
+"""joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs;
+left: the worker left on purpose; broken: it failed."""
+
+ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
+"""degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
 
 Transport = Literal["relay", "edges"]
 """relay: through a leader; edges: directly between processes, and through a leader where an edge cannot be opened."""
+PairTransport = Literal["shared_memory", "tcp", "relay"]
+"""relay: the consumer could not reach the producer within the last minute."""
+
+
+MAX_ROW_BYTES = 1 << 27
+"""Largest row that a frontend and a leader send each other. The largest image, 4096 x 4096 pixels, has 48 MiB."""
+
+
+class ImageSizes(NamedTuple):
+    """How an image becomes the input of the model."""
+
+    resize_size: int
+    """Pixels: the image's shorter side is resized to this."""
+    crop_size: int
+    """Pixels: side of the center crop; at most `resize_size`."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model's name, classes and preprocessing."""
+    """The model's interface.
+
+    Raises:
+        BundleError: a row of its inputs or outputs is impossible.
+        ValueError: sizes of images or labels do not fit its inputs and outputs, or a row is too large.
+    """
 
     name: str
     """For example "resnet50"."""
     version: str
     """The first version: "IMAGENET1K_V2", "random:0", or a file's stem and digest. `Predictor.version` is the current one."""
-    labels: tuple[str, ...]
-    """One per class, in the order of the model's output."""
-    resize_size: int
-    """Pixels: the image's shorter side is resized to this."""
-    crop_size: int
-    """Pixels: side of the center crop; at most `resize_size`."""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dimensions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """(least, most) length of each variable dimension."""
+    image: ImageSizes | None = None
+    """None: the input is not an image. Else it is uint8 [batch, 3, crop_size, crop_size]."""
+    labels: tuple[str, ...] = ()
+    """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
+
+    def __post_init__(self) -> None:
+        if self.image is not None:
+            side = self.image.crop_size
+            if not 1 <= side <= self.image.resize_size:
+                raise ValueError(f"crop_size must be 1 to resize_size ({self.image.resize_size}), not {side}")
+            if [(each.dtype, each.shape) for each in self.inputs] != [("uint8", (BATCH, 3, side, side))]:
+                raise ValueError(f"the input of images is not uint8 [{BATCH}, 3, {side}, {side}]")
+        if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
+            raise ValueError(f"the output is not [{BATCH}, {len(self.labels)}], one number for each label")
+        for what, rows in (("inputs", self.input_rows), ("outputs", self.output_rows)):
+            if rows.max_row_bytes > MAX_ROW_BYTES:
+                raise ValueError(
+                    f"the {what} of one sample have {rows.max_row_bytes} bytes; at most {MAX_ROW_BYTES} are sent"
+                )
+
+    @classmethod
+    def image_classifier(cls, name: str, version: str, labels: tuple[str, ...], sizes: ImageSizes) -> ServedModel:
+        """A model with an image `input` and the `probabilities` of classes."""
+        image = TensorSpec("input", "uint8", (BATCH, 3, sizes.crop_size, sizes.crop_size))
+        probabilities = TensorSpec("probabilities", "float32", (BATCH, len(labels)))
+        return cls(name, version, (image,), (probabilities,), {}, sizes, labels)
+
+    @cached_property
+    def input_rows(self) -> RowFormat:
+        """How the inputs of one sample travel."""
+        return RowFormat(self.inputs, self.dimensions)
+
+    @cached_property
+    def output_rows(self) -> RowFormat:
+        """How the outputs of one sample travel."""
+        return RowFormat(self.outputs, self.dimensions)
+
+    @property
+    def classifies_images(self) -> bool:
+        """Whether `/predict` answers an image with labels."""
+        return self.image is not None and bool(self.labels)
+
+    def __str__(self) -> str:
+        """The interface in one line."""
+        inputs, outputs = (
+            ", ".join(f"{each.name} {each.dtype} [{', '.join(map(str, each.shape))}]" for each in tensors)
+            for tensors in (self.inputs, self.outputs)
+        )
+        ranges = "".join(f", {name} {least} to {most}" for name, (least, most) in self.dimensions.items())
+        return f"{self.name} ({inputs} -> {outputs}{ranges}, {len(self.labels)} labels)"
 
 
 class ModelVersion(NamedTuple):
@@ -45,7 +122,7 @@ class ModelVersion(NamedTuple):
 
 
 class KeptRow(NamedTuple):
-    """The row of a last stage's output that a worker keeps for a frontend, float32."""
+    """The row of a last stage's output that a worker keeps for a frontend."""
 
     holder: str
     """The worker: HOST:PORT/INCARNATION."""
@@ -57,10 +134,10 @@ class KeptRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's output for one image, and how it was computed."""
+    """The model's output for one sample, and how it was computed."""
 
-    probabilities: Tensor
-    """float32 [num_classes], on the CPU. Empty while `kept` says where they are."""
+    output: Tensor
+    """The row of the output, as `ServedModel.output_rows` describes, on the CPU. Empty while `kept` says where it is."""
     model: str
     version: str
     queue_s: float
@@ -70,15 +147,15 @@ class Prediction:
     transfer_s: float
     """Seconds on the links, both directions, summed over the stages."""
     attempts: int
-    """1 + the number of times that a batch with this image was sent again. Hedges do not count."""
+    """1 + the number of times that a batch with this sample was sent again. Hedges do not count."""
     path: tuple[str, ...]
     """The world that computed each stage, in order."""
     batch_size: int = 1
-    """Images answered together by the last stage."""
+    """Samples answered together by the last stage."""
     version_number: int = 1
     """See `ModelVersion.number`."""
     kept: KeptRow | None = None
-    """Between leader and frontend: where to fetch the probabilities."""
+    """Between leader and frontend: where to fetch the output."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +186,9 @@ class ReplicaSnapshot:
     """Process id on that host."""
     device: str | None = None
     in_flight: int = 0
-    """Batches sent and not returned."""
+    """Batches sent and not returned; at a frontend, of all leaders."""
     batches_done: int = 0
-    """Batches returned in this generation."""
+    """Batches returned in this generation; at a frontend, to all leaders."""
     last_failure: FailureSnapshot | None = None
     transport: Transport = "relay"
     """How others get its outputs."""
@@ -163,7 +240,22 @@ class FrontendSnapshot:
     """Open HTTP connections."""
     requests_in_flight: int = 0
     transport: Transport = "relay"
-    """How workers get its images."""
+    """How workers get its inputs."""
+
+
+@dataclass(frozen=True)
+class EdgeSnapshot:
+    """One process fetches tensors of another."""
+
+    consumer: str
+    """Name of a frontend or worker."""
+    producer: str
+    """The same; HOST:PORT if the leader does not know its name."""
+    transport: PairTransport
+    received_bytes: int = 0
+    """Bytes of tensors since the edge was opened."""
+    fetch_s: float = 0.0
+    """Mean time of recent transfers, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +283,17 @@ class PipelineSnapshot:
     """The leader whose view of the stages this is."""
     leaders: tuple[LeaderSnapshot, ...] = ()
     frontends: tuple[FrontendSnapshot, ...] = ()
+    edges: tuple[EdgeSnapshot, ...] = ()
+    """At most 16 of each consumer."""
+    state: ServiceState = field(init=False)
+    """Follows from the other fields."""
+    reasons: tuple[str, ...] = field(init=False)
+    """Why the state is not `ready`, as parts of a sentence."""
+
+    def __post_init__(self) -> None:
+        state, reasons = _service_state(self)
+        object.__setattr__(self, "state", state)
+        object.__setattr__(self, "reasons", tuple(reasons))
 
     @property
     def missing_stages(self) -> tuple[int, ...]:
@@ -203,14 +306,41 @@ class PipelineSnapshot:
         return min((stage.ready_replicas for stage in self.stages), default=0) - 1
 
 
+def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]:
+    """The state of the service and its reasons. A stage has a spare replica if two are ready; a stage with one slot never had one."""
+    if snapshot.draining:
+        return "draining", ["the server is stopping"]
+    if snapshot.unloaded and not snapshot.ready:  # ready: another leader has loaded it already
+        return "unloaded", ["an administrator has unloaded the model"]
+    reasons = [
+        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
+        for stage in snapshot.stages
+        if not stage.ready_replicas
+    ]
+    if not snapshot.ready:
+        return "not_ready", reasons or ["the pipeline is not complete"]
+    reasons += [
+        f"stage {stage.index} has 1 of {len(stage.replicas)} replicas"
+        for stage in snapshot.stages
+        if stage.ready_replicas == 1 < len(stage.replicas)
+    ]
+    reasons += [
+        f"leader {leader.name or leader.address} is {leader.state.replace('_', ' ')}"
+        for leader in snapshot.leaders
+        if leader.state != "ready"
+    ]
+    return ("degraded" if reasons else "ready"), reasons
+
+
 class Predictor(Protocol):
     """The pipeline for inference requests."""
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        """Classify one image.
+    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        """Compute one sample.
 
         Args:
-            image: uint8 [3, crop_size, crop_size], RGB, contiguous, on the CPU.
+            row: its inputs as `ServedModel.input_rows` describes, contiguous, on the CPU.
+            key: samples with equal keys can be computed together; see `RowFormat.key`.
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
         Raises:

@@ -12,9 +12,4 @@ def readiness_error(snapshot: PipelineSnapshot) -> RequestRejected:
         return DrainingError("the server is stopping and accepts no new requests; use another one")
     if snapshot.unloaded:
         return NotReadyError("the model is unloaded; an administrator must load it first")
-    missing = [
-        f"stage {stage.index} has no ready replica ({', '.join(replica.state for replica in stage.replicas) or 'none'})"
-        for stage in snapshot.stages
-        if not stage.ready_replicas
-    ]
-    return NotReadyError(f"not ready: {'; '.join(missing) or 'the pipeline is not complete'}; wait for workers to join")
+    return NotReadyError(f"not ready: {'; '.join(snapshot.reasons)}; wait for workers to join")

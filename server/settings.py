@@ -14,16 +14,16 @@ from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsE
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
-    Address,
     default_name,
     name_after_host,
     parse_address,
-    parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
+from multiworld_serving.common.config.leaders import LeadersSettings
 
 _TUNING_S = 2.0
 _MAX_PORT = 65535
+_MAX_WORKERS = 1024
 _MIN_HUNG_S = 5.0
 _CHANNELS = 3
 _CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
@@ -163,6 +163,11 @@ class LeaderSettings(_ServiceSettings):
         "Pipeline",
         "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
     )
+    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32",
+        "Pipeline",
+        "dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values.",
+    )
     join_host: str = setting(
         "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
     )
@@ -183,6 +188,13 @@ class LeaderSettings(_ServiceSettings):
     )
     batch_timeout_s: float = setting(
         0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
+    )
+    target_latency_ms: float | None = setting(
+        None,
+        "Batching",
+        "Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only.",
+        gt=0,
+        le=3_600_000,
     )
     window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
     max_attempts: int = setting(
@@ -241,6 +253,9 @@ class LeaderSettings(_ServiceSettings):
         le=65535,
     )
     join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
+    report_capacity: bool = setting(
+        False, "Process", "Report the replicas that the load needs to the supervisor.", hidden=True
+    )
 
     @property
     def channel_means(self) -> tuple[float, ...] | None:
@@ -312,6 +327,16 @@ class HttpSettings(_ServiceSettings):
         "Model",
         "How images are scaled: exact matches torchvision within one grey level; fast decodes large JPEGs at a fraction of their "
         "size (differs by less than one grey level on average).",
+    )
+    handler: str | None = setting(
+        None,
+        "Model",
+        "FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the "
+        "answer; runs in processes of its own beside the frontends.",
+        allowed="FILE.py:CLASS, such as tokenizer.py:Handler",
+    )
+    handler_timeout_s: float = setting(
+        10.0, "Limits", "Maximum time of the handler for one body; after it, its process is replaced.", gt=0, le=3600
     )
     top_k: int = setting(5, "Model", "Number of most probable classes in a response.", ge=1, le=1000)
     host: str = setting(
@@ -438,18 +463,11 @@ class HttpSettings(_ServiceSettings):
         return self
 
 
-class FrontendSettings(EdgePortSettings, HttpSettings):
+class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     """Settings of a frontend: the leaders to use, and its HTTP API."""
 
     section: ClassVar[str] = "frontend"
 
-    leader: str = setting(
-        ...,
-        "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
-        repeatable=True,
-    )
     name: str = setting(
         None,
         "Network",
@@ -458,17 +476,6 @@ class FrontendSettings(EdgePortSettings, HttpSettings):
         pattern=NAME_PATTERN,
         allowed=NAME_ALLOWED,
     )
-
-    @property
-    def leaders(self) -> tuple[Address, ...]:
-        """Join addresses of the leaders."""
-        return parse_addresses(self.leader)
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str) -> str:
-        parse_addresses(leader)
-        return leader
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
@@ -489,13 +496,25 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     external_workers: bool = setting(
         False, "Pipeline", "Start no local workers; wait for `multiworld worker` processes to join."
     )
+    autoscale: str | None = setting(
+        None,
+        "Pipeline",
+        "Start and stop local workers as the load changes: the least and the largest number of workers, of all stages together; none "
+        "keeps --replicas of each stage.",
+        pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
+        allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
+    )
+    autoscale_down_after_s: float = setting(
+        60.0, "Pipeline", "How long a worker is not needed before --autoscale stops it.", ge=1, le=3600
+    )
     device: str = setting(
         "cpu", "Pipeline", "Device of the local workers.", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N"
     )
     worker_threads: int = setting(
         0,
         "Pipeline",
-        "Compute threads of each local worker; 0 shares the cores: a worker also uses the cores of idle workers.",
+        "Compute threads of each worker; 0 shares the cores: a worker also uses the cores of idle workers. With --launcher ray, the CPUs "
+        "that Ray reserves for each worker, and 0 is 1.",
         ge=0,
         le=1024,
     )
@@ -511,10 +530,50 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         1, "Network", "Number of processes that serve HTTP; use more if one core is not enough.", ge=1, le=64
     )
 
+    launcher: Literal["local", "ray"] = setting(
+        "local",
+        "Launcher",
+        "What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray "
+        "cluster, where they run until `multiworld down`.",
+    )
+    ray_address: str = setting(
+        "auto",
+        "Launcher",
+        "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
+        allowed="auto or HOST:PORT",
+    )
+    ray_namespace: str = setting(
+        "multiworld",
+        "Launcher",
+        "Namespace of the actors in the Ray cluster; several services need different ones.",
+        pattern=NAME_PATTERN,
+        allowed=NAME_ALLOWED,
+    )
+    worker_memory: int = setting(
+        0,
+        "Launcher",
+        "Bytes of memory that Ray reserves for each worker; 0 reserves none.",
+        ge=0,
+        le=1 << 44,
+    )
+
     @property
     def num_workers(self) -> int:
-        """Number of workers of the full pipeline: replicas of all stages, and spares."""
-        return self.stages * self.replicas + self.spares
+        """Number of workers at start: replicas of all stages, and spares; or the least number of `autoscale`."""
+        return self.stages * self.replicas + self.spares if self.worker_limits is None else self.worker_limits[0]
+
+    @property
+    def max_workers(self) -> int:
+        """Largest number of workers."""
+        return self.num_workers if self.worker_limits is None else self.worker_limits[1]
+
+    @property
+    def worker_limits(self) -> tuple[int, int] | None:
+        """The numbers of `autoscale`."""
+        if self.autoscale is None:
+            return None
+        least, _, most = self.autoscale.partition("..")
+        return int(least), int(most)
 
     def join_port_of(self, leader: int) -> int:
         """Port at which this leader listens; 0 selects a free one."""
@@ -542,6 +601,26 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             if port and count > 1:
                 names = " and ".join(name for name, value in ports.items() if value == port)
                 raise ValueError(f"{names} are both {port}; choose different ports, or 0 for a free one")
+        return self
+
+    @model_validator(mode="after")
+    def _autoscale_keeps_redundancy(self) -> Self:
+        if self.worker_limits is None:
+            return self
+        (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
+        if self.external_workers:
+            raise ValueError("autoscale starts local workers, and external_workers allows none: use one of them")
+        if self.launcher != "local":
+            raise ValueError(f"autoscale starts local workers, and launcher is {self.launcher}: use one of them")
+        if not least <= most <= _MAX_WORKERS:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"
+            )
+        if least < needed:
+            raise ValueError(
+                f"autoscale is {self.autoscale}: {self.stages} stages x {self.replicas} replicas + {self.spares} spares need at least "
+                f"{needed} workers; use {needed}..{max(needed, most)}, or fewer replicas"
+            )
         return self
 
     def _without_token(self) -> Self:

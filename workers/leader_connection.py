@@ -60,9 +60,11 @@ class LeaderConnection:
     """Joins one leader, serves it, and rejoins. Connections of a worker share the engine, its stages, and the turns of joining.
 
     Args:
+        leader: where it listens; `settings` may know another address before each attempt to join.
         manager: used by this connection only, because two leaders may use the same world name.
         stop: set when the process must end. A restart request from a leader sets it too.
         edges: of this process; None: all tensors go through the leaders.
+        number: position of the leader in `settings.leaders`.
     """
 
     def __init__(
@@ -76,8 +78,11 @@ class LeaderConnection:
         metrics: WorkerMetrics,
         traces: ComputeTraces | None = None,
         edges: Edges | None = None,
+        number: int = 0,
     ) -> None:
         self._leader = leader
+        self._number = number
+        self._is_only_leader = len(settings.leaders) == 1
         self._settings = settings
         self._engine = engine
         self._manager = manager
@@ -123,6 +128,7 @@ class LeaderConnection:
     async def serve_once(self) -> bool:
         """Join one world and serve in it until it ends. Returns whether a stage was served."""
         await _check_thread_start()
+        self._leader = self._settings.leader_at(self._number, self._leader)
         with self._turns.joining() as joining:
             offer = await self._ask(joining)
             self._wait_s = offer.wait_ms / 1000
@@ -192,7 +198,7 @@ class LeaderConnection:
             )
         except PermissionError as error:
             message = f"the leader at {self._leader} rejects this worker's token: {error}"
-            if len(settings.leaders) > 1:  # keep serving the other leaders
+            if not self._is_only_leader:  # keep serving the other leaders
                 raise AskError(message) from error
             raise UserError(message) from error
         return JoinOffer.from_json(answer)

@@ -81,7 +81,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
             edges = await _open_edges(stack, settings, metrics)
             connections, turns = list[LeaderConnection](), JoinTurns()
             await _start_metrics_port(stack, settings, metrics, engine, connections)
-            for leader in settings.leaders:
+            for number, leader in enumerate(settings.leaders):
                 manager = await stack.enter_async_context(
                     WorldManager(
                         secret=settings.secret,
@@ -93,7 +93,7 @@ async def _serve(settings: WorkerSettings, device: torch.device, tracing: Tracin
                     )
                 )
                 connections.append(
-                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges)
+                    LeaderConnection(leader, settings, engine, manager, stop, turns, metrics, traces, edges, number)
                 )
                 tasks.create_task(connections[-1].run())
     except* StuckError as errors:

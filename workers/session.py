@@ -20,11 +20,14 @@ from multiworld_serving.common.wire import (
     MAX_TRACE_BYTES,
     BatchInputs,
     Channel,
+    EdgeState,
     Header,
     Message,
     MessageKind,
+    RowShape,
     TraceContext,
     WireError,
+    edge_states_json,
     trace_contexts,
 )
 from multiworld_serving.models import AnyStageSpec, ModelError
@@ -45,24 +48,30 @@ from multiworld_serving.workers.stage_loader import StageLoader
 logger = logging.getLogger(__name__)
 
 _BUSY_REPORT_S = 1.0
-"""How often the leader is told that its batches wait for those of other leaders; several times in a `hang_timeout_s`."""
+"""How often the leader is told that its batches wait for those of other leaders, and which edges there are; several times in a
+`hang_timeout_s`."""
 _FAILURE_GRACE_S = 30.0
 """After reporting that the stage cannot be loaded, how long to wait for the leader to end the world."""
 LEADER_RANK = 0
 
 
-class _ExpectedInput(NamedTuple):
-    """Input that an assigned stage accepts, in the order of `Header.require_batch`'s parameters."""
+class _Expected(NamedTuple):
+    """What an assigned stage accepts and returns. The first fields are in the order of `Header.require_batch`'s parameters.
+
+    Attributes:
+        float32_as: as which a float32 output travels.
+    """
 
     dtype: torch.dtype
-    sample_shape: tuple[int, ...]
+    row_shape: RowShape
     min_batch_size: int
     max_batch_size: int
+    float32_as: torch.dtype
 
     @property
     def max_inputs_bytes(self) -> int:
         """Most bytes of an INPUTS message for this stage."""
-        row_bytes = math.prod(self.sample_shape) * self.dtype.itemsize
+        row_bytes = math.prod(self.row_shape.dims) * self.dtype.itemsize
         return MAX_INPUTS_HEAD_BYTES + self.max_batch_size * row_bytes
 
 
@@ -106,7 +115,7 @@ class Session:
         self._slots = asyncio.Semaphore(1)
         self._incoming: IncomingAssignment | None = None
         """The assignment whose stage is not loaded yet, and whose weights have not all arrived."""
-        self._inputs: dict[tuple[int, int], _ExpectedInput] = {}
+        self._inputs: dict[tuple[int, int], _Expected] = {}
         """By version and stage: the stages that are assigned and not unloaded."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,7 +126,7 @@ class Session:
             WorldClosedError: this process closed the world.
         """
         left = False
-        self._start(self._report_waiting())
+        self._start(self._report())
         try:
             await self._serve()
         except BrokenWorldException as ending:
@@ -153,21 +162,29 @@ class Session:
                 self._slots.release()
                 self._handle(message)
 
-    async def _report_waiting(self) -> None:
-        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung."""
+    async def _report(self) -> None:
+        """Tell the leader while its batches wait for those of other leaders, so that it does not take this worker for hung.
+
+        And report the edges on which this worker fetches, when they have changed.
+        """
+        reported: tuple[EdgeState, ...] = ()
         with contextlib.suppress(BrokenWorldException, WorldClosedError):
             while True:
                 await asyncio.sleep(_BUSY_REPORT_S)
                 if self.queue.waits_for_others:
                     await self._channel.send(Message(MessageKind.BUSY))
+                states = () if self._edges is None else self._edges.states()
+                if states != reported:
+                    reported = states
+                    await self._channel.send(Message.from_text(MessageKind.EDGES, edge_states_json(states)))
 
     def _check(self, header: Header) -> None:
         """Reject a header that the leader may not send now; see `Channel`. Raises WireError."""
         match header.kind:
             case MessageKind.BATCH:
-                header.require_batch(*self._expected_input(header))
+                header.require_batch(*self._expected(header)[:4])
             case MessageKind.INPUTS if self._edges is not None:
-                header.require_batch(torch.uint8, (), 1, self._expected_input(header).max_inputs_bytes)
+                header.require_batch(torch.uint8, (), 1, self._expected(header).max_inputs_bytes)
             case MessageKind.RELEASE if self._edges is not None:
                 header.require_batch(torch.int64, (), 1, MAX_RELEASED)
             case MessageKind.ASSIGN if self._incoming is None:
@@ -181,7 +198,7 @@ class Session:
             case _:
                 raise WireError(f"{header.kind.name} was not expected here")
 
-    def _expected_input(self, message: Header | Message) -> _ExpectedInput:
+    def _expected(self, message: Header | Message) -> _Expected:
         expected = self._inputs.get((message.version, message.stage))
         if expected is None:
             raise WireError(
@@ -194,7 +211,11 @@ class Session:
             case MessageKind.ASSIGN if self._incoming is None:
                 self._incoming = incoming = IncomingAssignment(message)
                 spec, shape, most = incoming.spec, incoming.sample_shape, incoming.assignment.max_batch_size
-                self._inputs[incoming.assignment.version, spec.index] = _ExpectedInput(spec.input_dtype, shape, 1, most)
+                self._inputs[incoming.assignment.version, spec.index] = _Expected(
+                    spec.input_dtype if spec.is_first else incoming.assignment.travels_as(spec.input_dtype),
+                    *(RowShape(shape, spec.input_varies), 1, most),
+                    torch.float32 if spec.is_last else incoming.assignment.travels_as(torch.float32),
+                )
                 self._on_assigned(spec)
                 self.queue.expect(incoming.assignment.version)
                 self._start(self._serve_assignment(incoming))
@@ -287,18 +308,7 @@ class Session:
         """Compute a batch and send RESULT or KEPT, FAILED when the stage raises, or INPUT_LOST. Returns the outcome."""
         outcome: Outcome = "answered"
         try:
-            keep, payload = await self._input_of(message)
-            output, compute_ns, waited_ns = await self.queue.compute(message.version, message.stage, payload)
-            self._metrics.computed(message.stage, compute_ns / 1e9)
-            if self._traces is not None and parents:
-                images = len(payload)
-                self._traces.computed(
-                    parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
-                )
-            kind = MessageKind.RESULT
-            if keep is not None and (kept := self._keep(output, keep)) is not None:
-                kind, output = MessageKind.KEPT, kept
-            answer = Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+            answer = await self._compute(message, parents)
         except InputLostError as error:
             logger.warning("world=%s batch=%d stage=%d: %s", self._world.name, message.batch, message.stage, error)
             answer = error.lost.message(message.batch, message.stage, message.version)
@@ -322,24 +332,45 @@ class Session:
             self._world.fail(Cause.ERROR, self._world.rank, "the GPU has failed for this process")
         return outcome
 
+    async def _compute(self, message: Message, parents: list[TraceContext]) -> Message:
+        """Compute a batch; returns RESULT or KEPT. The input is dropped on return: it may lie in memory of its producer."""
+        inputs, batch = await self._input_of(message)
+        images, keep, allocate = len(batch), inputs is not None and inputs.keep, None
+        if keep and self._edges is not None:
+            allocate = self._edges.allocate
+        output, compute_ns, waited_ns = await self.queue.compute(
+            message.version, message.stage, batch, self._expected(message).float32_as, allocate
+        )
+        self._metrics.computed(message.stage, compute_ns / 1e9)
+        if self._traces is not None and parents:
+            self._traces.computed(
+                parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
+            )
+        kind = MessageKind.RESULT
+        if inputs is not None and (kept := self._keep(output, inputs)) is not None:
+            kind, output = MessageKind.KEPT, kept
+        return Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
         """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""
         assert message.payload is not None, "`_check` requires a payload"
         if message.kind is MessageKind.BATCH:
             return None, message.payload
         assert self._edges is not None, "`_check` requires edges"
-        expected = self._expected_input(message)
-        dtype, sample_shape = expected.dtype, expected.sample_shape
-        inputs = BatchInputs.parse(message.payload, dtype, sample_shape, expected.max_batch_size)
+        expected = self._expected(message)
+        inputs = BatchInputs.parse(message.payload, expected.dtype, expected.row_shape.dims, expected.max_batch_size)
+        row_shape = inputs.row_shape(expected.row_shape.dims)
+        if not expected.row_shape.accepts(row_shape):
+            raise WireError(f"INPUTS with rows of {row_shape}; expected {expected.row_shape}")
         self._edges.store.release(inputs.release, self)
-        return inputs, await fetch_inputs(self._edges, inputs, dtype, sample_shape)
+        return inputs, await fetch_inputs(self._edges, inputs, expected.dtype, row_shape)
 
     def _keep(self, output: torch.Tensor, inputs: BatchInputs) -> torch.Tensor | None:
-        """Keep an output for others to fetch. Returns its id as int64 [1]; None if it must be sent to the leader."""
+        """Keep an output for others to fetch. Returns the payload of KEPT; None if the output must be sent to the leader."""
         if not inputs.keep or self._edges is None:
             return None
         number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None)
-        return None if number is None else torch.tensor([number])
+        return None if number is None else torch.tensor([number, *output.shape[1:]])
 
 
 def _describe(error: Exception) -> str:

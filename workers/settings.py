@@ -10,25 +10,17 @@ from multiworld_serving.common.config import DEVICE_PATTERN, setting
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
     NAME_PATTERN,
-    Address,
     default_name,
-    parse_addresses,
 )
 from multiworld_serving.common.config.edges import EdgePortSettings
+from multiworld_serving.common.config.leaders import LeadersSettings
 
 
-class WorkerSettings(EdgePortSettings):
+class WorkerSettings(LeadersSettings, EdgePortSettings):
     """Settings of one worker process: which leaders to join, and the device to compute on."""
 
     section: ClassVar[str] = "worker"
 
-    leader: str = setting(
-        ...,
-        "Network",
-        "HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders.",
-        allowed="HOST:PORT, such as 10.0.0.1:8001, each leader once",
-        repeatable=True,
-    )
     name: str = setting(
         None,
         "Network",
@@ -90,17 +82,6 @@ class WorkerSettings(EdgePortSettings):
         "Exit at end of file on standard input; the supervisor holds the other end, so no worker outlives it.",
         hidden=True,
     )
-
-    @property
-    def leaders(self) -> tuple[Address, ...]:
-        """Join addresses of the leaders."""
-        return parse_addresses(self.leader)
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str) -> str:
-        parse_addresses(leader)
-        return leader
 
     @field_validator("bind_host")
     @classmethod

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.stage_table import stage_facts, stage_table
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ multiworld export model.py:make --input image:float32\\[batch,3,64,64] --stages 
 
 multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip
 
-SOURCE is code of yours, which is executed. The bundle contains none of it. Serving of bundles comes with a later version.
+SOURCE is code of yours, which is executed. The bundle contains none of it.
 """
 
 _IMAGENET_MEAN, _IMAGENET_STD = "0.485,0.456,0.406", "0.229,0.224,0.225"
@@ -240,41 +241,28 @@ def _labels(
 
 
 def _facts(report: "ExportReport", path: Path) -> dict[str, Any]:
-    cut = report.cut
-    crossing = (*cut.boundary_bytes, 0)
     return {
         "path": str(path),
         "name": report.manifest.name,
         "version": report.manifest.version,
         "nodes": report.nodes,
         "operators": report.operators,
-        "stages": [
-            {"seconds": stage_s, "weights_bytes": size, "output_bytes": output}
-            for stage_s, size, output in zip(cut.stage_s, report.weights_bytes, crossing, strict=True)
-        ],
-        "balance": cut.balance,
+        "stages": stage_facts(report.cut, report.weights_bytes),
+        "balance": report.cut.balance,
         "checked_batch_sizes": list(report.checked),
         "deviation": report.deviation,
     }
 
 
 def _show(report: "ExportReport", path: Path) -> None:
-    from multiworld_serving.cli.console import console, table
+    from multiworld_serving.cli.console import console
 
-    rows = table(
-        "stage", "ms", "share", "weights MB", "output KiB", numbers=("stage", "ms", "share", "weights MB", "output KiB")
-    )
-    cut = report.cut
-    total_s = sum(cut.stage_s) or 1.0
-    for number, (stage_s, size) in enumerate(zip(cut.stage_s, report.weights_bytes, strict=True)):
-        output = f"{cut.boundary_bytes[number] / 1024:.0f}" if number < len(cut.boundary_bytes) else ""
-        rows.add_row(str(number), f"{stage_s * 1e3:.2f}", f"{stage_s / total_s:.0%}", f"{size / 1e6:.1f}", output)
     out = console()
     out.print(f"{report.manifest.name} {report.manifest.version}, times and bytes per row", style="bold")
-    out.print(rows)
+    out.print(stage_table(report.cut, report.weights_bytes))
     batches = ", ".join(map(str, report.checked))
     out.print(
-        f"{report.nodes} nodes of {report.operators} operators, balance {cut.balance:.2f}; "
+        f"{report.nodes} nodes of {report.operators} operators, balance {report.cut.balance:.2f}; "
         f"largest difference from the model at batch {batches}: {report.deviation:.2g}"
     )
-    out.print(f"{path} is complete")
+    out.print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(report.cut.stage_s)}")

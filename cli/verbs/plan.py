@@ -3,9 +3,11 @@
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from multiworld_serving.cli.options import AsJson, value
+from multiworld_serving.cli.stage_table import stage_facts, stage_table
 from multiworld_serving.common.config import UserError
 
 if TYPE_CHECKING:
@@ -18,12 +20,14 @@ multiworld plan --model resnet50 --stages 2
 
 multiworld plan --model resnet152 --stages 4 --link-gbps 1 --json
 
-`multiworld serve --cut measured` uses this partition.
+`multiworld serve --cut measured` uses this partition of a ResNet. A bundle is cut by the times that `multiworld export` measured.
 """
 
 _BAR = 40
 
-Model = Annotated[str, value("MODEL", "Model to partition: resnet18, resnet34, resnet50, resnet101, resnet152.")]
+Model = Annotated[
+    str, value("MODEL", "Model to partition: resnet18, resnet34, resnet50, resnet101, resnet152, or a bundle.")
+]
 Stages = Annotated[int, value("N", "Number of pipeline stages.", min=1)]
 BatchSize = Annotated[int, value("N", "Images per batch.", min=1)]
 Device = Annotated[str, value("DEVICE", "Device to measure on: cpu, cuda or cuda:N.")]
@@ -47,17 +51,22 @@ def plan(
 ) -> int:
     """Measure every block of a model on this machine and show the partition that makes the slowest stage fastest.
 
-    Random weights are used: the values do not affect the time.
+    A ResNet has random weights: the values do not affect the time.
     """
     import torch
 
     from multiworld_serving.cli.console import progress_console
-    from multiworld_serving.models import load_model
+    from multiworld_serving.models import MODEL_NAMES, load_model
     from multiworld_serving.server.versions.partition_plan import measure_partition
     from multiworld_serving.workers.compute.device import check_device
 
     check_device(device)
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // stages))
+    if model not in MODEL_NAMES and Path(model).exists():
+        if device != "cpu":
+            raise UserError("a bundle is measured on the CPU: leave --device out")
+        _plan_bundle(Path(model), stages, batch_size, repeats, as_json=as_json)
+        return 0
     speed = None if link_gbps is None else link_gbps * 1e9 / 8
     steps = progress_console()
     what = f"measuring the blocks of {model}, {repeats} times each"
@@ -79,6 +88,32 @@ def plan(
     else:
         _show(found, model)
     return 0
+
+
+def _plan_bundle(path: Path, num_stages: int, batch_size: int, repeats: int, *, as_json: bool) -> None:
+    """Measure every operator of a bundle, and cut it by these times."""
+    from multiworld_serving.cli.console import console
+    from multiworld_serving.models import cut_graph, read_bundle
+    from multiworld_serving.models.bundle.cutting import measure_nodes
+
+    bundle = read_bundle(path)
+    inputs = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
+    rows = [tensor.repeat(batch_size, *[1] * (tensor.dim() - 1)) for tensor in inputs]
+    costs_s = measure_nodes(bundle.graph, bundle.weights(node.target for node in bundle.graph.weights), rows, repeats)
+    cut = cut_graph(bundle.graph, costs_s, num_stages)
+    sizes = [
+        sum({node.target: node.row_bytes() for node in stage.weights}.values())
+        for stage in bundle.graph.cut(cut.positions)
+    ]
+    rows_per_s = 1 / max(cut.stage_s)
+    if as_json:
+        facts = {"model": bundle.manifest.name, "stages": stage_facts(cut, sizes), "rows_per_s": rows_per_s}
+        print(json.dumps(facts | {"balance": cut.balance}))
+        return
+    out = console()
+    out.print(f"{bundle.manifest.name} {bundle.manifest.version}, times and bytes per row", style="bold")
+    out.print(stage_table(cut, sizes))
+    out.print(f"{rows_per_s:.1f} rows/s with one device per stage; balance {cut.balance:.2f}")
 
 
 def _facts(found: "PartitionPlan", model: str) -> dict[str, Any]:

@@ -1,8 +1,14 @@
 """`multiworld serve`, `frontend`, `leader` and `worker`: the processes of the service."""
 
-from multiworld_serving.cli.options import settings_command
+from typing import TYPE_CHECKING, Annotated
+
+from multiworld_serving.cli.options import settings_command, value
+from multiworld_serving.common.config import UserError, configure_logging
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 SERVE_EPILOG = """
 [bold]Examples[/bold]
@@ -13,12 +19,19 @@ multiworld serve --model resnet18 --stages 3 --replicas 2 --leaders 2 --weights 
 
 multiworld serve --external-workers --join-host 0.0.0.0 --token-file token
 
+multiworld serve --launcher ray --stages 2 --replicas 2 --leaders 2 --frontends 2 --device cuda
+
 curl -F image=@photo.jpg http://127.0.0.1:8000/predict
 """
 FRONTEND_EPILOG = """
 [bold]Example[/bold]
 
 multiworld frontend --leader 10.0.0.1:8001 --leader 10.0.0.2:8001 --host 0.0.0.0 --token-file token
+"""
+DOWN_EPILOG = """
+[bold]Example[/bold]
+
+multiworld down --ray-address 10.0.0.1:6379
 """
 LEADER_EPILOG = """
 [bold]Example[/bold]
@@ -43,9 +56,53 @@ def serve(settings: ServeSettings) -> int:
     Every option can also be set by the environment variable shown with it, or in a TOML file. The command line takes
     precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service.
     """
+    if settings.launcher == "ray":
+        return int(_ray_launcher().serve(settings))
     from multiworld_serving.deploy.processes.service import run
 
     return run(settings)
+
+
+def _ray_launcher() -> "ModuleType":
+    """The module that runs a service on Ray. Raises UserError if Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "Ray is not installed, which --launcher ray and `multiworld down` need: pip install 'multiworld-serving[ray]'"
+        ) from error
+    from multiworld_serving.deploy.ray import launcher
+
+    return launcher
+
+
+def down(
+    *,
+    ray_address: Annotated[
+        str,
+        value(
+            "ADDRESS",
+            "Ray cluster: auto for the one of this machine, or HOST:PORT of its head.",
+            envvar="MULTIWORLD_RAY_ADDRESS",
+        ),
+    ] = "auto",
+    ray_namespace: Annotated[
+        str,
+        value("NAMESPACE", "Namespace that the service was started with.", envvar="MULTIWORLD_RAY_NAMESPACE"),
+    ] = "multiworld",
+    timeout_s: Annotated[
+        float,
+        value("SECONDS", "Time for the processes of each role to stop; what still runs then is killed.", min=0.001),
+    ] = 60.0,
+) -> int:
+    """Stop a service that `multiworld serve --launcher ray` has started.
+
+    Frontends stop first and answer the requests that they have, then leaders and workers.
+    """
+    launcher = _ray_launcher()
+    configure_logging("info", process="down")
+    launcher.down(ray_address, ray_namespace, timeout_s)
+    return 0
 
 
 @settings_command(FrontendSettings, process=lambda settings: settings.name)

@@ -83,4 +83,5 @@ def _as_text(value: object) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in STANDARD_ATTRIBUTES}
+    # Ray adds attributes with an underscore to all records.
+    return {name: value for name, value in vars(record).items() if name not in STANDARD_ATTRIBUTES and name[:1] != "_"}

@@ -99,9 +99,8 @@ async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
     Args:
         on_thread: a thread sends WATCHDOG=1 instead: for a process that watches its event loop itself.
     """
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    own_pid = str(os.getpid())
-    if not address or os.environ.get("WATCHDOG_PID", own_pid) != own_pid:  # set for the parent process
+    address = _notify_address()
+    if not address:
         yield
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
@@ -117,6 +116,19 @@ async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
                 yield
         finally:
             _notify(sock, address, "STOPPING=1")
+
+
+def notify(state: str) -> None:
+    """Send a message to systemd or the supervisor, see sd_notify(3). Does nothing without one."""
+    if address := _notify_address():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as sock:
+            _notify(sock, address, state)
+
+
+def _notify_address() -> str:
+    own_pid = str(os.getpid())
+    is_own = os.environ.get("WATCHDOG_PID", own_pid) == own_pid  # otherwise it is set for the parent process
+    return os.environ.get("NOTIFY_SOCKET", "") if is_own else ""
 
 
 async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float) -> None:

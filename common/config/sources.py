@@ -24,8 +24,12 @@ from pydantic_settings import EnvSettingsSource
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, allowed, declaration
 
-OTHER_VARIABLES = ("CONFIG", "URL", "OPERATIONS_URL", "API_KEY", "API_KEY_FILE", "CA_FILE", "CLIENT_CERT_FILE")
-"""MULTIWORLD_… variables that are not settings: the TOML file, and the URL and credentials of a running service for CLI commands."""
+OTHER_VARIABLES = (
+    *("CONFIG", "URL", "OPERATIONS_URL", "API_KEY", "API_KEY_FILE", "CA_FILE", "CLIENT_CERT_FILE"),
+    *("RUNTIME_DIR", "SHARED_MEMORY_BYTES"),
+)
+"""MULTIWORLD_… variables that are not settings: the TOML file; the URL and credentials of a running service for CLI commands; and those of
+the library."""
 
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment"

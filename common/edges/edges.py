@@ -22,7 +22,7 @@ from multiworld_serving.common.edges.pool import EdgePool, TensorGoneError
 from multiworld_serving.common.edges.server import EdgeServer
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.metrics import guarded
-from multiworld_serving.common.wire import RowRef
+from multiworld_serving.common.wire import EdgeState, RowRef
 
 _POLL_S = 0.02
 
@@ -59,6 +59,7 @@ class Edges:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             bind_host=bind_host,
+            on_shared_memory_missing=metrics.shared_memory_missing,
         )
         self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
         self._pool = EdgePool(name, self._manager, secret, metrics, bind_host)
@@ -87,6 +88,15 @@ class Edges:
         await self._pool.close()
         await self._server.close()
         await self._manager.aclose()
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory for a tensor to keep. Consumers on this host can read it in place if it is in shared memory, which it is
+        unless it is small or no shared memory is left. May be called on any thread."""
+        return self._manager.allocate(shape, dtype)
+
+    def states(self) -> tuple[EdgeState, ...]:
+        """See `EdgePool.states`."""
+        return self._pool.states()
 
     async def wait_fetched(self, timeout_s: float) -> None:
         """Wait until no tensor is kept any more, at most `timeout_s`."""

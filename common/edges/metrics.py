@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
+from multiworld_serving.common.wire import EdgeTransport
 
 FetchOutcome = Literal["fetched", "gone", "unreachable"]
 """gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
@@ -28,7 +29,14 @@ class EdgeMetrics:
         )
         self._fetches = program.counter("edge_fetches", "Fetches of this process, by outcome.", ("outcome",))
         self._fetch_s = program.histogram(
-            "edge_fetch_seconds", "Time of a successful fetch, with opening the edge if needed.", _FETCH_S
+            "edge_fetch_seconds",
+            "Time of a successful fetch, with opening the edge if needed.",
+            _FETCH_S,
+            ("transport",),
+        )
+        self._no_memory = program.counter(
+            "edge_shared_memory_missing",
+            "Tensors that were copied through a socket because the system had no shared memory.",
         ).labels()
         self._open = program.gauge("edges_open", "Edges that are open now, by direction.", ("direction",))
         self._retained = program.gauge("edge_retained_bytes", "Bytes of tensors kept for others to fetch.").labels()
@@ -39,18 +47,20 @@ class EdgeMetrics:
         for direction in ("sent", "received"):
             self._open.labels(direction)
             for transport in Transport:
-                self._bytes.labels(direction, _label(transport))
+                self._bytes.labels(direction, transport_label(transport))
+        for transport in Transport:
+            self._fetch_s.labels(transport_label(transport))
         for outcome in _OUTCOMES:
             self._fetches.labels(outcome)
 
     def transferred(self, direction: Direction, transport: Transport, nbytes: int) -> None:
         """A tensor of this size was sent to a consumer, or received from a producer."""
-        self._bytes.labels(direction, _label(transport)).inc(nbytes)
+        self._bytes.labels(direction, transport_label(transport)).inc(nbytes)
 
-    def fetched(self, seconds: float) -> None:
+    def fetched(self, seconds: float, transport: Transport) -> None:
         """A fetch succeeded."""
         self._fetches.labels("fetched").inc()
-        self._fetch_s.observe(seconds)
+        self._fetch_s.labels(transport_label(transport)).observe(seconds)
 
     def failed(self, outcome: FetchOutcome) -> None:
         """A fetch failed."""
@@ -68,10 +78,15 @@ class EdgeMetrics:
         """Set the budget."""
         self._budget.set(nbytes)
 
+    def shared_memory_missing(self) -> None:
+        """The system had no shared memory for a tensor. Called on any thread."""
+        self._no_memory.inc()
+
     def budget_exceeded(self) -> None:
         """A tensor was not kept because the budget is used up."""
         self._exceeded.inc()
 
 
-def _label(transport: Transport) -> str:
-    return transport.value.replace(" ", "_")
+def transport_label(transport: Transport) -> EdgeTransport:
+    """The value of the label `transport`, and of the status."""
+    return "shared_memory" if transport is Transport.SHARED_MEMORY else "tcp"

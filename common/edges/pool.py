@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import logging
 import time
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from multiworld import AskError, Transport, World, WorldError, WorldManager, ask
 from multiworld_serving.common.config.addresses import parse_address
-from multiworld_serving.common.edges.metrics import EdgeMetrics
+from multiworld_serving.common.edges.metrics import EdgeMetrics, transport_label
 from multiworld_serving.common.wire import (
+    MAX_EDGE_STATES,
     MAX_FETCH_ROWS,
     WORLD_BACKEND,
     Channel,
     EdgeJoinRequest,
+    EdgeState,
     Header,
     JoinOffer,
     Message,
@@ -44,6 +47,8 @@ _PAUSE_S = 1.0
 """After an edge could not be opened, fetches fail at once for this long, so that not every batch waits for the same producer."""
 _IDLE_S = 60.0
 """An edge without fetches for this long is closed."""
+_SHARE = 0.1
+"""Weight of the last transfer in the mean time of an edge."""
 _MAX_QUEUED = 4096
 """Fetches that wait for one producer."""
 
@@ -100,6 +105,15 @@ class EdgePool:
         self._failed: dict[str, tuple[float, str]] = {}
         """By producer: until when fetches fail at once, and why."""
 
+    def states(self) -> tuple[EdgeState, ...]:
+        """The edges on which something was fetched, those with most bytes first; at most MAX_EDGE_STATES."""
+        used = (edge for edge in self._edges.values() if edge.received_bytes)
+        most = heapq.nlargest(MAX_EDGE_STATES, used, key=lambda edge: edge.received_bytes)
+        return tuple(
+            EdgeState(edge.holder, transport_label(edge.transport), edge.received_bytes, round(edge.fetch_s, 6))
+            for edge in most
+        )
+
     async def close(self) -> None:
         """End all edges. Waiting fetches raise."""
         tasks = [edge.task for edge in self._edges.values()]
@@ -120,15 +134,16 @@ class EdgePool:
         If the edge breaks, the fetch is repeated once over a new one.
         Raises:
             HolderUnreachableError, TensorGoneError: other producers are not affected.
-        Cancelling does not end the edge.
+        Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
+        tensors over it are dropped. It may be written: this changes only the memory of this process.
         """
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(_TOTAL_S):
                 try:
-                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
                 except _EdgeBrokenError:
-                    tensor = await self._fetch(holder, refs, dtype, shape, take=take)
+                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
         except TimeoutError:
             self._metrics.failed("unreachable")
             raise HolderUnreachableError(f"{holder} did not send it within {_TOTAL_S:g} s") from None
@@ -138,12 +153,12 @@ class EdgePool:
         except HolderUnreachableError:
             self._metrics.failed("unreachable")
             raise
-        self._metrics.fetched(time.monotonic() - began_s)
+        self._metrics.fetched(time.monotonic() - began_s, transport)
         return tensor
 
     async def _fetch(
         self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Transport]:
         """Fetch over the edge to the producer; opens it if there is none. Raises HolderUnreachableError, TensorGoneError."""
         failed = self._failed.get(holder)
         if failed is not None and time.monotonic() < failed[0]:
@@ -153,7 +168,7 @@ class EdgePool:
             edge = self._edges[holder] = _Edge(self, holder)
         fetch = _Fetch(refs, dtype, shape, take, asyncio.get_running_loop().create_future())
         edge.add(fetch)
-        return await fetch.future
+        return await fetch.future, edge.transport
 
     async def open(self, holder: str) -> World:
         """Join a new world with the producer. Raises HolderUnreachableError."""
@@ -205,7 +220,12 @@ class EdgePool:
 
 
 class _Edge:
-    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge is idle or broken."""
+    """The edge to one producer. Its task opens the world, performs the fetches in order, and ends when the edge is idle or broken.
+
+    Attributes:
+        received_bytes: of tensors.
+        fetch_s: mean time of recent transfers.
+    """
 
     def __init__(self, pool: EdgePool, holder: str) -> None:
         self.holder = holder
@@ -215,7 +235,9 @@ class _Edge:
         self._added = asyncio.Event()
         self._numbers = itertools.count(1)
         self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
-        self._transport = Transport.TCP
+        self.transport = Transport.TCP
+        self.received_bytes = 0
+        self.fetch_s = 0.0
         self.task = asyncio.create_task(self._run())
 
     def add(self, fetch: _Fetch) -> None:
@@ -230,7 +252,7 @@ class _Edge:
         world: World | None = None
         try:
             world = await self._pool.open(self.holder)
-            self._transport = world.transport
+            self.transport = world.transport
             await self._serve(Channel(world, _PRODUCER_RANK, self._check))
         except EdgeError as error:
             reason = error
@@ -298,11 +320,15 @@ class _Edge:
         self._expected = (number, first.dtype, shape)
         kind = MessageKind.TAKE_ROWS if first.take else MessageKind.FETCH_ROWS
         refs = [ref for fetch in fetches for ref in fetch.refs]
+        began_s = time.monotonic()
         async with asyncio.timeout(_FETCH_S):
             await channel.send(Message(kind, number, row_refs_tensor(refs)))
-            tensor = (await channel.receive()).payload
+            tensor = (await channel.receive_view()).payload
         if tensor is not None:
-            self._pool.received(tensor, self._transport)
+            self._pool.received(tensor, self.transport)
+            took_s = time.monotonic() - began_s
+            self.fetch_s = took_s if not self.received_bytes else (1 - _SHARE) * self.fetch_s + _SHARE * took_s
+            self.received_bytes += tensor.nbytes
         return tensor
 
     def _check(self, header: Header) -> None:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 from typing import NoReturn
 
 import torch
 
-from multiworld import AskError, World, WorldError, WorldManager
+from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.wire import (
@@ -73,7 +74,7 @@ class EdgeServer:
             request = EdgeJoinRequest.from_json(question)
         except WireError as error:
             raise AskError(str(error)) from error
-        if request.incarnation != self._incarnation:
+        if not secrets.compare_digest(request.incarnation, self._incarnation):
             raise AskError("the process that kept these tensors has ended")
         if len(self._tasks) >= _MAX_EDGES:
             raise AskError(f"this process has {_MAX_EDGES} edges already")
@@ -110,11 +111,12 @@ class EdgeServer:
     async def _answer(self, world: World) -> NoReturn:
         """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
         channel = Channel(world, _CONSUMER_RANK, _check)
+        allocate = world.allocate if world.transport is Transport.SHARED_MEMORY else None
         while True:
             message = await channel.receive()
             assert message.payload is not None, "`_check` requires it"
             refs = row_refs(message.payload)
-            found = self._store.rows(refs)
+            found = self._store.rows(refs, allocate)
             async with asyncio.timeout(_SEND_S):
                 if found is None:
                     await channel.send(Message(MessageKind.GONE, message.batch))

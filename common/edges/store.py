@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire import ALL_ROWS, RowRef
+
+Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Returns an uninitialized contiguous tensor of this shape and dtype."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +74,12 @@ class TensorStore:
             self.expire(number, expires_s)
         return number
 
-    def rows(self, refs: Sequence[RowRef]) -> Tensor | None:
-        """The referenced rows, concatenated; None if one of them is not here. A single reference is a view, not a copy."""
+    def rows(self, refs: Sequence[RowRef], allocate: Allocate | None = None) -> Tensor | None:
+        """The referenced rows, concatenated; None if one of them is not here. A single reference is a view, not a copy.
+
+        Args:
+            allocate: makes the memory for several references.
+        """
         parts = []
         for number, row in refs:
             entry = self._entries.get(number)
@@ -81,7 +89,11 @@ class TensorStore:
         first = parts[0]
         if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
             return None
-        return first if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return first
+        if allocate is None:
+            return torch.cat(parts)
+        return torch.cat(parts, out=allocate((sum(map(len, parts)), *first.shape[1:]), first.dtype))
 
     def take(self, refs: Iterable[RowRef]) -> None:
         """These rows were sent to their last consumer. A tensor is released when all of its rows are taken."""

@@ -2,6 +2,13 @@
 `inputs`)."""
 
 from multiworld_serving.common.wire.channel import Channel
+from multiworld_serving.common.wire.edge_states import (
+    MAX_EDGE_STATES,
+    EdgeState,
+    EdgeTransport,
+    edge_states_json,
+    parse_edge_states,
+)
 from multiworld_serving.common.wire.inputs import (
     ALL_ROWS,
     MAX_FETCH_ROWS,
@@ -15,6 +22,7 @@ from multiworld_serving.common.wire.inputs import (
     row_refs_tensor,
 )
 from multiworld_serving.common.wire.join import (
+    EDGE_DTYPES,
     FRONTEND_PROTOCOL,
     MAX_PARTS,
     RELEASE,
@@ -27,13 +35,15 @@ from multiworld_serving.common.wire.join import (
     StageAssignment,
     different_fields,
 )
-from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire.message import HEADER_BYTES, Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.common.wire.tracing import MAX_TRACE_BYTES, TraceContext, trace_contexts, trace_message
 
 __all__ = [
     "ALL_ROWS",
+    "EDGE_DTYPES",
     "FRONTEND_PROTOCOL",
     "HEADER_BYTES",
+    "MAX_EDGE_STATES",
     "MAX_FETCH_ROWS",
     "MAX_INPUTS_HEAD_BYTES",
     "MAX_PARTS",
@@ -45,6 +55,8 @@ __all__ = [
     "BatchInputs",
     "Channel",
     "EdgeJoinRequest",
+    "EdgeState",
+    "EdgeTransport",
     "FrontendJoinRequest",
     "Header",
     "JoinOffer",
@@ -53,11 +65,14 @@ __all__ = [
     "Message",
     "MessageKind",
     "RowRef",
+    "RowShape",
     "Source",
     "StageAssignment",
     "TraceContext",
     "WireError",
     "different_fields",
+    "edge_states_json",
+    "parse_edge_states",
     "row_refs",
     "row_refs_tensor",
     "trace_contexts",

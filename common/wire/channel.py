@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multiworld import BrokenWorldException, Cause, World, WorldError
+from multiworld import BrokenWorldException, Cause, Operation, World, WorldError
 from multiworld_serving.common.wire.message import Header, Message
 
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
@@ -33,15 +33,18 @@ class Channel:
         Raises:
             BrokenWorldException, WorldClosedError: the link ended.
         """
+        await self.world.finish(self.start(message))
+
+    def start(self, message: Message) -> Operation:
+        """Start to send a message and return at once. Messages are sent in the order of these calls; see `send`."""
         try:
-            operation = self.world.start_send_message(message.header(), message.payload, self._peer)
+            return self.world.start_send_message(message.header(), message.payload, self._peer)
         except WorldError:
             raise
         except Exception as error:
             detail = f"{message.kind.name} {message.batch} cannot be sent: {type(error).__name__}: {error}"
             self.world.fail(Cause.ABORTED, self.world.rank, detail)
             raise BrokenWorldException(self.world.name, Cause.ABORTED, self.world.rank, detail) from error
-        await self.world.finish(operation)
 
     async def receive(self) -> Message:
         """Receive the next message.
@@ -62,3 +65,16 @@ class Channel:
         await self.world.recv_message(accept, self._peer)
         assert message is not None, "a message is received after `accept` has returned"
         return message
+
+    async def receive_view(self) -> Message:
+        """As `receive`, but a large payload stays in shared memory of the sender if it can, until all tensors that use it are dropped."""
+        header: Header | None = None
+
+        def check(data: bytes, size_bytes: int) -> None:
+            nonlocal header
+            header = Header.parse(data, size_bytes)
+            self._check(header)
+
+        view = await self.world.recv_view(check, self._peer)
+        assert header is not None, "a view is received after `check` has returned"
+        return header.message(view.data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """Where the rows of a batch are. Rows that appear nowhere belong to requests that have ended; they are zeros.
+    """Where the rows of a batch are. Rows that appear nowhere are zeros.
 
     Attributes:
         rows: number of rows of the batch.
@@ -76,6 +76,7 @@ class BatchInputs:
         keep: the output should stay at the worker (KEPT); otherwise it comes with the result.
         expires_s: after how many seconds the worker frees a kept output by itself; 0: not at all.
         release: ids of earlier outputs of the worker that are not needed any more.
+        row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
     """
 
     rows: int
@@ -85,11 +86,12 @@ class BatchInputs:
     keep: bool = True
     expires_s: float = 0.0
     release: tuple[int, ...] = ()
+    row_bytes: int = 0
 
     def message(self, batch: int, stage: int, version: int) -> Message:
         """The INPUTS message."""
         sources = [[source.holder, source.refs, source.at] for source in self.sources]
-        fields = [self.rows, sources, self.relayed_at, self.keep, self.expires_s, self.release]
+        fields = [self.rows, sources, self.relayed_at, self.keep, self.expires_s, self.release, self.row_bytes]
         text = json.dumps(fields, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text)) + text
         head += b" " * (-len(head) % _ALIGNED_BYTES)
@@ -103,7 +105,7 @@ class BatchInputs:
         """Decode the payload of INPUTS.
 
         Args:
-            dtype, sample_shape: of the stage's input.
+            dtype, sample_shape: of the stage's input; the longest one if its length varies.
         Raises:
             WireError: it is invalid.
         """
@@ -112,7 +114,7 @@ class BatchInputs:
             (length,) = _HEAD.unpack_from(data, 0)
             if length > len(data) - _HEAD.size:
                 raise WireError(f"INPUTS: {length} bytes of text in a message of {len(data)}")
-            rows, sources, relayed_at, keep, expires_s, release = json.loads(
+            rows, sources, relayed_at, keep, expires_s, release, row_bytes = json.loads(
                 bytes(data[_HEAD.size : _HEAD.size + length])
             )
             found = cls(
@@ -123,17 +125,25 @@ class BatchInputs:
                 bool(keep),
                 float(expires_s),
                 tuple(map(_integer, release)),
+                _integer(row_bytes),
             )
+            sample_shape = found.row_shape(sample_shape)
             body = payload[_HEAD.size + length + -(_HEAD.size + length) % _ALIGNED_BYTES :]
             if found.relayed_at:
                 relayed = body.view(dtype).view(len(found.relayed_at), *sample_shape)
-                found = cls(
-                    *(found.rows, found.sources, relayed, found.relayed_at, found.keep, found.expires_s, found.release)
-                )
+                found = replace(found, relayed=relayed)
         except (ValueError, TypeError, RecursionError, RuntimeError, struct.error) as error:
             raise WireError(f"INPUTS is invalid: {error!s:.200}") from error
         found._check(max_rows)
         return found
+
+    def row_shape(self, longest: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the rows, where that of the stage's input is `longest`. Raises ValueError."""
+        if not self.row_bytes:
+            return longest
+        if len(longest) != 1 or not 0 < self.row_bytes <= longest[0]:
+            raise ValueError(f"rows of {self.row_bytes} bytes for an input of {longest}")
+        return (self.row_bytes,)
 
     def _check(self, max_rows: int) -> None:
         positions = [at for source in self.sources for at in source.at] + list(self.relayed_at)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Self
 
+import torch
+
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, is_name, shown
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.message import MAX_DIMS, WireError
@@ -20,7 +22,7 @@ RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
 WORKER_PROTOCOL = 1
 """Version of all messages between leaders and workers: increase it with every change of them."""
-FRONTEND_PROTOCOL = 1
+FRONTEND_PROTOCOL = 2
 """Version of all frames between leaders and frontends: increase it with every change of them."""
 
 _MAX_WAIT_MS = 100_000_000
@@ -36,6 +38,8 @@ _ASSIGNMENT_BOUNDS = {
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS
 _MAX_BATCH_ELEMENTS = 1 << 34
 _MAX_FIELDS_CHARS = 200
+EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""By name, the dtypes as which float32 tensors may travel between stages."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 MAX_PARTS = 64
 """Most parts in a JoinRequest."""
@@ -240,7 +244,7 @@ class StageAssignment(_Json):
         input_shape: shape of one sample of this stage's input, as "3x224x224".
         window: most batches that the leader keeps in flight.
         version: the leader's number of this model version; batches refer to it.
-        precision, optimize: see models.Tuning.
+        precision, optimize, edge_dtype: see models.Tuning.
         tuning_ms: longest time for measuring execution modes.
     Raises:
         WireError: a number is out of bounds, or `input_shape` is not the shape of a sample.
@@ -256,6 +260,7 @@ class StageAssignment(_Json):
     precision: str = "float32"
     optimize: str = "none"
     tuning_ms: int = 0
+    edge_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for field, (least, most) in _ASSIGNMENT_BOUNDS.items():
@@ -263,6 +268,10 @@ class StageAssignment(_Json):
                 raise WireError(f"StageAssignment: {field} is {getattr(self, field)!r:.60}; expected {least} to {most}")
         if not _SHA256.fullmatch(self.weights_sha256):
             raise WireError(f"StageAssignment: weights_sha256 is {self.weights_sha256!r:.60}; expected a SHA-256 hash")
+        if self.edge_dtype not in EDGE_DTYPES:
+            raise WireError(
+                f"StageAssignment: edge_dtype is {self.edge_dtype!r:.60}; expected one of {', '.join(EDGE_DTYPES)}"
+            )
         shape = self.sample_shape
         if min(shape) < 1 or len(shape) >= MAX_DIMS or self.max_batch_size * math.prod(shape) > _MAX_BATCH_ELEMENTS:
             raise WireError(
@@ -276,8 +285,12 @@ class StageAssignment(_Json):
 
         It includes the largest batch size, for which execution modes and CUDA graphs are made, but not the time for measuring.
         """
-        parts = (self.spec, self.input_shape, self.max_batch_size, self.precision, self.optimize, self.weights_sha256)
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        loading = (self.spec, self.input_shape, self.max_batch_size, self.precision, self.optimize, self.weights_sha256)
+        return hashlib.sha256(json.dumps((*loading, self.edge_dtype)).encode()).hexdigest()
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """dtype as which a tensor of this dtype travels between stages."""
+        return EDGE_DTYPES[self.edge_dtype] if dtype == torch.float32 else dtype
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

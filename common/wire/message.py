@@ -50,9 +50,10 @@ class MessageKind(IntEnum):
     ROWS = 14  # producer → consumer: the rows
     GONE = 15  # producer → consumer: at least one of the rows is not here any more
     INPUTS = 16  # leader → worker: references of the input for an assigned stage (BatchInputs)
-    KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker, under this id (int64 [1])
+    KEPT = 17  # worker → leader: the output for a batch of INPUTS stays at the worker, int64 [its id, *shape of a row]
     INPUT_LOST = 18  # worker → leader: the input of a batch of INPUTS could not be fetched (LostInput as JSON)
     RELEASE = 19  # leader → worker: these outputs are not needed any more (int64 [N])
+    EDGES = 22  # worker → leader: the edges on which the worker fetches, when they have changed (EdgeStates as JSON)
     TRACE = 10  # leader → worker: spans of the traced requests in the next batch (see multiworld_serving.common.wire.tracing)
 
 
@@ -108,6 +109,28 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class RowShape:
+    """The shape of a row of a stage's input or output.
+
+    Attributes:
+        dims: the shape; if it varies, one number: most bytes of a row.
+        varies: the rows of a batch have equal lengths, which other batches may not have.
+    """
+
+    dims: tuple[int, ...]
+    varies: bool = False
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Whether a row may have this shape."""
+        if self.varies:
+            return len(shape) == 1 and 0 < shape[0] <= self.dims[0]
+        return shape == self.dims
+
+    def __str__(self) -> str:
+        return f"at most {self.dims[0]} bytes" if self.varies else str(self.dims)
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """A received, consistent header.
 
@@ -144,14 +167,15 @@ class Header:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
         return Header(known, batch, dtype, shape, compute_ns, waited_ns, stage, version)
 
-    def require_batch(self, dtype: torch.dtype, sample_shape: tuple[int, ...], least: int, most: int) -> None:
-        """Raise WireError unless the payload has this dtype and shape [N, *sample_shape] with `least` <= N <= `most`."""
+    def require_batch(self, dtype: torch.dtype, row_shape: tuple[int, ...] | RowShape, least: int, most: int) -> None:
+        """Raise WireError unless the payload has this dtype and `least` to `most` rows of this shape."""
+        rows = row_shape if isinstance(row_shape, RowShape) else RowShape(row_shape)
         shape = self.shape
-        if shape and self.dtype == dtype and shape[1:] == sample_shape and least <= shape[0] <= most:
+        if shape and self.dtype == dtype and rows.accepts(shape[1:]) and least <= shape[0] <= most:
             return
-        rows = least if least == most else f"{least} to {most}"
+        count = least if least == most else f"{least} to {most}"
         found = "no payload" if shape is None else f"{self.dtype} {shape}"
-        raise WireError(f"{self.kind.name}: expected {dtype}, {rows} rows of {sample_shape}, got {found}")
+        raise WireError(f"{self.kind.name}: expected {dtype}, {count} rows of {rows}, got {found}")
 
     def require_text(self) -> None:
         """Raise WireError unless the payload is text of at most MAX_TEXT_BYTES."""
@@ -162,9 +186,13 @@ class Header:
         if self.shape is not None:
             raise WireError(f"{self.kind.name}: expected no payload, got {self.dtype} {self.shape}")
 
-    def message(self) -> Message:
-        """The message, with memory for its payload."""
-        payload = None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)
+    def message(self, data: Tensor | None = None) -> Message:
+        """The message, whose payload is `data`, uint8 [size]. Without it, new memory."""
+        payload = None
+        if self.shape is not None:
+            payload = (
+                torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
+            )
         return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
 
 

@@ -24,24 +24,21 @@ def child_fork_server(settings: ServeSettings, notify: Mapping[str, str]) -> For
     Args:
         notify: see `NotifyListener.environment`.
     """
-    return ForkServer(FORK_SERVER_PROGRAM, worker_environment(settings, notify))
+    return ForkServer(FORK_SERVER_PROGRAM, worker_environment(compute_threads(settings), notify))
 
 
-def worker_environment(settings: ServeSettings, notify: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of local workers: inherited, without settings of the service, with the token (not in the arguments)."""
-    assert settings.local_token is not None, "the token must be set before workers start"
+def worker_environment(threads: int, notify: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of workers: inherited, without settings of the service; they get these in a file."""
     return {
         **_inherited(),
         **notify,
-        **dict.fromkeys(THREAD_VARIABLES, str(compute_threads(settings))),
+        **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS),
-        ENV_PREFIX + "TOKEN": settings.local_token.get_secret_value(),
-        **({ENV_PREFIX + "EDGE_TOKEN": settings.secrets[0].decode()} if settings.secrets else {}),
     }
 
 
 def program_environment(notify: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of leaders and frontends: inherited, without settings of the service; they get these in a file."""
+    """Return the environment of leaders and frontends, which compute nothing."""
     return {**_inherited(), **notify, **dict.fromkeys(THREAD_VARIABLES, "1")}
 
 

@@ -13,10 +13,13 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+from multiworld_serving.server.capacity_report import CAPACITY_FIELD, CapacityReport
+
 WATCHDOG_S = 2.0
 """The event loops of the children send twice in this time."""
 _CREDENTIALS = struct.Struct("iII")
-_MESSAGE_BYTES = 4096
+_MESSAGE_BYTES = 1 << 16
+"""Enough for a report that names 1,024 workers of 64 stages; a longer message is cut off and not understood."""
 _SO_PASSCRED = 16
 
 
@@ -38,6 +41,7 @@ class NotifyListener:
             "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6)),
         }
         self._heard_s: dict[int, float] = {}
+        self._reports: dict[int, tuple[float, CapacityReport]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -62,16 +66,33 @@ class NotifyListener:
         self._receive()  # what arrived while this process was blocked
         return time.monotonic() - self._heard_s[pid] if pid in self._heard_s else 0.0
 
+    def capacity(self, pid: int, max_age_s: float) -> CapacityReport | None:
+        """The last report of a leader; None if it is older than `max_age_s`."""
+        at_s, report = self._reports.get(pid, (float("-inf"), None))
+        return report if time.monotonic() - at_s <= max_age_s else None
+
+    def heard(self, pid: int) -> bool:
+        """Whether a child has ever sent a message: it does so when it has started."""
+        return pid in self._heard_s
+
     def forget(self, pid: int) -> None:
         """Forget a child that has ended: its pid may be reused."""
         self._heard_s.pop(pid, None)
+        self._reports.pop(pid, None)
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, ancillary, _, _ = self._socket.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+                message, ancillary, _, _ = self._socket.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
                 for level, kind, data in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                         pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
                         if uid == os.getuid():
-                            self._heard_s[pid] = time.monotonic()
+                            self._heard_s[pid] = now_s = time.monotonic()
+                            if (report := _report(message)) is not None:
+                                self._reports[pid] = (now_s, report)
+
+
+def _report(message: bytes) -> CapacityReport | None:
+    text = message.decode(errors="replace")
+    return CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD)) if text.startswith(CAPACITY_FIELD) else None

@@ -7,19 +7,18 @@ on the same port, and clients that connect meanwhile wait instead of being refus
 import asyncio
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from multiworld_serving.common.config import Settings, UserError, raise_descriptor_limit
+from multiworld_serving.common.config import UserError, raise_descriptor_limit
 from multiworld_serving.common.config.process import notify_systemd
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
@@ -34,19 +33,30 @@ from multiworld_serving.deploy.processes.environment import (
     worker_environment,
 )
 from multiworld_serving.deploy.processes.fork_server import ForkServer
+from multiworld_serving.deploy.processes.launcher import Launched, Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.programs import (
+    Values,
+    blocked_timeout_s,
+    frontend_values,
+    leader_values,
+    memory_file,
+    settings_file,
+    stop_timeout_s,
+    worker_blocked_timeout_s,
+    worker_values,
+)
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
+from multiworld_serving.deploy.scaling.policy import Limits, ScalingPolicy
+from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
 _FIRST_FD = 200
 """Inherited descriptors have numbers from here on, which no child has in use."""
-_BLOCKED_HEARTBEATS = 3
-_BLOCKED_S = 5.0
-"""A leader or frontend that gives no sign of life for this long is killed; at least `_BLOCKED_HEARTBEATS` heartbeat timeouts."""
-_STOP_MARGIN_S = 5.0
-"""Seconds from the end of the drain timeout to SIGKILL."""
+_WORKER_NAME = "local"
+"""First part of the names of local workers."""
 _COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
 
 
@@ -81,8 +91,10 @@ class _Service:
             self._socket(settings.join_host, settings.join_port_of(index), "join_port")
             for index in range(settings.leaders)
         ]
-        self._restarts = _RestartCounts(settings, _memory_file(stack, "metrics", ""))
+        self._restarts = _RestartCounts(settings, memory_file(stack, "metrics", ""))
         self._stop = asyncio.Event()
+        self._groups: dict[tuple[Role, str], Supervisor] = {}
+        """The processes by role and first part of the name."""
 
     async def run(self) -> int:
         """Run all processes until a signal, or until one of them ends because of invalid settings. Returns the exit status."""
@@ -93,7 +105,12 @@ class _Service:
             stack.enter_context(self._notify.receiving())
             fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
             # Leaving stops the last one first: frontends answer their requests, then leaders and workers stop.
-            groups = [*self._workers(fork_server), self._leaders(fork_server), self._frontends(fork_server)]
+            self._groups = {
+                ("worker", _WORKER_NAME): self._workers(fork_server),
+                ("leader", "leader"): self._leaders(fork_server),
+                ("frontend", "frontend"): self._frontends(fork_server),
+            }
+            groups = list(self._groups.values())
             if settings.token_file or settings.api_keys_file or settings.admin_keys_file or settings.tls_cert_file:
                 # Leaders reload only join tokens; without a token file the signal would end them.
                 loop.add_signal_handler(
@@ -105,6 +122,8 @@ class _Service:
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:
                     await running.enter_async_context(group)
+                if (limits := _limits(settings)) is not None:
+                    await running.enter_async_context(Autoscaler(self, self._notify, ScalingPolicy(limits)))
                 await running.enter_async_context(notify_systemd())
                 ends = [self._stop, *(group.invalid_input for group in groups)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
@@ -129,103 +148,112 @@ class _Service:
     # -- processes -------------------------------------------------------------------------------------------------------------
 
     def _leaders(self, fork_server: ForkServer) -> Supervisor:
-        settings = self._settings
+        scaled = {"report_capacity": self._settings.autoscale is not None}
         files = [
-            self._settings_file(
-                LeaderSettings,
-                leader_name=f"leader-{index}",
-                exit_with_parent=True,
-                join_fd=sock.fileno(),
-                metrics_port=None,
-                metrics_host=None,
+            settings_file(
+                self._stack, "leader", {**leader_values(self._settings, index), **scaled, "join_fd": sock.fileno()}
             )
             for index, sock in enumerate(self._joins)
         ]
-        return Supervisor(
-            lambda slot: [*PROGRAM, "leader", "--leader-name", f"leader-{slot}", "--config", files[slot]],
-            settings.leaders,
-            kind="leader",
-            environment=program_environment(self._notify.environment),
-            fork_server=fork_server,
-            stop_timeout_s=settings.drain_timeout_s + _STOP_MARGIN_S,
-            fds=lambda slot: [self._joins[slot].fileno()],
-            notify=self._notify,
-            blocked_timeout_s=self._blocked_s,
-            on_restart=lambda slot: self._restarts.count("leader", slot),
+        return self._supervisor(
+            "leader",
+            lambda slot: ["leader", "--leader-name", f"leader-{slot}", "--config", files[slot]],
+            self._settings.leaders,
+            fork_server,
+            lambda slot: [self._joins[slot].fileno()],
         )
 
     def _frontends(self, fork_server: ForkServer) -> Supervisor:
         settings = self._settings
+        own: Values = {
+            "leader": self._leader_addresses,
+            "http_fd": self._http.fileno(),
+            "metrics_fd": self._admin.fileno(),
+            "http_shares": settings.frontends,
+            "supervisor_metrics_file": self._restarts.path,
+        }
+        is_text = settings.log_format == "text"
         files = [
-            self._settings_file(
-                FrontendSettings,
-                name=f"frontend-{index}",
-                exit_with_parent=True,
-                leader=self._leader_addresses,
-                http_fd=self._http.fileno(),
-                metrics_fd=self._admin.fileno(),
-                http_shares=settings.frontends,
-                banner=self._banner if index == 0 and settings.log_format == "text" else None,
-                supervisor_metrics_file=self._restarts.path,
+            settings_file(
+                self._stack,
+                "frontend",
+                {**frontend_values(settings, index), **own, "banner": self._banner if index == 0 and is_text else None},
             )
             for index in range(settings.frontends)
         ]
-        return Supervisor(
-            lambda slot: [*PROGRAM, "frontend", "--name", f"frontend-{slot}", "--config", files[slot]],
+        return self._supervisor(
+            "frontend",
+            lambda slot: ["frontend", "--name", f"frontend-{slot}", "--config", files[slot]],
             settings.frontends,
-            kind="frontend",
-            environment=program_environment(self._notify.environment),
-            fork_server=fork_server,
-            stop_timeout_s=settings.drain_timeout_s + _STOP_MARGIN_S,
-            fds=lambda _slot: [self._http.fileno(), self._admin.fileno()],
-            notify=self._notify,
-            blocked_timeout_s=self._blocked_s,
-            on_restart=lambda slot: self._restarts.count("frontend", slot),
+            fork_server,
+            lambda _slot: [self._http.fileno(), self._admin.fileno()],
         )
 
-    def _workers(self, fork_server: ForkServer) -> list[Supervisor]:
-        """The supervisor of the local workers, if there are any."""
-        settings = self._settings
-        if settings.external_workers:
-            return []
-        devices = _devices(settings)
-        shared: dict[str, object] = {
-            "leader": self._leader_addresses,
-            "threads": compute_threads(settings),
-            "heartbeat_interval_s": settings.heartbeat_interval_s,
-            "heartbeat_timeout_s": settings.heartbeat_timeout_s,
-            "loop_stall_timeout_s": settings.loop_stall_timeout_s,
-            "join_timeout_s": settings.join_timeout_s,
-            "log_level": settings.log_level,
-            "log_format": settings.log_format,
-            "edges": settings.edges,
-            "edge_memory": settings.edge_memory,
-        }
-        if settings.advertise_edge is not None:
-            shared["advertise_edge"] = settings.advertise_edge
-        if settings.otlp_endpoint is not None:
-            shared["otlp_endpoint"] = settings.otlp_endpoint
-        rest = [part for name, value in shared.items() for part in (option(name), str(value))]
-        sharing = _shared_cores(settings)
-        return [
-            Supervisor(
-                # The name comes first, because `ps` may truncate the command line.
-                lambda slot: [
-                    *(*PROGRAM, "worker", "--name", f"local-{slot}", "--device", devices[slot], "--exit-with-parent"),
-                    *(*rest, *sharing(slot)),
-                ],
-                settings.num_workers,
-                environment=worker_environment(settings, self._notify.environment),
-                fork_server=fork_server,
-                notify=self._notify,
-                blocked_timeout_s=settings.replace_hung_after_s or float("inf"),
-                on_restart=lambda slot: self._restarts.count("worker", slot),
-            )
-        ]
+    def _supervisor(
+        self,
+        role: Role,
+        arguments: Callable[[int], list[str]],
+        count: int,
+        fork_server: ForkServer,
+        fds: Callable[[int], list[int]],
+    ) -> Supervisor:
+        """The supervisor of the leaders or frontends."""
+        return Supervisor(
+            lambda slot: [*PROGRAM, *arguments(slot)],
+            count,
+            kind=role,
+            environment=program_environment(self._notify.environment),
+            fork_server=fork_server,
+            stop_timeout_s=stop_timeout_s(self._settings),
+            fds=fds,
+            notify=self._notify,
+            blocked_timeout_s=blocked_timeout_s(self._settings),
+            on_restart=lambda slot: self._restarts.count(role, slot),
+        )
 
-    @property
-    def _blocked_s(self) -> float:
-        return max(_BLOCKED_S, _BLOCKED_HEARTBEATS * self._settings.heartbeat_timeout_s)
+    def _workers(self, fork_server: ForkServer) -> Supervisor:
+        """The supervisor of the local workers; it has no slots at first if the workers come from elsewhere."""
+        settings = self._settings
+        threads = compute_threads(settings)
+        values = {**worker_values(settings), "leader": self._leader_addresses, "threads": threads}
+        file = settings_file(self._stack, "worker", values)
+        device, sharing = _devices(settings), _shared_cores(settings)
+        return Supervisor(
+            # The name comes first, because `ps` may truncate the command line.
+            lambda slot: [
+                *(*PROGRAM, "worker", "--name", f"{_WORKER_NAME}-{slot}", "--device", device(slot), "--config", file),
+                *sharing(slot),
+            ],
+            0 if settings.external_workers else settings.num_workers,
+            environment=worker_environment(threads, self._notify.environment),
+            fork_server=fork_server,
+            notify=self._notify,
+            blocked_timeout_s=worker_blocked_timeout_s(settings),
+            on_restart=lambda slot: self._restarts.count("worker", slot),
+        )
+
+    # -- Launcher --------------------------------------------------------------------------------------------------------------
+
+    async def processes(self) -> tuple[Launched, ...]:
+        """See `Launcher.processes`."""
+        return tuple(
+            Launched(role, f"{name}-{slot}", "", group.pids.get(slot), restarts)
+            for (role, name), group in self._groups.items()
+            for slot, restarts in group.restarts.items()
+        )
+
+    async def scale_workers(self, count: int) -> None:
+        """See `Launcher.scale_workers`."""
+        workers = self._groups["worker", _WORKER_NAME]
+        for _ in range(count - len(workers.restarts)):
+            workers.add()
+
+    async def stop_worker(self, name: str) -> None:
+        """See `Launcher.stop_worker`."""
+        prefix, _, slot = name.rpartition("-")
+        if prefix != _WORKER_NAME or not slot.isdecimal():
+            raise KeyError(name)
+        await self._groups["worker", _WORKER_NAME].remove(int(slot))
 
     @property
     def _leader_addresses(self) -> str:
@@ -239,13 +267,6 @@ class _Service:
         with bind(host, port, option(name)) as found:
             fd = fcntl.fcntl(found.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
         return self._stack.enter_context(socket.socket(fileno=fd))
-
-    def _settings_file(self, cls: type[Settings], **changes: object) -> str:
-        """Path of a TOML file in memory with all settings of a program. Only processes of this user can read it."""
-        values = {name: getattr(self._settings, name) for name in cls.model_fields if hasattr(self._settings, name)}
-        if values["token_file"] is not None:
-            values["token"] = None  # read from the file
-        return _memory_file(self._stack, cls.section, _toml(cls.section, {**values, **changes}))
 
     @property
     def _urls(self) -> tuple[str, str]:
@@ -276,6 +297,14 @@ class _Service:
             logger.info("waiting for workers; on each of their machines: multiworld worker %s --token-file …", each)
 
 
+def _limits(settings: ServeSettings) -> Limits | None:
+    """The limits of `--autoscale`; None without it."""
+    if settings.worker_limits is None:
+        return None
+    least, most = settings.worker_limits
+    return Limits(least, most, settings.replicas, settings.spares, settings.autoscale_down_after_s)
+
+
 class _RestartCounts:
     """Counts restarts in a file in memory, which the frontends add to their metrics."""
 
@@ -300,29 +329,10 @@ class _RestartCounts:
         Path(self.path).write_text(self._families.text(), encoding="utf-8")
 
 
-def _memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
-    """Path of a file in memory with this text; it disappears with this process."""
-    file = stack.enter_context(os.fdopen(os.memfd_create(name), "w", encoding="utf-8"))
-    file.write(text)
-    file.flush()
-    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-def _toml(section: str, values: Mapping[str, object]) -> str:
-    lines = [f"[{section}]"]
-    for name, value in values.items():
-        plain = value.get_secret_value() if isinstance(value, SecretStr) else value
-        if plain is not None:
-            text = str(plain) if isinstance(plain, Path) else plain
-            literal = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference to TOML
-            lines.append(f"{name} = {literal}")
-    return "\n".join(lines) + "\n"
-
-
-def _devices(settings: ServeSettings) -> list[str]:
-    """A device for each local worker: "cuda" without an index assigns the GPUs of this machine round-robin. Raises UserError."""
-    if settings.device == "cpu":
-        return ["cpu"] * settings.num_workers
+def _devices(settings: ServeSettings) -> Callable[[int], str]:
+    """Return the device of each local worker: "cuda" without an index assigns the GPUs of this machine round-robin. Raises UserError."""
+    if settings.device == "cpu" or settings.external_workers:
+        return lambda _slot: settings.device
     try:
         command = [sys.executable, "-c", _COUNT_CUDA_DEVICES]
         count = int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)  # noqa: S603
@@ -334,16 +344,19 @@ def _devices(settings: ServeSettings) -> list[str]:
         raise UserError(
             f"device {settings.device!r} does not exist: this machine has {there}; use --device cpu or another index"
         )
-    return [settings.device if index else f"cuda:{slot % count}" for slot in range(settings.num_workers)]
+    return lambda slot: settings.device if index else f"cuda:{slot % count}"
 
 
 def _shared_cores(settings: ServeSettings) -> Callable[[int], list[str]]:
     """Return a function from slot to the options with which the workers share the cores; no options if threads are configured."""
-    count = settings.num_workers
     if settings.worker_threads or settings.device != "cpu":
         return lambda slot: []
     file = f"/proc/{os.getpid()}/fd/{os.memfd_create('cores')}"  # disappears with this process
-    return lambda slot: ["--cores-file", file, "--cores-index", str(slot), "--cores-workers", str(count)]
+    count = settings.max_workers
+    return lambda slot: [
+        *("--cores-file", file, "--cores-index", str(slot)),
+        *("--cores-workers", str(max(count, slot + 1))),
+    ]
 
 
 def _local_host(host: str) -> str:

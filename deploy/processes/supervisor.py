@@ -1,4 +1,4 @@
-"""Supervises child processes of one kind, one per slot, and restarts them when they end."""
+"""Supervises child processes of one kind, one per slot, and restarts them when they end. Slots can be added and removed."""
 
 import asyncio
 import contextlib
@@ -8,8 +8,8 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -46,9 +46,13 @@ class Backoff:
 
 @dataclass
 class ProcessSlot:
-    """One supervised process: the running child, if any, and its restart history."""
+    """One supervised process: the running child, if any, its restart history, and the task that restarts it."""
 
     index: int
+    monitor: asyncio.Task[None] | None = None
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the process must end and not be restarted."""
+    last_signal: signal.Signals = signal.SIGTERM
     child: ChildProcess | None = None
     failures: int = 0
     """Consecutive failures."""
@@ -56,7 +60,7 @@ class ProcessSlot:
 
 
 class Supervisor:
-    """Keeps one process running in each of `count` slots inside its `async with` block.
+    """Keeps one process running in each slot inside its `async with` block.
 
     Leaving the block sends SIGTERM to all processes, and SIGKILL after `stop_timeout_s` (at once if leaving is cancelled).
     Afterwards no process, task or descriptor is left. The same task must enter and leave the block, once.
@@ -80,7 +84,8 @@ class Supervisor:
         """Start nothing yet.
 
         Args:
-            command: returns the argument vector of a slot, 0 to `count` - 1; called at each start.
+            command: returns the argument vector of a slot; called at each start.
+            count: number of slots on entering, 0 to `count` - 1.
             kind: kind of process, for log lines.
             environment: of the processes; inherited if None.
             fork_server: forks processes faster than their program starts. Closed on leaving.
@@ -100,34 +105,50 @@ class Supervisor:
         self._notify = notify
         self._blocked_timeout_s = blocked_timeout_s
         self._on_restart = on_restart or (lambda _slot: None)
-        self._slots = [ProcessSlot(index) for index in range(count)]
+        self._slots = {index: ProcessSlot(index) for index in range(count)}
         self.invalid_input = asyncio.Event()
         """Set when a process ended with status 2 at its first start: restarting it would not help."""
         self._stopping = asyncio.Event()
-        self._last_signal = signal.SIGTERM
         self._tasks = asyncio.TaskGroup()
-        self._monitors: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> dict[int, int]:
         """Process id by slot, without slots that wait for a restart."""
-        return {slot.index: slot.child.pid for slot in self._slots if slot.child}
+        return {slot.index: slot.child.pid for slot in self._slots.values() if slot.child}
 
     @property
     def restarts(self) -> dict[int, int]:
         """Number of restarts by slot."""
-        return {slot.index: slot.restarts for slot in self._slots}
+        return {slot.index: slot.restarts for slot in self._slots.values()}
 
     def signal_all(self, signum: signal.Signals) -> None:
         """Send a signal to all running processes."""
-        for slot in self._slots:
+        for slot in self._slots.values():
             if slot.child:
                 slot.child.send(signum)
 
+    def add(self) -> int:
+        """Start a process in a new slot, inside the block. Returns its index, the lowest that is free."""
+        index = next(index for index in range(len(self._slots) + 1) if index not in self._slots)
+        slot = self._slots[index] = ProcessSlot(index)
+        if self._stopping.is_set():
+            slot.stopping.set()
+        slot.monitor = self._tasks.create_task(self._monitor(slot))
+        return index
+
+    async def remove(self, index: int) -> None:
+        """End the process of a slot like leaving the block does, and do not restart it. Raises KeyError if there is no such slot."""
+        slot = self._slots[index]
+        await self._end_slots([slot])
+        if slot.monitor is not None and slot.monitor.done() and self._slots.get(index) is slot:
+            del self._slots[index]
+
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self._monitors = [self._tasks.create_task(self._monitor(slot)) for slot in self._slots]
-        self._monitors.append(self._tasks.create_task(self._kill_blocked()))
+        for slot in self._slots.values():
+            slot.monitor = self._tasks.create_task(self._monitor(slot))
+        self._watch = self._tasks.create_task(self._kill_blocked())
         return self
 
     async def __aexit__(
@@ -137,45 +158,54 @@ class Supervisor:
         if self._fork_server is not None:
             self._fork_server.close()
         try:
-            await self._stop(signal.SIGTERM, self._stop_timeout_s)
+            await self._end_slots(self._slots.values())
         finally:
-            await self._stop(signal.SIGKILL, KILL_TIMEOUT_S)
-            for monitor in self._monitors:
-                monitor.cancel()
+            for task in (self._watch, *(slot.monitor for slot in self._slots.values())):
+                if task is not None:
+                    task.cancel()
             try:
                 # The exception of the block is not passed to the task group: the caller gets it unchanged, ours as a group.
                 await self._tasks.__aexit__(None, None, None)
             finally:
                 self._sweep()
 
-    async def _stop(self, signum: signal.Signals, timeout_s: float) -> None:
-        """Send a signal to all running processes and wait until they have ended."""
-        self._last_signal = signum
-        for slot in self._slots:
+    async def _end_slots(self, slots: Collection[ProcessSlot]) -> None:
+        """Send SIGTERM to the processes of these slots, and SIGKILL after the stop timeout or when this is cancelled."""
+        for slot in slots:
+            slot.stopping.set()
+        try:
+            await self._stop(slots, signal.SIGTERM, self._stop_timeout_s)
+        finally:
+            await self._stop(slots, signal.SIGKILL, KILL_TIMEOUT_S)
+
+    async def _stop(self, slots: Collection[ProcessSlot], signum: signal.Signals, timeout_s: float) -> None:
+        """Send a signal to the running processes of these slots and wait until they have ended."""
+        for slot in slots:
+            slot.last_signal = signum
             if slot.child:
                 level = logging.DEBUG if signum == signal.SIGTERM else logging.WARNING
                 logger.log(
                     level, "%s slot=%d pid=%d stopping signal=%s", self._kind, slot.index, slot.child.pid, signum.name
                 )
                 slot.child.send(signum)
-        if running := [monitor for monitor in self._monitors if not monitor.done()]:
+        if running := [slot.monitor for slot in slots if slot.monitor is not None and not slot.monitor.done()]:
             await asyncio.wait(running, timeout=timeout_s)
 
     def _sweep(self) -> None:
         """Kill and reap children whose monitor task failed."""
-        for slot in self._slots:
+        for slot in self._slots.values():
             if slot.child:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     slot.child.reap()
                 slot.child = None
 
     async def _monitor(self, slot: ProcessSlot) -> None:
-        if self._stopping.is_set():
+        if slot.stopping.is_set():
             return
         await self._start(slot)
         while True:
             lived_s, status = await self._end(slot)
-            if self._stopping.is_set():
+            if slot.stopping.is_set():
                 level = logging.DEBUG if status == "0" else logging.WARNING
                 logger.log(level, "%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
@@ -187,7 +217,7 @@ class Supervisor:
                 "%s slot=%d ended status=%s lived_s=%.2f restart_in_s=%.2f",
                 *(self._kind, slot.index, status, lived_s, delay_s),
             )
-            if await self._stopped_within(delay_s):
+            if await _set_within(slot.stopping, delay_s):
                 return
             if await self._start(slot):
                 slot.restarts += 1
@@ -203,12 +233,12 @@ class Supervisor:
     async def _kill_blocked(self) -> None:
         """Kill processes that have stopped sending watchdog notifications."""
         checked_s = resumed_s = time.monotonic()
-        while not await self._stopped_within(_POLL_S):
+        while not await _set_within(self._stopping, _POLL_S):
             now_s = time.monotonic()
             if now_s - checked_s > _PAUSED_S:  # the whole machine may have been paused, and its processes with it
                 resumed_s = now_s
             checked_s = now_s
-            for slot in self._slots:
+            for slot in self._slots.values():
                 silent_s = self._notify.silent_s(slot.child.pid) if self._notify and slot.child else 0.0
                 silent_s = min(silent_s, now_s - resumed_s)
                 if silent_s > self._blocked_timeout_s and slot.child:
@@ -223,7 +253,7 @@ class Supervisor:
         fds = self._fds(slot.index)
         child = await self._fork_server.fork(command, fds) if self._fork_server else None
         try:
-            if child is None and not self._stopping.is_set():
+            if child is None and not slot.stopping.is_set():
                 child = ChildProcess.spawn(command, self._environment, fds)
         except OSError as error:
             logger.error("%s slot=%d cannot be started: %s", self._kind, slot.index, error)  # noqa: TRY400 - the traceback adds nothing
@@ -231,8 +261,8 @@ class Supervisor:
             return False
         slot.child = child
         logger.info("%s slot=%d pid=%d started", self._kind, slot.index, child.pid)
-        if self._stopping.is_set():  # the other processes were signalled before this one started
-            child.send(self._last_signal)
+        if slot.stopping.is_set():  # the signal was sent before the process started
+            child.send(slot.last_signal)
         return True
 
     async def _end(self, slot: ProcessSlot) -> tuple[float, str]:
@@ -245,8 +275,10 @@ class Supervisor:
             self._notify.forget(child.pid)
         return time.monotonic() - child.started_s, status_text(child.reap())
 
-    async def _stopped_within(self, delay_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._stopping.wait()
-        return self._stopping.is_set()
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event is set now or within this time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()

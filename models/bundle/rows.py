@@ -20,6 +20,8 @@ from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, MAX_DIMS
 from multiworld_serving.models.errors import BundleError
 
 MAX_ROW_BYTES = 1 << 30
+MAX_COMPUTED_BYTES = 64 << 20
+"""Longest row with dimensions that are computed."""
 _ALIGNED_BYTES = 16
 _LENGTH_BYTES = 8
 
@@ -56,6 +58,11 @@ class RowFormat:
         return len(self.tensors) == 1 and not self._variable
 
     @property
+    def varies(self) -> bool:
+        """Whether rows have different lengths."""
+        return bool(self._variable)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the rows."""
         return DTYPES[self.tensors[0].dtype] if self.is_plain else torch.uint8
@@ -69,8 +76,8 @@ class RowFormat:
 
     @cached_property
     def max_row_bytes(self) -> int:
-        """Bytes of the longest row. Computed dimensions are not bounded by the format: they count as 1."""
-        return self._bytes(self._lengths_at(1))
+        """Bytes of the longest row. Computed dimensions are not bounded by the format: with one it is `MAX_COMPUTED_BYTES`."""
+        return MAX_COMPUTED_BYTES if None in self._variable else self._bytes(self._lengths_at(1))
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows of these tensors, which have one row for each row of the batch.

@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from multiworld_serving.models.bundle.checking import check_graph
 from multiworld_serving.models.bundle.files import WeightsEntry
@@ -70,12 +71,12 @@ class BundleStageSpec:
         except BundleError as error:
             raise StageError(f"stage {self.index} of {self.model:.60}: {error}") from error
 
-    @property
+    @cached_property
     def input_rows(self) -> RowFormat:
         """How the input travels."""
         return RowFormat(self.inputs, self.dimensions)
 
-    @property
+    @cached_property
     def output_rows(self) -> RowFormat:
         """How the output travels."""
         return RowFormat(self.outputs, self.dimensions)
@@ -84,6 +85,11 @@ class BundleStageSpec:
     def input_dtype(self) -> torch.dtype:
         """Of the rows of the input."""
         return self.input_rows.dtype
+
+    @property
+    def input_varies(self) -> bool:
+        """Whether rows of the input have different lengths."""
+        return self.input_rows.varies
 
     @property
     def is_first(self) -> bool:
@@ -140,6 +146,18 @@ class BundleStageSpec:
         except (BundleError, TypeError) as error:
             raise StageError(f"invalid stage description: {error}") from error
 
+    def unpack_input(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of the input. Raises BundleError."""
+        return self.input_rows.unpack(rows)
+
+    def pack_input(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `unpack_input`. Raises BundleError."""
+        return self.input_rows.pack(tensors)
+
+    def pack_output(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `unpack_output`. Raises BundleError."""
+        return self.output_rows.pack(tensors)
+
     def unpack_output(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the output. Raises BundleError."""
         return self.output_rows.unpack(rows)
@@ -159,15 +177,15 @@ class BundleStage(nn.Module):
     `forward` raises BundleError for rows of another format.
     """
 
-    def __init__(self, spec: BundleStageSpec, module: nn.Module) -> None:
+    def __init__(self, spec: BundleStageSpec, module: fx.GraphModule) -> None:
         super().__init__()
         self.spec = spec
         self.module = module
-        self._inputs, self._outputs = spec.input_rows, spec.output_rows
         self.eval().requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._outputs.pack([each.contiguous() for each in self.module(*self._inputs.unpack(rows))])
+        outputs = self.module(*self.spec.unpack_input(rows))
+        return self.spec.pack_output([each.contiguous() for each in outputs])
 
 
 def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStageSpec]:

@@ -27,11 +27,10 @@ from torch import Tensor
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.optimize.execution_modes import ExecutionMode, StagePrecision, cpuinfo_lines
 from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
 from multiworld_serving.models.optimize.unpacking import unpack_under
-from multiworld_serving.models.stage_spec import StageSpec
-from multiworld_serving.models.stages import Stage, build_stage, stage_input_dtype
-from multiworld_serving.models.weights.received import received_tensors
+from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec, load_stage, stage_spec_from_json
 
 MAX_CACHE_BYTES = 8 << 30
 """Limit of the cache; the least recently used packages are removed first."""
@@ -56,7 +55,7 @@ class CompileRequest:
         weights: the stage's parameters and buffers as a safetensors file.
     """
 
-    spec: StageSpec
+    spec: AnyStageSpec
     sample_shape: tuple[int, ...]
     max_batch_size: int
     precision: StagePrecision
@@ -84,7 +83,7 @@ class CompileRequest:
         fields = json.loads((folder / _REQUEST).read_text())
         shape = tuple(fields["sample_shape"])
         weights = bytearray((folder / _WEIGHTS).read_bytes())
-        return cls(StageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
+        return cls(stage_spec_from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
 
 
 class CompiledStageCache:
@@ -126,8 +125,7 @@ class CompiledStageCache:
             made = self.folder / request.key
             if made.is_dir():
                 return
-            stage = build_stage(request.spec)
-            stage.load_state_dict(received_tensors(request.weights)[0], strict=True)
+            stage = load_stage(request.spec, request.weights)
             with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
                 for batch_size in batch_sizes(request.max_batch_size):
                     _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2")
@@ -174,9 +172,12 @@ def compile_unavailable_reason() -> str:
     return ""
 
 
-def _make_package(stage: Stage, request: CompileRequest, batch_size: int, file: Path) -> None:
-    folded = FoldedStage(stage, ExecutionMode("compiled", request.precision).dtype)
-    example = torch.zeros((batch_size, *request.sample_shape), dtype=stage_input_dtype(request.spec))
+def _make_package(stage: AnyStage, request: CompileRequest, batch_size: int, file: Path) -> None:
+    if stage.spec.input_varies:
+        raise CompileError("its rows have different lengths")
+    workload = Workload(request.sample_shape, request.max_batch_size, (1,))
+    folded = FoldedStage(stage, workload, ExecutionMode("compiled", request.precision).dtype)
+    example = stage.spec.example(batch_size, request.sample_shape)
     # Workers that share cores change the number of threads between batches.
     settings = {"freezing": True, "cpp.dynamic_threads": True}
     try:

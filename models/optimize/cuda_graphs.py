@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
-from multiworld_serving.models.stages import stage_input_dtype
 
 _WARM_UPS = 3
 """Libraries choose algorithms and allocate memory in the first runs, which is not allowed while a graph is recorded."""
@@ -22,13 +21,14 @@ def record_cuda_graphs(
 ) -> PaddedStage:
     """Record a stage on `device` for each of `batch_sizes`. Raises RuntimeError if it cannot be recorded."""
     # Graphs can share a memory pool: they run one at a time, and their outputs are copied before the next one runs.
-    dtype, pool = stage_input_dtype(stage.spec), torch.cuda.graph_pool_handle()
-    runners = {}
+    if stage.spec.input_varies:
+        raise RuntimeError("its rows have different lengths")
+    pool, runners = torch.cuda.graph_pool_handle(), {}
     with torch.cuda.device(device):  # graphs belong to the current device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The largest batch size allocates the memory, the others reuse it.
         for batch_size in reversed(batch_sizes(max_batch_size)):
-            example = torch.zeros((batch_size, *sample_shape), dtype=dtype, device=device)
+            example = stage.spec.example(batch_size, sample_shape).to(device)
             runners[batch_size] = _Graph(stage, example, stream, pool)
     return PaddedStage(stage.spec, runners)
 

@@ -17,6 +17,7 @@ StagePrecision = Literal["float32", "bfloat16", "float16"]
 Method = Literal["none", "eager", "fused", "graphed", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
+EDGE_DTYPE: tuple[str, ...] = get_args(StagePrecision)
 OPTIMIZE: tuple[str, ...] = get_args(Optimize)
 _FAST_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """CPU flags of bfloat16 matrix multiplication: x86 with AMX, x86 with AVX-512, and ARM."""
@@ -28,6 +29,7 @@ class Tuning:
 
     Attributes:
         limit_s: longest time for measuring, in addition to the warm-up.
+        edge_dtype: as which float32 tensors travel between stages.
 
     Raises:
         StageError: a value is unknown, or two values contradict each other.
@@ -36,11 +38,13 @@ class Tuning:
     precision: str = "float32"
     optimize: str = "none"
     limit_s: float = 2.0
+    edge_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for field, value, known in (
             ("precision", self.precision, PRECISION),
             ("optimize", self.optimize, OPTIMIZE),
+            ("edge_dtype", self.edge_dtype, EDGE_DTYPE),
         ):
             if value not in known:
                 raise StageError(f"{field} is {value!r}; expected one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Fused oneDNN convolutions: bias, shortcut addition and ReLU in one pass, with weights in oneDNN's preferred layout.
+"""Fused oneDNN convolutions and linear layers: bias, addition and activation in one pass, with weights in oneDNN's preferred layout.
 
 Inductor generates the same operations for a frozen model on a CPU. Calling them directly needs no compiler. They are private
 operations of torch: `fusable` checks whether this torch has them; without them stages run unfused.
@@ -9,22 +9,42 @@ times slower. So the weights are kept in each preferred layout, which for most c
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torch import Tensor, fx, nn
+
+from multiworld_serving.models.optimize.tracing import aten, constant, only_user, value_of
 
 _NEEDED = (
     "_convolution_pointwise",
     "_convolution_pointwise_",
     "_reorder_convolution_weight",
+    "_linear_pointwise",
+    "_reorder_linear_weight",
     "data_ptr",
     "_nbytes",
 )
+_CONV, _LINEAR = aten.conv2d.default, aten.linear.default
+_DEFAULT_WINDOW: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
+"""Stride, padding, dilation and groups."""
+_ACTIVATIONS = {
+    aten.relu.default: "relu",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "swish",
+    aten.gelu.default: "gelu",
+}
+_Activation = tuple[str, list[float], str]
+"""Name in oneDNN, scalars, and algorithm."""
+_NO_ACTIVATION: _Activation = ("none", [], "")
+_NEW_TENSORS = frozenset(_ACTIVATIONS) | {aten.max_pool2d.default, aten.add.Tensor, aten.mul.Tensor}
+"""Operators whose result shares no memory with their input."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +90,30 @@ def fusable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Weight:
-    """A convolution's weights in each preferred layout. Not a parameter: such tensors can be neither saved nor moved."""
+    """Weights in each preferred layout. Not a parameter: such tensors can be neither saved nor moved.
 
-    def __init__(
-        self, conv: nn.Conv2d, window: tuple[Any, ...], sample_shape: Sequence[int], workload: Workload
-    ) -> None:
+    Args:
+        reorder: the weights in the preferred layout for one sample, or for a full batch.
+    """
+
+    def __init__(self, reorder: Callable[[bool], Tensor], workload: Workload) -> None:
         self._layouts: dict[tuple[int, bool], Tensor] = {}
         """By number of threads, and whether the batch has more than one sample."""
         kept: list[Tensor] = []
         for threads in workload.threads:
             with torch_threads(threads):
-                for batch_size in sorted({1, workload.max_batch_size}):
-                    packed = torch.ops.mkldnn._reorder_convolution_weight(
-                        conv.weight.detach(), *window, (batch_size, *sample_shape)
-                    )
+                for is_batch in (False, True)[: workload.max_batch_size]:
+                    packed = reorder(is_batch)
                     same = next((other for other in kept if _identical(packed, other)), packed)
                     if same is packed:
                         kept.append(packed)
-                    self._layouts[threads, batch_size > 1] = same
+                    self._layouts[threads, is_batch] = same
         self.num_layouts = len(kept)
         self._otherwise = same
 
-    def wanted_for(self, batch: Tensor) -> Tensor:
-        """The weights for this batch size and torch's current number of threads."""
-        return self._layouts.get((torch.get_num_threads(), len(batch) > 1), self._otherwise)
+    def wanted_for(self, is_batch: bool) -> Tensor:
+        """The weights for torch's current number of threads."""
+        return self._layouts.get((torch.get_num_threads(), is_batch), self._otherwise)
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
@@ -107,85 +127,161 @@ def _identical(one: Tensor, other: Tensor) -> bool:
 
 
 class FusedConv(nn.Module):
-    """A convolution with bias and optional ReLU. Channels-last input and output.
+    """A convolution with bias, optional addition, and activation, in channels-last layout.
 
     Args:
-        sample_shape: [C,H,W] of its input.
-        workload: the stage's workload.
-    """
-
-    def __init__(self, conv: nn.Conv2d, sample_shape: Sequence[int], workload: Workload, *, relu: bool) -> None:
-        super().__init__()
-        self._window = (conv.padding, conv.stride, conv.dilation, conv.groups)
-        self._then = "relu" if relu else "none"
-        self.weight = _Weight(conv, self._window, sample_shape, workload)
-        self._bias = None if conv.bias is None else conv.bias.detach()
-
-    def forward(self, batch: Tensor) -> Tensor:
-        """Convolution, bias, and ReLU."""
-        output: Tensor = torch.ops.mkldnn._convolution_pointwise(
-            batch, self.weight.wanted_for(batch), self._bias, *self._window, self._then, [], ""
-        )
-        return output
-
-    def add_to(self, shortcut: Tensor, batch: Tensor, *, in_place: bool) -> Tensor:
-        """ReLU of convolution plus `shortcut`, which is overwritten if `in_place`."""
-        operations = torch.ops.mkldnn
-        add = operations._convolution_pointwise_.binary if in_place else operations._convolution_pointwise.binary
-        settings: tuple[Any, ...] = (*self._window, "add", 1.0, "relu", [], "")
-        first = (shortcut, batch) if in_place else (batch, shortcut)
-        output: Tensor = add(*first, self.weight.wanted_for(batch), self._bias, *settings)
-        return output
-
-
-class FusedBlock(nn.Module):
-    """A residual block of torchvision's ResNets, with batch normalisation already folded.
-
-    Args:
-        example: an input batch, channels-last; only the shape of its samples is used.
-        workload: the stage's workload.
-        owns_input: whether the input may be overwritten.
+        weight, bias: of aten's conv2d.
+        window: padding, stride, dilation and groups.
+        shape: [B,C,H,W] of an input of `rows` samples.
     """
 
     def __init__(
-        self, block: BasicBlock | Bottleneck, example: Tensor, workload: Workload, *, owns_input: bool
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        window: tuple[Any, ...],
+        activation: _Activation,
+        workload: Workload,
+        shape: Sequence[int],
+        rows: int,
     ) -> None:
         super().__init__()
-        found = [getattr(block, name) for name in ("conv1", "conv2", "conv3") if hasattr(block, name)]
-        self.downsample: FusedConv | None = None
-        if block.downsample is not None:
-            self.downsample = FusedConv(block.downsample[0], example.shape[1:], workload, relu=False)
-        self._in_place = owns_input or self.downsample is not None
-        self.convs = nn.ModuleList()
-        for conv in found:
-            self.convs.append(FusedConv(conv, example.shape[1:], workload, relu=conv is not found[-1]))
-            example = conv(example)
+        self._window, self._bias, self._activation = window, bias, activation
+        self._one = shape[0] // rows
 
-    def forward(self, batch: Tensor) -> Tensor:
-        """The block's output; `batch` may be overwritten."""
-        shortcut = batch if self.downsample is None else self.downsample(batch)
-        *inner, last = self.convs
-        for conv in inner:
-            batch = conv(batch)
-        output: Tensor = last.add_to(shortcut, batch, in_place=self._in_place)  # type: ignore[operator]
+        def reorder(is_batch: bool) -> Tensor:
+            images = self._one * (workload.max_batch_size if is_batch else 1)
+            packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *window, (images, *shape[1:]))
+            return packed
+
+        self.weight = _Weight(reorder, workload)
+        self.in_place = False
+
+    def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
+        """The activation of the convolution plus `other`, which is overwritten if `in_place`."""
+        batch = batch.contiguous(memory_format=torch.channels_last)
+        operations = torch.ops.mkldnn
+        weight = self.weight.wanted_for(len(batch) > self._one)
+        output: Tensor
+        if other is None:
+            output = operations._convolution_pointwise(batch, weight, self._bias, *self._window, *self._activation)
+            return output
+        name, scalars, algorithm = self._activation
+        settings = (*self._window, "add", 1.0, None if name == "none" else name, scalars, algorithm)
+        if self.in_place:
+            output = operations._convolution_pointwise_.binary(other, batch, weight, self._bias, *settings)
+        else:
+            output = operations._convolution_pointwise.binary(batch, other, weight, self._bias, *settings)
         return output
 
 
-def fuse(blocks: nn.Sequential, workload: Workload, dtype: torch.dtype) -> nn.Sequential:
-    """Fuse a stage's blocks, which must be folded, channels-last and of `dtype`. Modules that cannot be fused are kept."""
-    example = torch.zeros((1, *workload.sample_shape), dtype=dtype)
-    if example.ndim == 4:
-        example = example.contiguous(memory_format=torch.channels_last)
-    fused: list[nn.Module] = []
-    modules = [inner for module in blocks for inner in (module if isinstance(module, nn.Sequential) else [module])]
-    for module, following in zip(modules, [*modules[1:], None], strict=True):
-        made = module
-        if isinstance(module, BasicBlock | Bottleneck):
-            made = FusedBlock(module, example, workload, owns_input=bool(fused))
-        elif isinstance(module, nn.Conv2d):
-            made = FusedConv(module, example.shape[1:], workload, relu=isinstance(following, nn.ReLU))
-        elif isinstance(module, nn.ReLU) and fused and isinstance(fused[-1], FusedConv):
-            continue
-        fused.append(made)
-        example = module(example)
-    return nn.Sequential(*fused)
+class FusedLinear(nn.Module):
+    """A linear layer with bias, and an activation or an addition.
+
+    Args:
+        weight, bias: of aten's linear.
+        count: number of vectors in an input of one sample.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, activation: _Activation, workload: Workload, count: int
+    ) -> None:
+        super().__init__()
+        self._bias, self._activation, self._one, self._features = bias, activation, count, weight.shape[1]
+
+        def reorder(is_batch: bool) -> Tensor:
+            vectors = count * (workload.max_batch_size if is_batch else 1)
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, vectors)
+            return packed
+
+        self.weight = _Weight(reorder, workload)
+
+    def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
+        """The activation of the linear layer, or its sum with `other`."""
+        weight = self.weight.wanted_for(batch.numel() > self._one * self._features)
+        linear = torch.ops.mkldnn._linear_pointwise
+        output: Tensor
+        if other is None:
+            output = linear(batch, weight, self._bias, *self._activation)
+        else:
+            output = linear.binary(batch, other, weight, self._bias, "add")
+        return output
+
+
+def fuse(module: fx.GraphModule, workload: Workload, rows: int) -> None:
+    """Replace convolutions and linear layers with fixed weights, and what follows them, by fused ones.
+
+    Args:
+        module: folded, channels-last, with values of `rows` samples (see `propagate`).
+    """
+    for node in list(module.graph.nodes):
+        if node.target in (_CONV, _LINEAR) and (weight := constant(module, node.args[1])) is not None:
+            _fuse_layer(module, node, weight, workload, rows)
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
+    for node in module.graph.nodes:
+        if node.op == "call_module" and len(node.args) == 2:
+            fused = module.get_submodule(str(node.target))
+            if isinstance(fused, FusedConv):
+                fused.in_place = _may_overwrite(node, node.args[1], order)
+
+
+def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload: Workload, rows: int) -> None:
+    bias_node = layer.args[2] if len(layer.args) > 2 else None
+    bias, given = constant(module, bias_node), value_of(layer.args[0])
+    is_conv = layer.target == _CONV
+    if layer.kwargs or (bias_node is not None and bias is None) or given is None or (is_conv and given.dim() != 4):
+        return
+    other, activation, chain = None, None, [layer]
+    following = only_user(layer)
+    if following is not None and (other := _added(layer, following)) is not None:
+        chain.append(following)
+        following = only_user(following) if is_conv else None
+    if following is not None and (activation := _activation(following, after_add=other is not None)) is not None:
+        chain.append(following)
+    then, made = activation or _NO_ACTIVATION, nn.Module()
+    if is_conv:
+        stride, padding, dilation, groups = (*layer.args[3:], *_DEFAULT_WINDOW[len(layer.args[3:]) :])
+        made = FusedConv(weight, bias, (padding, stride, dilation, groups), then, workload, given.shape, rows)
+    else:
+        made = FusedLinear(weight, bias, then, workload, max(given.numel() // weight.shape[1] // rows, 1))
+    name = f"fused_{layer.name}"
+    module.add_module(name, made)
+    with module.graph.inserting_before(chain[-1]):
+        call = module.graph.call_module(name, (layer.args[0],) if other is None else (layer.args[0], other))
+    call.meta = dict(chain[-1].meta)
+    chain[-1].replace_all_uses_with(call)
+    for node in reversed(chain):
+        module.graph.erase_node(node)
+
+
+def _added(layer: fx.Node, following: fx.Node) -> fx.Node | None:
+    """The tensor of the same shape and dtype that is added to a layer's output."""
+    if following.target != aten.add.Tensor or following.kwargs or len(following.args) != 2:
+        return None
+    others = [each for each in following.args if each is not layer]
+    one, two = value_of(layer), value_of(others[0]) if len(others) == 1 else None
+    same = one is not None and two is not None and one.shape == two.shape and one.dtype == two.dtype
+    return others[0] if same and isinstance(others[0], fx.Node) else None
+
+
+def _activation(node: fx.Node, *, after_add: bool) -> _Activation | None:
+    name = _ACTIVATIONS.get(node.target)
+    if name is None or (after_add and name != "relu"):
+        return None
+    if name == "gelu":
+        return name, [], str(node.kwargs.get("approximate", "none"))
+    return None if node.kwargs or len(node.args) > 1 else (name, [], "")
+
+
+def _may_overwrite(add: fx.Node, tensor: Any, order: dict[fx.Node, int]) -> bool:
+    """Whether nothing else needs a tensor after this node: it was computed here, and no other node keeps it or a view of it."""
+
+    def owns_output(node: fx.Node) -> bool:
+        return node.op == "call_module" or node.target in _NEW_TENSORS
+
+    users = [node for node in tensor.users if node is not add]
+    return (
+        owns_output(tensor)
+        and add.args[0] is not tensor
+        and all(owns_output(user) and order[user] < order[add] for user in users)
+    )

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models.errors import StageError
-from multiworld_serving.models.stage_spec import StageSpec
-from multiworld_serving.models.stages import stage_input_dtype
+from multiworld_serving.models.stage_kinds import AnyStageSpec
 
 
 def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -16,13 +15,13 @@ def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 
 class PaddedStage(nn.Module):
-    """Same interface as `Stage`, for up to the largest batch size.
+    """Rows in, rows out, as the stage, for up to the largest batch size.
 
     Args:
         runners: functions by the batch size of their input.
     """
 
-    def __init__(self, spec: StageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, spec: AnyStageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         self.spec = spec
         self._runners = dict(sorted(runners.items()))
@@ -33,8 +32,8 @@ class PaddedStage(nn.Module):
         size = next((size for size in self._runners if size >= batch_size), None)
         if size is None:
             raise StageError(f"a batch of {batch_size}; this stage supports at most {max(self._runners)}")
-        if batch.dtype != stage_input_dtype(self.spec):
-            raise StageError(f"a batch of {batch.dtype}; expected {stage_input_dtype(self.spec)}")
+        if batch.dtype != self.spec.input_dtype:
+            raise StageError(f"a batch of {batch.dtype}; expected {self.spec.input_dtype}")
         if size > batch_size:
             batch = torch.cat([batch, batch.new_zeros((size - batch_size, *batch.shape[1:]))])
         return self._runners[size](batch.contiguous())[:batch_size]

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, sqrt
+from math import inf, isnan, sqrt
 
 import torch
 from torch import Tensor, nn
 
+from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.execution_modes import (
     UNOPTIMIZED,
@@ -20,7 +21,8 @@ from multiworld_serving.models.optimize.execution_modes import (
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
-from multiworld_serving.models.stages import Stage
+from multiworld_serving.models.optimize.tracing import place
+from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest `deviation` that a worker accepts for an execution mode, by precision. Measured for ResNet-18 to -152: 1e-6 in float32, 6e-3 in
@@ -39,7 +41,7 @@ class OptimizedStage:
     """A stage that is ready to run, and why its mode was chosen.
 
     Attributes:
-        module: on the device; same interface as `Stage`.
+        module: on the device; rows in, rows out, as the stage.
         why: reason for the log.
     """
 
@@ -84,7 +86,7 @@ class Trial:
 
 
 def optimize(
-    stage: Stage,
+    stage: AnyStage,
     sample_shape: tuple[int, ...],
     max_batch_size: int,
     tuning: Tuning,
@@ -96,7 +98,7 @@ def optimize(
 
     Args:
         stage: on the CPU, with weights. It may become part of the result.
-        sample_shape: shape of one sample of its input.
+        sample_shape: shape of one row of its input; with variable dimensions of the longest.
         compiled: the same stage compiled in the precision of `compiled_mode`. "compile" takes it if it is accurate, "auto" if it is
             also the fastest.
         threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
@@ -106,11 +108,11 @@ def optimize(
     makers: list[tuple[ExecutionMode, Callable[[], nn.Module]]] = [
         (mode, partial(_make, mode, stage, workload, device)) for mode in modes
     ]
-    example = _example_input(stage, min(max_batch_size, _MEASURED_ROWS), sample_shape)
+    example = example_rows(stage.spec, min(max_batch_size, _MEASURED_ROWS), sample_shape)
     if compiled is not None and tuning.optimize == "compile":
         trial = Trial(compiled_mode(tuning, device), compiled)
         with torch.inference_mode():
-            trial.deviation = _deviation(trial, example, stage(example), device)
+            trial.deviation = _deviation(trial, stage.spec, example, stage(example), device)
         if trial.is_accurate:
             return OptimizedStage(compiled, trial.mode, f"asked for; {trial.deviation:.1g} off")
     elif compiled is not None:
@@ -122,7 +124,7 @@ def optimize(
 
 def choose(
     makers: Sequence[tuple[ExecutionMode, Callable[[], nn.Module]]],
-    reference: nn.Module,
+    stage: AnyStage,
     example: Tensor,
     device: torch.device,
     limit_s: float,
@@ -132,7 +134,7 @@ def choose(
 
     Args:
         makers: modes with functions that build them. The first is the fallback if all others are inaccurate or time runs out.
-        reference: the reference stage, on the CPU in float32.
+        stage: the reference, on the CPU in float32.
         example: an input batch on the CPU.
         limit_s: no mode is built and no round is started after this time.
     """
@@ -141,7 +143,7 @@ def choose(
     failed: list[str] = []
     untried: list[ExecutionMode] = []
     with torch.inference_mode():
-        expected = reference(example)
+        expected = stage(example)
         # The most promising mode is last. Try the fallback first, then from the most promising on.
         for mode, make in (makers[0], *reversed(makers[1:])):
             if trials and clock_s() >= deadline_s:
@@ -151,7 +153,7 @@ def choose(
                 with torch.inference_mode(mode=False):
                     trial = Trial(mode, make())
                 if mode != UNOPTIMIZED:
-                    trial.deviation = _deviation(trial, example, expected, device)
+                    trial.deviation = _deviation(trial, stage.spec, example, expected, device)
             except RuntimeError as error:  # from torch: a graph cannot be recorded, out of memory, ...
                 if not trials:
                     raise
@@ -178,10 +180,13 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(mode: ExecutionMode, stage: Stage, workload: Workload, device: torch.device) -> nn.Module:
+def _make(mode: ExecutionMode, stage: AnyStage, workload: Workload, device: torch.device) -> nn.Module:
     if mode == UNOPTIMIZED:
+        if isinstance(stage, BundleStage):
+            place(stage.module, device)
         return stage.to(device)
-    folded = FoldedStage(stage, mode.dtype, fuse_for=workload if mode.method == "fused" else None).to(device)
+    folded = FoldedStage(stage, workload, mode.dtype, fused=mode.method == "fused")
+    place(folded.body, device)
     return (
         record_cuda_graphs(folded, workload.sample_shape, workload.max_batch_size, device)
         if mode.method == "graphed"
@@ -189,12 +194,18 @@ def _make(mode: ExecutionMode, stage: Stage, workload: Workload, device: torch.d
     )
 
 
-def _example_input(stage: Stage, batch_size: int, sample_shape: tuple[int, ...]) -> Tensor:
-    """Deterministic input: random pixels, or random activations after a ReLU."""
+def example_rows(spec: AnyStageSpec, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+    """Deterministic rows: random pixels, random activations after a ReLU, and 1 for other integers: an index, or a mask."""
     generator = torch.Generator().manual_seed(1)
-    if stage.spec.is_first:
-        return torch.randint(0, 256, (batch_size, *sample_shape), dtype=torch.uint8, generator=generator)
-    return torch.randn((batch_size, *sample_shape), generator=generator).relu_()
+
+    def filled(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.normal_(generator=generator).relu_()
+        if tensor.dtype == torch.uint8 and tensor.dim() == 4:
+            return tensor.random_(0, 256, generator=generator)
+        return torch.ones_like(tensor)
+
+    return spec.pack_input([filled(tensor) for tensor in spec.unpack_input(spec.example(count, sample_shape))])
 
 
 def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) -> float:
@@ -215,12 +226,15 @@ def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) 
     return float((logits - expected_logits).abs().max()) / max(spread, 1.0)
 
 
-def _deviation(trial: Trial, example: Tensor, expected: Tensor, device: torch.device) -> float:
+def _deviation(trial: Trial, spec: AnyStageSpec, example: Tensor, expected: Tensor, device: torch.device) -> float:
+    """The largest of all output tensors. NaN if one is invalid, or of another shape or dtype."""
     output: Tensor = trial.module(example.to(device)).cpu()
     if output.shape != expected.shape or output.dtype != expected.dtype:
         return float("nan")
-    is_last = expected.ndim == 2
-    return deviation(output, expected, probabilities=is_last and trial.mode.precision != "float32")
+    probabilities = spec.probabilities and trial.mode.precision != "float32"
+    pairs = zip(spec.unpack_output(output), spec.unpack_output(expected), strict=True)
+    found = [deviation(*pair, probabilities=probabilities) for pair in pairs]
+    return next(filter(isnan, found), max(found))
 
 
 def _time(
@@ -233,8 +247,8 @@ def _time(
         if round_number > 1 and clock_s() >= deadline_s:
             return
         for trial in trials:
-            for place, batch_size in enumerate((1, len(example))):
+            for index, batch_size in enumerate((1, len(example))):
                 started_s = clock_s()
                 trial.module(example[:batch_size].to(device)).cpu()
                 if round_number:  # the first round warms up
-                    trial.times_s[place] = min(trial.times_s[place], clock_s() - started_s)
+                    trial.times_s[index] = min(trial.times_s[index], clock_s() - started_s)

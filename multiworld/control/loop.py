@@ -117,8 +117,19 @@ class ControlLoop:
     # -- on the control loop's thread ------------------------------------------------------------------------------------
 
     def call_later(self, delay_s: float, call: Callable[..., object], *args: Any) -> Timer:
+        return self._call_at(time.monotonic() + delay_s, call, args)
+
+    def call_at_multiple(self, interval_s: float, call: Callable[..., object]) -> Timer:
+        """Call when the clock next reaches a multiple of `interval_s`.
+
+        Timers with equal intervals fire together, in all worlds and in all processes of a host, so a process that has many worlds wakes
+        up once for the heartbeats of all of them.
+        """
+        return self._call_at((time.monotonic() // interval_s + 1) * interval_s, call, ())
+
+    def _call_at(self, due_s: float, call: Callable[..., object], args: tuple[Any, ...]) -> Timer:
         timer = Timer(call, args)
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), timer))
+        heapq.heappush(self._timers, (due_s, next(self._sequence), timer))
         return timer
 
     def register(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:

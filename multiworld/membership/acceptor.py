@@ -174,7 +174,7 @@ class Acceptor:
 
     def open(self) -> None:
         self._listen()
-        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
 
     def close(self) -> None:
         """Stop listening and close the pending connections. Connections that a world has admitted stay open."""
@@ -284,7 +284,7 @@ class Acceptor:
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats to waiting connections, and close those that have sent none for the heartbeat timeout."""
-        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
         for pending, hello in list(self._authenticated.items()):
             if hello.question is not None:
                 continue

@@ -15,13 +15,19 @@ from multiworld.control.sockets import close_in_child
 
 _STARTED_S = 60.0
 """Age of a socket file from which on its process must listen on it if it is alive."""
+_MAX_FOLDER_BYTES = 107 - len("/multiworld-4294967295/01234567-0123456789abcdef")
+"""The address of a Unix socket has at most 107 bytes."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def default_runtime_dir() -> str:
-    """The folder for Unix sockets: MULTIWORLD_RUNTIME_DIR, else XDG_RUNTIME_DIR, else the folder for temporary files."""
-    chosen = os.environ.get("MULTIWORLD_RUNTIME_DIR") or os.environ.get("XDG_RUNTIME_DIR")
-    return chosen or tempfile.gettempdir()
+    """The folder for Unix sockets: MULTIWORLD_RUNTIME_DIR; else the first whose path is short enough of XDG_RUNTIME_DIR, the folder for
+    temporary files, and /tmp.
+    """
+    if chosen := os.environ.get("MULTIWORLD_RUNTIME_DIR"):
+        return chosen
+    folders = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir())
+    return next((folder for folder in folders if 0 < len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES), "/tmp")  # noqa: S108
 
 
 def bind_local(runtime_dir: str) -> socket.socket:

@@ -111,7 +111,7 @@ class MembershipMonitor(ABC):
         self._heartbeat = heartbeat
         self._member_left = False  # after that, a lost connection is not a failure
         self._closed = False
-        self._heartbeat_timer: Timer = control_loop.call_later(heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer: Timer = control_loop.call_at_multiple(heartbeat.interval_s, self._send_heartbeats)
 
     # -- requests of the world, by ControlLoop.call_soon ----------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class MembershipMonitor(ABC):
     def _send_heartbeats(self) -> None:
         if self._closed:
             return
-        self._heartbeat_timer = self._control_loop.call_later(self._heartbeat.interval_s, self._send_heartbeats)
+        self._heartbeat_timer = self._control_loop.call_at_multiple(self._heartbeat.interval_s, self._send_heartbeats)
         heartbeat = self._control_loop.loop_counter.heartbeat()
         for rank, connection in list(self.connections.items()):
             silent_s = self._control_loop.now_s - connection.last_received_s

@@ -125,6 +125,10 @@ class Operation:
                 raise ending from None
             raise
 
+    def add_done_callback(self, callback: Callable[[object], object]) -> None:
+        """Call `callback` on the event loop soon after the operation has completed or failed."""
+        self.future.add_done_callback(callback)
+
     def resolve(self, error: BaseException | None) -> None:
         """Complete the operation, with `error` if not None. May be called from any thread.
 

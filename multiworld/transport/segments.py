@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ MIN_BYTES = 1 << 16
 """Smaller tensors are sent through the socket; measured with `benchmarks.send_recv`."""
 _MAX_SEGMENTS = 128
 """Limit of segments per process; each needs two file descriptors."""
+_LOG_INTERVAL_S = 10.0
+"""Time between warnings that there is no shared memory."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x10
 
@@ -62,10 +65,13 @@ class SegmentPool:
 
     Args:
         budget_bytes: limit of the size of all segments together.
+        on_missing: called each time that the system has no memory for a segment. Must not block or raise.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, on_missing: Callable[[], None] = lambda: None) -> None:
         self._budget_bytes = budget_bytes
+        self._on_missing = on_missing
+        self._logged_s = -_LOG_INTERVAL_S
         self._lock = threading.Lock()
         self._forget()
         _pools.add(self)
@@ -103,7 +109,7 @@ class SegmentPool:
         try:
             segment = Segment(capacity)
         except OSError as error:
-            logger.warning("no shared memory for %d bytes, the data is copied: %s", size, error)
+            self._report_missing(size, error)
             with self._lock:
                 self._reserved_bytes -= capacity
                 self._count -= 1
@@ -111,6 +117,13 @@ class SegmentPool:
         with self._lock:
             self._segments[segment.address] = segment
         return segment
+
+    def _report_missing(self, size: int, error: OSError) -> None:
+        self._on_missing()
+        now_s = time.monotonic()
+        if now_s - self._logged_s >= _LOG_INTERVAL_S:
+            self._logged_s = now_s
+            logger.warning("no shared memory for %d bytes, the data is copied: %s", size, error)
 
     def find(self, tensor: Tensor) -> tuple[Segment, int] | None:
         """The segment in which the contiguous `tensor` lies, and its offset there in bytes; None if it lies elsewhere."""

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Route
@@ -18,11 +18,13 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.connection_table import CLOSING_REASONS
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.decode_pool import DecodePool
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.oip.infer_route import InferRoute
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
 from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics, Scrape, metrics_response
-from multiworld_serving.server.api.predict import PredictRoute
+from multiworld_serving.server.api.predict import NoPredictRoute, PredictRoute
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import (
     ApiKeys,
@@ -63,6 +65,7 @@ def create_app(
     access_log: bool = False,
     admin_port: int | None = None,
     metric_aliases: bool = False,
+    handler: HandlerProcesses | None = None,
 ) -> FastAPI:
     """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
 
@@ -75,11 +78,10 @@ def create_app(
         access_log: log all requests; otherwise failed inference requests only.
         admin_port: number of the admin port, for requests that belong there.
         metric_aliases: export the metrics of requests under the names of other servers, too.
-    Raises:
-        ValueError: the model has invalid sizes or no classes.
+        handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
-    inference = _Inference.of(pipeline, model, limits)
+    inference = _Inference.of(pipeline, model, limits, handler)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -88,7 +90,7 @@ def create_app(
 
     app = FastAPI(
         title="multiworld-serving",
-        summary="Image classification that survives the failure of its workers.",
+        summary="Model serving that survives the failure of its workers.",
         version=importlib.metadata.version("multiworld-serving"),
         lifespan=lifespan,
         redirect_slashes=False,
@@ -118,30 +120,33 @@ class _Inference:
     """The inference routes of both protocols, with shared limits."""
 
     decoders: DecodePool
-    predict: PredictRoute
+    predict: PredictRoute | HandlerRoute | NoPredictRoute
     infer: InferRoute
 
     @classmethod
-    def of(cls, predictor: Predictor, model: ServedModel, limits: RequestLimits) -> _Inference:
-        if not 1 <= model.crop_size <= model.resize_size:
-            raise ValueError(f"crop_size must be 1 to resize_size ({model.resize_size}), not {model.crop_size}")
-        if not model.labels:
-            raise ValueError("the model has no labels; it must have one for each class")
+    def of(
+        cls, predictor: Predictor, model: ServedModel, limits: RequestLimits, handler: HandlerProcesses | None
+    ) -> _Inference:
         decoders = DecodePool(threads=limits.decode_threads, max_waiting=limits.max_waiting_decodes)
         bodies = BodyReader(max_body_bytes=limits.max_body_bytes, max_held_bytes=limits.max_held_bytes)
-        predict = PredictRoute(
-            predictor=predictor,
-            model=model,
-            bodies=bodies,
-            decoders=decoders,
-            timeout_s=limits.timeout_s,
-            max_image_pixels=limits.max_image_pixels,
-            exact_images=limits.exact_images,
-            top_k=limits.top_k,
-        )
+        signature = _signature(model, limits)
+        predict: PredictRoute | HandlerRoute | NoPredictRoute = NoPredictRoute(model)
+        if handler is not None:
+            predict = HandlerRoute(predictor, model, handler, bodies, decoders, limits.timeout_s, signature.max_rows)
+        elif model.classifies_images:
+            predict = PredictRoute(
+                predictor=predictor,
+                model=model,
+                bodies=bodies,
+                decoders=decoders,
+                timeout_s=limits.timeout_s,
+                max_image_pixels=limits.max_image_pixels,
+                exact_images=limits.exact_images,
+                top_k=limits.top_k,
+            )
         infer = InferRoute(
             predictor=predictor,
-            signature=_signature(model, limits),
+            signature=signature,
             bodies=bodies,
             decoders=decoders,
             timeout_s=limits.timeout_s,
@@ -170,8 +175,8 @@ def _guard(
 
 
 def _signature(model: ServedModel, limits: RequestLimits) -> Signature:
-    fitting = limits.max_body_bytes // (3 * model.crop_size**2)
-    return Signature(model, max_images=max(1, min(limits.max_images, fitting)))
+    fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
+    return Signature(model, max_rows=max(1, min(limits.max_rows, fitting)))
 
 
 def create_admin_app(
@@ -181,10 +186,12 @@ def create_admin_app(
     repository: RepositoryRoutes | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
+    page: OperationsRoutes | None = None,
 ) -> ASGIApp:
     """Create the application of the admin port: metrics and admin endpoints.
 
     Args:
+        page: serves the status page.
         own: the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
     """
@@ -192,13 +199,8 @@ def create_admin_app(
     async def scrape(request: Request) -> Response:
         return await metrics_response(own if own is not None and "own" in request.query_params else metrics, request)
 
-    async def index(_: Request) -> Response:
-        paths = {route.path: sorted((route.methods or set()) - {"HEAD"}) for route in routes}
-        return JSONResponse({"service": "multiworld-serving", "port": "admin", "http_port": http_port, "paths": paths})
-
     verbs = [*admin.routes(), *(repository.routes() if repository else ())]
-    routes = [Route("/", index), Route("/metrics", scrape), *verbs]
-    app = Starlette(routes=routes)
+    app = Starlette(routes=[Route("/metrics", scrape), *verbs, *(page.admin_routes() if page else ())])
     app.add_middleware(
         AuthorizationMiddleware, authorizer=authorizer or _open_access(), permission_for=admin_port_permission
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.routing import Route
 
 from multiworld_serving.server.api.event_stream import EventStream
-from multiworld_serving.server.api.status_files import file_response, page_response
+from multiworld_serving.server.api.status_files import file_routes, index_response
 from multiworld_serving.server.http.errors import ErrorBody, error_documentation, rejection_response
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.metrics import Metrics
@@ -77,8 +78,7 @@ class OperationsRoutes:
         router = APIRouter(tags=["operations"])
         router.add_api_route("/", self.index, response_model=dict[str, Any])
         router.add_api_route("/events", self.events, response_class=Response, responses=_EVENTS_DOCUMENTATION)
-        for name in ("page.css", "page.js"):
-            router.add_api_route(f"/status-page/{name}", partial(_file, name), include_in_schema=False)
+        router.routes.extend(file_routes())
         router.add_api_route("/healthz", self.healthz, response_model=Alive)
         ready_errors = error_documentation((503,))
         ready_errors[503]["model"] = NotReady
@@ -89,8 +89,6 @@ class OperationsRoutes:
 
     async def index(self, request: Request) -> Any:
         """The list of endpoints; for browsers, the status page."""
-        if "text/html" in request.headers.get("accept", ""):
-            return page_response()
         endpoints = {
             "GET /": "this list; for browsers, the status page",
             "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
@@ -102,13 +100,23 @@ class OperationsRoutes:
             "GET /metrics": "Prometheus metrics",
             "GET /openapi.json": "OpenAPI document",
         }
-        content = {
+        return index_response(request, self._listing(endpoints))
+
+    def _listing(self, endpoints: Mapping[str, str]) -> dict[str, Any]:
+        return {
             "service": "multiworld-serving",
             "model": self.model.name,
             "version": self.predictor.version.name,
             "endpoints": endpoints,
         }
-        return JSONResponse(content, headers={"Vary": "Accept"})
+
+    def admin_routes(self) -> list[Route]:
+        """The status page for the admin port, where it offers operator actions."""
+
+        async def index(request: Request) -> Response:
+            return index_response(request, self._listing(_ADMIN_ENDPOINTS))
+
+        return [Route("/", index), Route("/events", self.events), *file_routes()]
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: snapshot (`status`) and rates (`points`) every second, and events (`event`) as they happen."""
@@ -137,16 +145,21 @@ class OperationsRoutes:
         return await metrics_response(self.metrics, request)
 
 
-async def _file(name: str) -> Response:
-    return file_response(name)
-
-
 async def metrics_response(metrics: Scrape, request: Request) -> Response:
     """The response to a scrape."""
     text, content_type = await metrics.exposition(request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 
+_ADMIN_ENDPOINTS = {
+    "GET /": "this list; for browsers, the status page with operator actions",
+    "GET /events": "state and events as server-sent events",
+    "GET /metrics": "Prometheus metrics",
+    "POST /admin/rolling-restart": "restart all workers in turn",
+    "POST /v2/repository/index": "the versions of the model",
+    "POST /v2/repository/models/MODEL/load": "load a version",
+    "POST /v2/repository/models/MODEL/unload": "unload the model",
+}
 _METRICS_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
     200: {"description": "Metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }

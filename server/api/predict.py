@@ -20,7 +20,7 @@ from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.form import FIELD, extract_image
 from multiworld_serving.server.api.images import image_tensor
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION, prediction_headers
-from multiworld_serving.server.errors import MediaTypeError, StageError
+from multiworld_serving.server.errors import MediaTypeError, StageError, WrongPathError
 from multiworld_serving.server.http.body import BodyReader, translate_body_timeout
 from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.disconnect import DEADLINE_GRACE_S, while_connected
@@ -66,8 +66,33 @@ class PredictResponse(BaseModel):
 
 
 @dataclass(frozen=True)
+class NoPredictRoute:
+    """POST /predict of a model that does not classify images: tells where to send requests."""
+
+    model: ServedModel
+
+    def router(self) -> APIRouter:
+        """The route, not documented for OpenAPI."""
+        router = APIRouter()
+
+        @router.post("/predict", include_in_schema=False)
+        async def predict() -> Response:
+            missing = "labels" if self.model.image is not None else "an image as its input"
+            raise WrongPathError(
+                f"/predict classifies images, and the model {self.model.name!r} does not have {missing}; send its inputs to "
+                f"/v2/models/{self.model.name}/infer (described by GET /v2/models/{self.model.name}), or start the service with --handler"
+            )
+
+        return router
+
+    def direct(self) -> dict[str, DirectHandler]:
+        """No route."""
+        return {}
+
+
+@dataclass(frozen=True)
 class PredictRoute:
-    """The route POST /predict and its dependencies."""
+    """The route POST /predict of a model that classifies images, and its dependencies."""
 
     predictor: Predictor
     model: ServedModel
@@ -121,7 +146,7 @@ class PredictRoute:
             id=record.request_id,
             model=prediction.model,
             version=prediction.version,
-            predictions=_top_classes(prediction.probabilities, self.model.labels, top_k),
+            predictions=_top_classes(prediction.output, self.model.labels, top_k),
             timings_ms=Timings(
                 total=_ms(time.monotonic() - record.started_s),
                 decode=_ms(decode_s),
@@ -145,10 +170,12 @@ class PredictRoute:
         return image, time.monotonic() - received_s
 
     def _decode(self, body: bytes, content_type: str) -> Tensor:
+        sizes = self.model.image
+        assert sizes is not None, "the model classifies images"
         return image_tensor(
             extract_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body,
-            resize_size=self.model.resize_size,
-            crop_size=self.model.crop_size,
+            resize_size=sizes.resize_size,
+            crop_size=sizes.crop_size,
             max_pixels=self.max_image_pixels,
             exact=self.exact_images,
         )

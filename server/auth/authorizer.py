@@ -65,8 +65,10 @@ def is_inference_path(path: str) -> bool:
 
 
 def admin_port_permission(path: str) -> Permission:
-    """The permission for a path of the admin port: an admin key, except for metrics, probes and what only says where to go."""
-    known = path in {"/", "/metrics", "/healthz", "/readyz"}
+    """The permission for a path of the admin port: an admin key, except for the status page, metrics, probes and paths of the HTTP API."""
+    if path in {"/", "/events"} or path.startswith("/status-page/"):
+        return Permission.ANY_KEY
+    known = path in {"/metrics", "/healthz", "/readyz"}
     return Permission.NOTHING if known or is_inference_path(path) else Permission.ADMIN
 
 

@@ -18,14 +18,15 @@ import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
 from multiworld_serving.common.wire import Channel, Header, Message, MessageKind, WireError
+from multiworld_serving.server.predictor import MAX_ROW_BYTES
 
 _HEAD = struct.Struct("!BQII")
 """Kind, number, bytes of JSON, bytes of payload."""
 _ALIGNED_BYTES = 8
 """Headers and payloads start at a multiple of this, so that tensors in them are aligned."""
 _HEAD_BYTES = 24
-MAX_BYTES = 1 << 27
-"""Maximum size of one frame. The largest image, 4096 x 4096 pixels, has 48 MiB."""
+MAX_BYTES = MAX_ROW_BYTES
+"""Maximum payload of one frame."""
 _MESSAGE_BYTES = 1 << 22
 """A message is closed when it has this size."""
 _MAX_UNSENT_BYTES = 1 << 22
@@ -45,7 +46,7 @@ class FrameKind(IntEnum):
     """Frontend to leader: would a request be rejected? Reply: ADMITTED or REJECTED."""
     ADMITTED = 4
     PREDICT = 5
-    """Frontend to leader: an image, or the id of one that the frontend keeps. Reply: PREDICTION or REJECTED."""
+    """Frontend to leader: the input of a request, or the id of one that the frontend keeps. Reply: PREDICTION or REJECTED."""
     PREDICTION = 6
     REJECTED = 7
     CANCEL = 8
@@ -61,7 +62,7 @@ class FrameKind(IntEnum):
     """In both directions: reply METRICS with the receiver's metrics as text."""
     METRICS = 14
     LOAD = 15
-    """Frontend to leader, once a second: its connections and requests in flight."""
+    """Frontend to leader, once a second: its connections, requests in flight and edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ class Frame:
     payload: memoryview
 
 
-def encode(kind: FrameKind, number: int, fields: Mapping[str, Any] | None, payload: bytes | memoryview) -> bytearray:
+def encode(
+    kind: FrameKind, number: int, fields: Mapping[str, Any] | None, payload: bytes | memoryview = b""
+) -> bytearray:
     """One frame, padded so that the next one is aligned."""
     text = json.dumps(fields).encode() if fields else b""
     text += b" " * (-len(text) % _ALIGNED_BYTES)
@@ -118,9 +121,10 @@ class FrameLink:
         self.world = world
         self._channel = Channel(world, peer, _check)
         self._on_frame = on_frame
-        self._queue: list[bytearray] = []
+        self._queue: list[bytes | bytearray] = []
         self._queued_bytes = 0
-        self._sender: asyncio.Task[None] | None = None
+        self._sending = False
+        """Whether a message is on its way, or `_send_next` is about to be called."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._ended = False
@@ -133,17 +137,22 @@ class FrameLink:
         payload: bytes | memoryview = b"",
     ) -> None:
         """Queue a frame; does nothing if the link has ended. Await `wait_writable` before sending large payloads."""
+        if not self._ended:
+            self.send_encoded(encode(kind, number, fields, payload))
+
+    def send_encoded(self, data: bytes | bytearray) -> None:
+        """As `send`, for a frame that is already encoded. A `bytearray` belongs to the link from now on."""
         if self._ended:
             return
-        data = encode(kind, number, fields, payload)
         self._queue.append(data)
         self._queued_bytes += len(data)
         if self._queued_bytes > _MAX_UNSENT_BYTES:
             self._writable.clear()
             if self._queued_bytes > _MAX_BACKLOG_BYTES:
                 self.fail(f"the other end did not read {self._queued_bytes} bytes")
-        if self._sender is None:
-            self._sender = asyncio.get_running_loop().create_task(self._send_queue())
+        if not self._sending:  # with the frames that are queued until then
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send_next)
 
     async def wait_writable(self) -> None:
         """Wait until the queue is short enough, or the link has ended."""
@@ -178,19 +187,23 @@ class FrameLink:
         self._queue.clear()
         self._writable.set()
 
-    async def _send_queue(self) -> None:
-        try:
-            while self._queue:
-                payload = torch.frombuffer(self._next_message(), dtype=torch.uint8)
-                await self._channel.send(Message(MessageKind.FRAMES, payload=payload))
-        except (BrokenWorldException, WorldClosedError):
-            self.end()  # `run` reports it
-        finally:
-            self._sender = None
+    def _send_next(self, _sent: object = None) -> None:
+        """Send queued frames in one message. Called again when it is sent, until the queue is empty."""
+        self._sending = False
+        if self._queue:
+            payload = torch.frombuffer(self._next_message(), dtype=torch.uint8)
+            try:
+                operation = self._channel.start(Message(MessageKind.FRAMES, payload=payload))
+            except (BrokenWorldException, WorldClosedError):
+                self.end()  # `run` reports it
+                return
+            self._sending = True
+            operation.add_done_callback(self._send_next)
 
     def _next_message(self) -> bytearray:
         """Take queued frames until the message is large enough."""
-        data, count = self._queue[0], 1
+        first, count = self._queue[0], 1
+        data = first if isinstance(first, bytearray) else bytearray(first)
         while count < len(self._queue) and len(data) < _MESSAGE_BYTES:
             data += self._queue[count]
             count += 1

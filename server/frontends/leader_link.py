@@ -63,7 +63,9 @@ class LeaderLink:
 
     Args:
         manager: used by this link only, because two leaders may use the same world name.
+        address: where the leader listens; `settings` may know another one before each attempt to join.
         edges: of this process; None: all tensors go through the leaders.
+        number: position of the leader in `settings.leaders`.
 
     Attributes:
         state: last state reported by the leader; None while disconnected.
@@ -80,8 +82,11 @@ class LeaderLink:
         manager: WorldManager,
         events: LinkEvents,
         edges: Edges | None = None,
+        number: int = 0,
     ) -> None:
         self.address = address
+        self._number = number
+        self._is_only_leader = len(settings.leaders) == 1
         self.state: LeaderState | None = None
         self.name: str | None = None
         self.ambiguous = False
@@ -190,10 +195,10 @@ class LeaderLink:
             if not finished:
                 link.send(FrameKind.CANCEL, number)
 
-    def send_load(self, connections: int, requests: int) -> None:
+    def send_load(self, connections: int, requests: int, edges: str) -> None:
         """See `FrameKind.LOAD`."""
         if self._link is not None:
-            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests})
+            self._link.send(FrameKind.LOAD, fields={"connections": connections, "requests": requests, "edges": edges})
 
     # -- the link --------------------------------------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class LeaderLink:
                 failures = 0
             except PermissionError as error:
                 message = f"the leader at {self.address} rejects this frontend's token: {error}"
-                if len(self._settings.leaders) == 1 and self.name is None:
+                if self._is_only_leader and self.name is None:
                     raise UserError(message) from error
                 failures = self._log_failure(failures, message)
             except (AskError, WorldError, WireError, OSError) as error:
@@ -226,6 +231,7 @@ class LeaderLink:
 
     async def _serve_once(self) -> None:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""
+        self.address = self._settings.leader_at(self._number, self.address)
         offer = await self._ask()
         address = offer.joins_at(self.address)
         world = await self._manager.initialize_world(

@@ -1,10 +1,10 @@
 """The leaders of a frontend: which one gets a request, and what happens to it when that leader dies.
 
-A frontend keeps each request and its decoded image until it is answered, so it can send it to another leader:
+A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
     the leader is lost             the next usable leader at once; after two leaders failed with the same request it is rejected as poison
     overloaded, no replica         one other leader, once, so that overload is not amplified
-    a worker cannot fetch it       the same leader, with the image, as all requests of the next minute
+    a worker cannot fetch it       the same leader, with the input, as all requests of the next minute
     the answer cannot be fetched   a leader, which relays the answer
     draining                       another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
@@ -42,13 +42,13 @@ from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLo
 from multiworld_serving.server.frontends.merge_snapshots import merged_snapshot, snapshot_without_leaders
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
-    image_payload,
     parse_kept,
     parse_prediction,
-    parse_probabilities,
     parse_rejection,
+    parse_row,
+    row_payload,
 )
-from multiworld_serving.server.frontends.request_tensors import KeptImage, RequestTensors
+from multiworld_serving.server.frontends.request_tensors import KeptInput, RequestTensors
 from multiworld_serving.server.frontends.version_agreement import VersionAgreement
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span_ids
@@ -62,9 +62,9 @@ _DEADLINE_GRACE_S = 0.5
 """The leader enforces the deadline with a more precise error; this is the extra time that it gets to report it."""
 _RETRY_AFTER_S = 1.0
 _RELAY_S = 60.0
-"""How long images are sent to a leader after a worker of it could not fetch one."""
+"""How long inputs are sent to a leader after a worker of it could not fetch one."""
 _CHECK_S = 1.0
-"""How long after a rejection requests are checked before their images are decoded."""
+"""How long after a rejection requests are checked before their inputs are decoded."""
 _TRY_ELSEWHERE = frozenset({"overloaded", "no_replica", "not_ready"})
 
 
@@ -123,10 +123,16 @@ class LeaderPool:
         """The version that serves new requests: that of the usable leaders, the latest if they differ."""
         return self._agreement.version
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         """See `Predictor.predict`."""
-        fields = {"request_id": request_id, "span": current_span_ids()}
-        with self._tensors.keeping(image) as kept:
+        variable = self.model.result().input_rows.row_shape is None
+        fields = {
+            "request_id": request_id,
+            "span": current_span_ids(),
+            "key": key,
+            "row_bytes": row.nbytes if variable else 0,
+        }
+        with self._tensors.keeping(row) as kept:
             prediction, resent = await self._predict(fields, deadline_s, kept)
         number = (
             self._agreement.version.number
@@ -135,19 +141,22 @@ class LeaderPool:
         )
         return replace(prediction, attempts=prediction.attempts + resent, version_number=number)
 
-    async def _predict(self, fields: dict[str, Any], deadline_s: float, image: KeptImage) -> tuple[Prediction, int]:
+    async def _predict(
+        self, fields: dict[str, Any], deadline_s: float, kept_input: KeptInput
+    ) -> tuple[Prediction, int]:
         """Send a request until its answer has arrived. Returns it, and how often the request was sent again."""
+        rows = self.model.result().output_rows
         fetches, unreachable, resent = self._tensors.fetches, None, 0
         while True:
             sent = {**fields, "fetches": fetches, "unreachable": unreachable}
-            reply, again = await self._request(FrameKind.PREDICT, sent, deadline_s, image)
+            reply, again = await self._request(FrameKind.PREDICT, sent, deadline_s, kept_input)
             resent += again
-            kept = parse_kept(reply.fields)
+            kept = parse_kept(reply.fields, rows)
             if kept is None:
-                return parse_prediction(reply.fields, parse_probabilities(reply.payload)), resent
+                return parse_prediction(reply.fields, parse_row(reply.payload, rows)), resent
             try:
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock()) + _DEADLINE_GRACE_S):
-                    return parse_prediction(reply.fields, await self._tensors.fetch(kept)), resent
+                    return parse_prediction(reply.fields, await self._tensors.fetch(kept, rows.dtype)), resent
             except TimeoutError as error:
                 raise DeadlineError("the answer could not be fetched before the deadline; try again") from error
             except EdgeError as lost:
@@ -244,8 +253,8 @@ class LeaderPool:
         served = self.model.result()
         if replace(model, version=served.version) != served:
             return (
-                f"the leader at {leader.address} serves {model.name} with {len(model.labels)} classes and {model.crop_size} pixels, but "
-                f"this frontend serves {served.name} with {len(served.labels)} and {served.crop_size}; use one frontend for each model"
+                f"the leader at {leader.address} serves {model!s:.1000}, but this frontend serves {served!s:.1000}; use one frontend for "
+                "each model"
             )
         return None
 
@@ -256,8 +265,10 @@ class LeaderPool:
         self._agreement.observe()
         self._notify_changed()
         self._metrics.leaders(sum(link.usable for link in self.links), len(self.links))
+        snapshot = self.snapshot()
+        self._metrics.service_state(snapshot.state)
         if any(link.state is not None for link in self.links):
-            self._on_change(self.snapshot())
+            self._on_change(snapshot)
 
     def _find_ambiguous_names(self) -> None:
         counts = Counter(link.name for link in self.links)
@@ -293,7 +304,7 @@ class LeaderPool:
     # -- requests --------------------------------------------------------------------------------------------------------------
 
     async def _request(
-        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, image: KeptImage | None = None
+        self, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, kept_input: KeptInput | None = None
     ) -> tuple[Frame, int]:
         """Send a request to a leader, and to others as the table above says. Returns the reply and how often it was sent again."""
         rejected: dict[LeaderLink, RequestRejected] = {}
@@ -310,7 +321,7 @@ class LeaderPool:
                 await self._wait_for_change(min(grace_until_s, deadline_s), deadline_s)
                 continue
             try:
-                return await self._send(link, kind, fields, deadline_s, image), resent
+                return await self._send(link, kind, fields, deadline_s, kept_input), resent
             except LeaderLostError as lost:
                 failures += lost.failed and kind is FrameKind.PREDICT
                 self._check_resubmission(failures, deadline_s, lost)
@@ -334,15 +345,20 @@ class LeaderPool:
                 raise DeadlineError("the leader did not reply before the deadline; try again") from error
 
     async def _send(
-        self, link: LeaderLink, kind: FrameKind, fields: Mapping[str, Any], deadline_s: float, image: KeptImage | None
+        self,
+        link: LeaderLink,
+        kind: FrameKind,
+        fields: Mapping[str, Any],
+        deadline_s: float,
+        kept_input: KeptInput | None,
     ) -> Frame:
-        """Send a request to this leader; again, with the image, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
+        """Send a request to this leader; again, with the input, if a worker cannot fetch it. Raises as `LeaderLink.request`."""
         while True:
             timeout_s = deadline_s - self._clock()
             sent, payload = {**fields, "timeout_s": timeout_s}, memoryview(b"")
-            if image is not None:
-                sent["image"] = image.number if self._clock() >= link.relay_until_s else None
-                payload = payload if sent["image"] is not None else image_payload(image.tensor)
+            if kept_input is not None:
+                sent["row"] = kept_input.number if self._clock() >= link.relay_until_s else None
+                payload = payload if sent["row"] is not None else row_payload(kept_input.row)
             try:
                 return await link.request(kind, sent, payload, timeout_s=max(0.0, timeout_s) + _DEADLINE_GRACE_S)
             except InputUnreachableError as error:
@@ -351,7 +367,7 @@ class LeaderPool:
                 self._metrics.resubmitted("relay")
 
     def _check_resubmission(self, failures: int, deadline_s: float, lost: Exception) -> None:
-        """Raise if a request whose leader, image or answer was lost is not sent again."""
+        """Raise if a request whose leader, input or answer was lost is not sent again."""
         if failures >= _MAX_LEADER_FAILURES:
             raise PoisonError(
                 f"{failures} leaders failed while they had this request; it is not sent to another one"

@@ -25,9 +25,11 @@ from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
+from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
 from multiworld_serving.server.api.app import create_admin_app, create_app
-from multiworld_serving.server.api.operations import OwnMetrics
+from multiworld_serving.server.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.auth.credential_reloader import (
@@ -56,7 +58,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish the requests in flight. Returns the exit status.
 
     Raises:
-        UserError: a port is in use, a credential file is invalid, or the only leader rejects the token.
+        UserError: a port is in use, a credential file or the handler is invalid, or the only leader rejects the token.
     """
     if settings.exit_with_parent:
         exit_with_parent()  # also if this process is blocked: otherwise the next service could not use the port
@@ -75,11 +77,14 @@ def run(settings: FrontendSettings) -> int:
             ratio=settings.trace_ratio,
         )
         stack.enter_context(close_on_exit(tracing))
+        handler = None
+        if settings.handler is not None:
+            handler = stack.enter_context(HandlerProcesses(settings.handler, settings.handler_timeout_s))
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, tracing, http, admin))
+            return runner.run(_serve(settings, credentials, tracing, http, admin, handler))
 
 
 def _listener(fd: int | None, host: str, port: int, name: str) -> socket.socket:
@@ -97,8 +102,9 @@ async def _serve(
     tracing: Tracing | None,
     http: socket.socket,
     admin: socket.socket,
+    handler: HandlerProcesses | None,
 ) -> int:
-    return await _Frontend(settings, credentials, tracing, http, admin).serve()
+    return await _Frontend(settings, credentials, tracing, http, admin, handler).serve()
 
 
 class _Frontend:
@@ -111,7 +117,9 @@ class _Frontend:
         tracing: Tracing | None,
         http: socket.socket,
         admin: socket.socket,
+        handler: HandlerProcesses | None,
     ) -> None:
+        self._handler = handler
         self._settings = settings
         self._credentials = credentials
         self._http, self._admin = http, admin
@@ -137,7 +145,7 @@ class _Frontend:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
                 if self._edges is not None:
                     await stack.enter_async_context(self._edges)
-                links = [await self._link(stack, address) for address in settings.leaders]
+                links = [await self._link(stack, *numbered) for numbered in enumerate(settings.leaders)]
                 self._pool.links.extend(links)
                 running = [tasks.create_task(link.run()) for link in links]
                 stopping = asyncio.create_task(self._stop.wait())
@@ -156,7 +164,7 @@ class _Frontend:
         logger.info("stopped")
         return 0
 
-    async def _link(self, stack: contextlib.AsyncExitStack, address: Address) -> LeaderLink:
+    async def _link(self, stack: contextlib.AsyncExitStack, number: int, address: Address) -> LeaderLink:
         settings = self._settings
         manager = await stack.enter_async_context(
             WorldManager(
@@ -167,7 +175,7 @@ class _Frontend:
                 loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             )
         )
-        return LeaderLink(address, settings, manager, self._pool, self._edges)
+        return LeaderLink(address, settings, manager, self._pool, self._edges, number)
 
     async def _serve_http(self) -> None:
         settings, pool, metrics = self._settings, self._pool, self._metrics
@@ -186,6 +194,7 @@ class _Frontend:
             access_log=settings.access_log,
             metric_aliases=settings.metric_aliases,
             admin_port=self._admin.getsockname()[1],
+            handler=self._handler,
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
@@ -195,6 +204,7 @@ class _Frontend:
             repository,
             own=OwnMetrics(metrics),
             http_port=self._http.getsockname()[1],
+            page=OperationsRoutes(pool, model, self._scrape, self._feed),
         )
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts
@@ -239,8 +249,9 @@ class _Frontend:
 
     async def _report_load(self) -> None:
         while True:
+            edges = edge_states_json(() if self._edges is None else self._edges.states())
             for link in self._pool.links:
-                link.send_load(self._connections, self._pool.open_requests.count)
+                link.send_load(self._connections, self._pool.open_requests.count, edges)
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
     def _on_signal(self, signum: signal.Signals) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from multiworld_serving.server.frontends.messages import LeaderState
-from multiworld_serving.server.predictor import LeaderSnapshot, PipelineSnapshot
+from multiworld_serving.server.predictor import LeaderSnapshot, PipelineSnapshot, StageSnapshot
 
 
 def snapshot_without_leaders(
@@ -19,7 +20,14 @@ def snapshot_without_leaders(
         for stage in last.stages
     )
     return replace(
-        last, ready=False, stages=stages, spares=(), frontends=(), leaders=leaders, requests_in_flight=in_flight
+        last,
+        ready=False,
+        stages=stages,
+        spares=(),
+        frontends=(),
+        edges=(),
+        leaders=leaders,
+        requests_in_flight=in_flight,
     )
 
 
@@ -37,17 +45,36 @@ def merged_snapshot(
         ready, stopping: of this frontend.
     """
     frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
-    rerouted: dict[int, int] = {}
+    edges = {(edge.consumer, edge.producer): edge for state in (*states, best) for edge in state.snapshot.edges}
+    rerouted: Counter[int] = Counter()
+    in_flight: Counter[tuple[int, str | None]] = Counter()
+    batches_done: Counter[tuple[int, str | None]] = Counter()
     for state in states:
         for stage in state.snapshot.stages:
-            rerouted[stage.index] = rerouted.get(stage.index, 0) + stage.rerouted
+            rerouted[stage.index] += stage.rerouted
+            for replica in stage.replicas:
+                in_flight[stage.index, replica.worker] += replica.in_flight
+                batches_done[stage.index, replica.worker] += replica.batches_done
+
+    def with_sums(stage: StageSnapshot) -> StageSnapshot:
+        replicas = (
+            replace(
+                replica,
+                in_flight=in_flight[stage.index, replica.worker],
+                batches_done=batches_done[stage.index, replica.worker],
+            )
+            for replica in stage.replicas
+        )
+        return replace(stage, replicas=tuple(replicas), rerouted=rerouted[stage.index])
+
     return replace(
         best.snapshot,
-        stages=tuple(replace(stage, rerouted=rerouted[stage.index]) for stage in best.snapshot.stages),
+        stages=tuple(map(with_sums, best.snapshot.stages)),
         ready=ready,
         draining=stopping or best.snapshot.draining,
         queue_depth=sum(state.snapshot.queue_depth for state in states),
         requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
         leaders=leaders,
         frontends=tuple(frontends[name] for name in sorted(frontends)),
+        edges=tuple(edges[pair] for pair in sorted(edges)),
     )

@@ -1,8 +1,9 @@
-"""Converts predictions, images, errors and states to the fields and payloads of frames, and back."""
+"""Converts predictions, rows, errors and states to the fields and payloads of frames, and back."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.wire import different_fields
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.rows import RowFormat
+from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
 from multiworld_serving.server.predictor import (
+    EdgeSnapshot,
     FailureSnapshot,
     FrontendSnapshot,
+    ImageSizes,
     KeptRow,
     LeaderSnapshot,
     ModelVersion,
@@ -27,47 +33,50 @@ from multiworld_serving.server.predictor import (
 
 _INTERNAL = "internal"
 _RELAY = "relay"
+MAX_KEY_CHARS = 1000
 
 
 def prediction_fields(prediction: Prediction) -> dict[str, Any]:
-    """A prediction without its probabilities."""
-    return {name: value for name, value in vars(prediction).items() if name != "probabilities"}
+    """A prediction without its output."""
+    return {name: value for name, value in vars(prediction).items() if name != "output"}
 
 
-def parse_kept(fields: Mapping[str, Any]) -> KeptRow | None:
-    """Where the probabilities of a PREDICTION frame are. Raises TypeError or ValueError if the field is invalid."""
+def parse_kept(fields: Mapping[str, Any], rows: RowFormat) -> KeptRow | None:
+    """Where the output of a PREDICTION frame is. Raises TypeError or ValueError if the field is invalid."""
     kept = fields["kept"]
     if kept is None:
         return None
     holder, tensor, row, shape = kept
-    return KeptRow(str(holder), int(tensor), int(row), tuple(map(int, shape)))
+    found = KeptRow(str(holder), int(tensor), int(row), tuple(map(int, shape)))
+    if found.shape != rows.row_shape and (rows.row_shape is not None or len(found.shape) != 1):
+        raise ValueError(f"an output of the shape {found.shape!s:.100}; expected {rows.row_shape or '(bytes,)'}")
+    return found
 
 
-def prediction_payload(prediction: Prediction) -> memoryview:
-    """The probabilities of a prediction, float32."""
-    return prediction.probabilities.contiguous().numpy().data.cast("B")
+def parse_prediction(fields: Mapping[str, Any], output: Tensor) -> Prediction:
+    """The inverse of `prediction_fields`, with the output of the payload or of the worker that keeps it."""
+    return Prediction(**{**fields, "path": tuple(fields["path"]), "kept": None}, output=output)
 
 
-def parse_prediction(fields: Mapping[str, Any], probabilities: Tensor) -> Prediction:
-    """The inverse of `prediction_fields`, with the probabilities of the payload or of the worker that keeps them."""
-    return Prediction(**{**fields, "path": tuple(fields["path"]), "kept": None}, probabilities=probabilities)
+def row_payload(row: Tensor) -> memoryview:
+    """The bytes of a row."""
+    return row.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def parse_probabilities(payload: memoryview) -> Tensor:
-    """The inverse of `prediction_payload`."""
-    return torch.frombuffer(payload, dtype=torch.float32)
-
-
-def image_payload(image: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 image."""
-    return image.numpy().data.cast("B")
-
-
-def parse_image(payload: memoryview, side: int) -> Tensor:
-    """uint8 [3, side, side], sharing memory with `payload`. Raises ValueError or RuntimeError if the size is wrong."""
-    if len(payload) != 3 * side * side:
-        raise ValueError(f"the image has {len(payload)} bytes; expected 3 x {side} x {side}")
-    return torch.frombuffer(payload, dtype=torch.uint8).view(3, side, side)
+def parse_row(payload: memoryview, rows: RowFormat) -> Tensor:
+    """The inverse of `row_payload`, sharing memory with `payload`. Raises ValueError if it is not a row of this format."""
+    shape = rows.row_shape
+    if shape is None:
+        row = torch.frombuffer(payload, dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
+        try:
+            rows.unpack(row[None])
+        except (BundleError, RuntimeError) as error:
+            raise ValueError(str(error)) from error
+        return row
+    expected = math.prod(shape) * rows.dtype.itemsize
+    if len(payload) != expected:
+        raise ValueError(f"the row has {len(payload)} bytes; expected {expected}")
+    return torch.frombuffer(payload, dtype=rows.dtype).view(shape) if expected else torch.empty(shape, dtype=rows.dtype)
 
 
 def rejection_fields(rejection: RequestRejected | InputUnreachableError | None) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def _require_fields(cls: type[Any], what: str, *, found: object) -> None:
 def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
     return PipelineSnapshot(
         **{
-            **fields,
+            **{name: value for name, value in fields.items() if name not in ("state", "reasons")},
             "stages": tuple(
                 StageSnapshot(
                     stage["index"],
@@ -152,6 +161,7 @@ def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
             "spares": tuple(map(_parse_replica, fields["spares"])),
             "leaders": tuple(LeaderSnapshot(**leader) for leader in fields["leaders"]),
             "frontends": tuple(FrontendSnapshot(**frontend) for frontend in fields["frontends"]),
+            "edges": tuple(EdgeSnapshot(**edge) for edge in fields["edges"]),
         }
     )
 
@@ -169,4 +179,20 @@ def model_fields(model: ServedModel) -> dict[str, Any]:
 def parse_model(fields: Mapping[str, Any]) -> ServedModel:
     """The inverse of `model_fields`. Raises KeyError, TypeError or ValueError if they are invalid."""
     _require_fields(ServedModel, "WELCOME", found=fields)
-    return ServedModel(**{**fields, "labels": tuple(fields["labels"])})
+    try:
+        return ServedModel(
+            **{
+                **fields,
+                "inputs": tuple(map(_parse_tensor, fields["inputs"])),
+                "outputs": tuple(map(_parse_tensor, fields["outputs"])),
+                "dimensions": {name: (int(least), int(most)) for name, (least, most) in fields["dimensions"].items()},
+                "image": fields["image"] and ImageSizes(*fields["image"]),
+                "labels": tuple(fields["labels"]),
+            }
+        )
+    except BundleError as error:
+        raise ValueError(str(error)) from error
+
+
+def _parse_tensor(fields: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(str(fields["name"]), str(fields["dtype"]), tuple(fields["shape"]))

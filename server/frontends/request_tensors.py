@@ -14,18 +14,18 @@ from multiworld_serving.common.wire import RowRef
 from multiworld_serving.server.predictor import KeptRow
 
 _KEEP_S = 5.0
-"""How long the image of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
+"""How long the input of a request that ended without an answer is kept: its batch may be on the way to a worker, with rows of others."""
 
 
-class KeptImage(NamedTuple):
-    """An image, uint8 [3,H,W], and its id for workers; None if they cannot fetch it."""
+class KeptInput(NamedTuple):
+    """The input row of a request, and its id for workers; None if they cannot fetch it."""
 
-    tensor: Tensor
+    row: Tensor
     number: int | None
 
 
 class RequestTensors:
-    """The images of open requests, and their answers.
+    """The inputs of open requests, and their answers.
 
     Args:
         edges: of this process; None: nothing is fetched.
@@ -40,22 +40,22 @@ class RequestTensors:
         return self._edges is not None
 
     @contextlib.contextmanager
-    def keeping(self, image: Tensor) -> Iterator[KeptImage]:
-        """Keep an image while the block runs, and a little longer if it raises."""
-        number = None if self._edges is None else self._edges.store.put(self, image[None])
+    def keeping(self, row: Tensor) -> Iterator[KeptInput]:
+        """Keep an input while the block runs, and a little longer if it raises."""
+        number = None if self._edges is None else self._edges.store.put(self, row[None])
         if self._edges is None or number is None:
-            yield KeptImage(image, None)
+            yield KeptInput(row, None)
             return
         try:
-            yield KeptImage(image, number)
+            yield KeptInput(row, number)
         except BaseException:
             self._edges.store.expire(number, _KEEP_S)
             raise
         self._edges.store.release((number,))
 
-    async def fetch(self, kept: KeptRow) -> Tensor:
-        """The probabilities of an answer, float32. Raises EdgeError."""
+    async def fetch(self, kept: KeptRow, dtype: torch.dtype) -> Tensor:
+        """The output row of an answer. Raises EdgeError."""
         assert self._edges is not None, "the leader was told that nothing is fetched"
         refs = (RowRef(kept.tensor, kept.row),)
-        fetched = await self._edges.fetch(kept.holder, refs, torch.float32, (1, *kept.shape), take=True)
+        fetched = await self._edges.fetch(kept.holder, refs, dtype, (1, *kept.shape), take=True)
         return fetched[0]

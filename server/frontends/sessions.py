@@ -9,30 +9,32 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from multiworld import JoinError, World, WorldError, WorldManager
-from multiworld_serving.common.wire import WORLD_BACKEND, FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire import WORLD_BACKEND, EdgeState, FrontendJoinRequest, JoinOffer, parse_edge_states
 from multiworld_serving.models import ModelError
 from multiworld_serving.server.administration import OPERATION_ERRORS
-from multiworld_serving.server.errors import InputUnreachableError, RequestRejected
-from multiworld_serving.server.frontends.frames import Frame, FrameKind, FrameLink
+from multiworld_serving.server.errors import InputUnreachableError, RequestRejected, StageError
+from multiworld_serving.server.frontends.frames import MAX_BYTES, Frame, FrameKind, FrameLink, encode
 from multiworld_serving.server.frontends.messages import (
+    MAX_KEY_CHARS,
     LeaderState,
     model_fields,
-    parse_image,
+    parse_row,
     prediction_fields,
-    prediction_payload,
     rejection_fields,
+    row_payload,
 )
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import current_span, remote_span
-from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
-from multiworld_serving.server.predictor import FrontendSnapshot, ServedModel, Transport
+from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
+from multiworld_serving.server.predictor import FrontendSnapshot, Prediction, ServedModel, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +103,9 @@ class FrontendSessions:
     def state_changed(self) -> None:
         """Send the current state to all frontends."""
         if self._sessions:
-            fields = self.state().fields()
+            data = bytes(encode(FrameKind.STATE, 0, self.state().fields()))
             for session in self._sessions:
-                session.link.send(FrameKind.STATE, fields=fields)
+                session.link.send_encoded(data)
 
     def state(self) -> LeaderState:
         """See `FrameKind.STATE`."""
@@ -111,7 +113,10 @@ class FrontendSessions:
         closed = leader.closed_error()
         frontends = tuple(session.snapshot() for session in self._sessions)
         snapshot = replace(
-            leader.snapshot(), leader=self.name, frontends=tuple(sorted(frontends, key=lambda each: each.name))
+            leader.snapshot(),
+            leader=self.name,
+            frontends=tuple(sorted(frontends, key=lambda each: each.name)),
+            edges=leader.edges((each.who.frontend, each.who.edge, each.edges) for each in self._sessions),
         )
         return LeaderState(
             leader=self.name,
@@ -194,15 +199,18 @@ class FrontendSession:
     Attributes:
         who: its join request.
         ahead: its number of requests in preparation, as reported at `ahead_s`.
+        edges: on which it fetches, as it reported.
     """
 
     def __init__(self, sessions: FrontendSessions, who: FrontendJoinRequest, world: World) -> None:
         self.who = who
         self.link = FrameLink(world, _FRONTEND_RANK, self._on_frame)
         self.ahead, self.ahead_s = 0, 0.0
+        self.edges: tuple[EdgeState, ...] = ()
         self._connections, self._requests = 0, 0
         self._sessions = sessions
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Future[Any]] = {}
+        """Predictions and operations in progress, by number."""
         self._pending: dict[int, asyncio.Future[Frame | None]] = {}
         self._numbers = itertools.count(1)
 
@@ -249,28 +257,29 @@ class FrontendSession:
             case FrameKind.CHECK:
                 self._check(frame)
             case FrameKind.PREDICT:
-                self._start(frame.number, self._predict(frame))
+                self._predict(frame)
             case FrameKind.CANCEL:
                 if (task := self._tasks.get(frame.number)) is not None:
                     task.cancel()
             case FrameKind.OPERATION:
-                self._start(frame.number, self._operate(frame))
+                self._start(frame.number, asyncio.create_task(self._operate(frame)))
             case FrameKind.SCRAPE:
-                self._start(frame.number, self._scrape(frame))
+                self._start(frame.number, asyncio.create_task(self._scrape(frame)))
             case FrameKind.LOAD:
                 self._connections, self._requests = int(frame.fields["connections"]), int(frame.fields["requests"])
+                self.edges = parse_edge_states(str(frame.fields["edges"]))
             case FrameKind.DONE | FrameKind.METRICS:
                 if (pending := self._pending.get(frame.number)) is not None:
                     _complete(pending, frame)
             case _:
                 raise ValueError(f"unexpected {frame.kind.name} from a frontend")
 
-    def _start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, number: int, work: asyncio.Future[Any]) -> None:
         if number in self._tasks:
-            work.close()
+            work.cancel()
             raise ValueError(f"the number {number} is in use")
-        task = self._tasks[number] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        self._tasks[number] = work
+        work.add_done_callback(lambda _: self._tasks.pop(number, None))
 
     def _check(self, frame: Frame) -> None:
         self.ahead, self.ahead_s = int(frame.fields["ahead"]), time.monotonic()
@@ -281,38 +290,72 @@ class FrontendSession:
         else:
             self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
 
-    async def _predict(self, frame: Frame) -> None:
+    def _predict(self, frame: Frame) -> None:
+        """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
         try:
-            fields = frame.fields
-            if fields["span"] is not None:
-                current_span.set(remote_span(*fields["span"]))
-            deadline_s = time.monotonic() + float(fields["timeout_s"])
-            leader, who = self._sessions.leader, self.who
-            if fields["unreachable"] is not None:
-                leader.frontend_cannot_reach(who.frontend, str(fields["unreachable"]))
-            fetcher = who.frontend if who.edge and fields["fetches"] else None
-            with leader.open_requests.track():
-                prediction = await leader.predict(
-                    self._image(frame), deadline_s=deadline_s, request_id=str(fields["request_id"]), fetcher=fetcher
-                )
-            await self.link.wait_writable()
-            payload = prediction_payload(prediction)
-            self.link.send(FrameKind.PREDICTION, frame.number, prediction_fields(prediction), payload)
-        except (RequestRejected, InputUnreachableError) as rejection:
-            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(rejection))
-        except Exception:
-            logger.exception("request failed number=%d frontend=%s", frame.number, self.who.frontend)
-            self.link.send(FrameKind.REJECTED, frame.number, rejection_fields(None))
+            prediction = self._begin(frame)
+        except Exception as error:  # noqa: BLE001 - reported to the frontend
+            self._send_failure(frame.number, error)
+            return
+        self._start(frame.number, prediction)
+        requests = self._sessions.leader.open_requests
+        requests.begin()
+        prediction.add_done_callback(lambda _: requests.end())
+        prediction.add_done_callback(partial(self._on_prediction, frame.number))
 
-    def _image(self, frame: Frame) -> Image:
-        """The image of a PREDICT frame, or where it is. Raises ValueError or RuntimeError if it is invalid."""
-        number = frame.fields["image"]
+    def _begin(self, frame: Frame) -> asyncio.Future[Prediction]:
+        """Hand a request to the leader."""
+        fields, leader, who = frame.fields, self._sessions.leader, self.who
+        deadline_s = time.monotonic() + float(fields["timeout_s"])
+        if fields["unreachable"] is not None:
+            leader.frontend_cannot_reach(who.frontend, str(fields["unreachable"]))
+        fetcher = who.frontend if who.edge and fields["fetches"] else None
+        span = None if fields["span"] is None else remote_span(*fields["span"])
+        token = current_span.set(span)
+        try:
+            return leader.begin(
+                self._input(frame),
+                deadline_s=deadline_s,
+                request_id=str(fields["request_id"]),
+                fetcher=fetcher,
+                key=str(fields["key"])[:MAX_KEY_CHARS],
+            )
+        finally:
+            current_span.reset(token)
+
+    def _on_prediction(self, number: int, prediction: asyncio.Future[Prediction]) -> None:
+        if prediction.cancelled():
+            return
+        if (error := prediction.exception()) is not None:
+            self._send_failure(number, error)
+            return
+        found = prediction.result()
+        payload = row_payload(found.output)
+        if len(payload) > MAX_BYTES:
+            error = StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
+            self._send_failure(number, error)
+            return
+        self.link.send(FrameKind.PREDICTION, number, prediction_fields(found), payload)
+
+    def _send_failure(self, number: int, error: BaseException) -> None:
+        if isinstance(error, RequestRejected | InputUnreachableError):
+            self.link.send(FrameKind.REJECTED, number, rejection_fields(error))
+        else:
+            logger.error("request failed number=%d frontend=%s", number, self.who.frontend, exc_info=error)
+            self.link.send(FrameKind.REJECTED, number, rejection_fields(None))
+
+    def _input(self, frame: Frame) -> InputRow:
+        """The input of a PREDICT frame, or where it is. Raises ValueError if it is invalid."""
+        number, rows = frame.fields["row"], self._sessions.model.input_rows
         if number is None:
             self._sessions.metrics.relayed("frontend", len(frame.payload))
-            return parse_image(frame.payload, self._sessions.model.crop_size)
+            return parse_row(frame.payload, rows)
         if not self.who.edge:
-            raise ValueError("a reference to an image of a frontend that announced no edge")
-        return ImageRef(self.who.edge, int(number))
+            raise ValueError("a reference to an input of a frontend that announced no edge")
+        row_bytes = int(frame.fields["row_bytes"])
+        if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
+            raise ValueError(f"a reference to an input of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
+        return InputRef(self.who.edge, int(number), row_bytes)
 
     async def _operate(self, frame: Frame) -> None:
         """Run an administrative operation and report its outcome."""

@@ -27,8 +27,8 @@ class RequestLimits:
     """Whether images are scaled like torchvision, within one grey level, regardless of their size."""
     decode_threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     max_waiting_decodes: int = 256
-    max_images: int = 64
-    """Maximum images in one OIP request; lower if this many decoded images exceed `max_body_bytes`."""
+    max_rows: int = 64
+    """Maximum samples in one OIP request; lower if the inputs of this many exceed `max_body_bytes`."""
     top_k: int = 5
     """Number of classes in a response if the request does not say."""
 
@@ -44,7 +44,7 @@ def request_limits(settings: HttpSettings) -> RequestLimits:
         exact_images=settings.decoding == "exact",
         decode_threads=max(1, min(_DECODE_THREADS, len(os.sched_getaffinity(0)) // shares)),
         max_waiting_decodes=math.ceil(RequestLimits.max_waiting_decodes / shares),
-        max_images=min(RequestLimits.max_images, settings.queue_limit),
+        max_rows=min(RequestLimits.max_rows, settings.queue_limit),
         top_k=min(settings.top_k, 1000),
     )
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
-from multiworld_serving.server.predictor import ModelVersion, ReplicaState, StageSnapshot
+from multiworld_serving.server.predictor import ModelVersion, ReplicaState, ServiceState, StageSnapshot
 
 InferenceProtocol = Literal["predict", "v2"]
 """The inference API of a request."""
@@ -65,13 +65,17 @@ _MAX_DURATIONS = 10_000
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of requests by outcome, and of rerouted batches by stage."""
+    """Counts of requests by outcome, and of what was sent again."""
 
     answered: int
     refused: int
     """Status 4xx: client error or overload."""
     failed: int
+    """Status 5xx."""
+    resubmitted: int
+    """Times that a frontend sent a request again."""
     reroutes: dict[int, int]
+    """Batches by stage."""
 
 
 class Metrics(ProgramMetrics):
@@ -107,6 +111,9 @@ class Metrics(ProgramMetrics):
         )
         self._frontends = self.gauge("frontends", "Frontends that are connected to this leader.").labels()
         self._leaders = self.gauge("leaders", "Leaders that this frontend can use.")
+        self._service_state = self.gauge(
+            "service_state", "1 for the state of the service as this frontend sees it, 0 for the others.", ("state",)
+        )
         self._leaders_configured = self.gauge("leaders_configured", "Leaders that this frontend was told of.")
         self._resubmitted = self.counter(
             "requests_resubmitted",
@@ -162,6 +169,11 @@ class Metrics(ProgramMetrics):
             "replica_in_flight", "Batches in flight to a replica.", ("stage", "replica")
         )
         self._stage_replicas = self.gauge("stage_replicas", "Replicas of a stage, by state.", ("stage", "state"))
+        self._replicas_wanted = self.gauge(
+            "replicas_wanted",
+            "Replicas of a stage that the load of this leader needs; add those of all leaders and round up.",
+            ("stage",),
+        )
         self._redundancy = self.gauge(
             "redundancy", "Smallest number of ready replicas of any stage, minus one; -1 = not serving."
         )
@@ -265,6 +277,11 @@ class Metrics(ProgramMetrics):
         """Set the number of leaders that a frontend can use, and of those that it was told of."""
         self._leaders.labels().set(usable)
         self._leaders_configured.labels().set(configured)
+
+    def service_state(self, current: ServiceState) -> None:
+        """Set the state of the service, as a frontend sees it."""
+        for state in get_args(ServiceState):
+            self._service_state.labels(state).set(int(state == current))
 
     def resubmitted(self, reason: str) -> None:
         """A frontend sends a request to another leader."""
@@ -390,6 +407,11 @@ class Metrics(ProgramMetrics):
             self._retries.labels(stage.index)
         self._redundancy.labels().set(min((stage.ready_replicas for stage in stages), default=0) - 1)
 
+    def replicas_wanted(self, wanted: Sequence[float]) -> None:
+        """Set the replicas that the load of this leader needs, by stage."""
+        for stage, replicas in enumerate(wanted):
+            self._replicas_wanted.labels(stage).set(replicas)
+
     def spares(self, spares: int, quarantined: int) -> None:
         """Set the number of spares and of quarantined workers."""
         self._spares.set(spares)
@@ -418,7 +440,8 @@ class Metrics(ProgramMetrics):
         for (_, _, _, code, _), series in self._requests.items():
             codes[code[0]] += int(series.value)
         reroutes = {int(stage): int(series.value) for (stage,), series in self._reroutes.items()}
-        return Totals(codes["2"], codes["4"], codes["5"], reroutes)
+        resubmitted = sum(int(series.value) for _, series in self._resubmitted.items())
+        return Totals(codes["2"], codes["4"], codes["5"], resubmitted, reroutes)
 
     def take_durations(self) -> list[float]:
         """Durations in seconds of the responses since the last call, at most the latest 10,000. For one caller."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, RowRef, Source
+from multiworld_serving.common.wire import ALL_ROWS, BatchInputs, RowRef, RowShape, Source
 from multiworld_serving.server.predictor import KeptRow
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
@@ -22,47 +22,53 @@ class BatchTimes:
     transfer_s: float = 0.0
 
 
-class ImageRef(NamedTuple):
-    """An image that its frontend keeps, uint8 [1,3,H,W].
+class InputRef(NamedTuple):
+    """The input row of a request that its frontend keeps.
 
     Attributes:
         holder: the frontend: HOST:PORT/INCARNATION.
+        row_bytes: see `BatchInputs`.
     """
 
     holder: str
     tensor: int
+    row_bytes: int = 0
 
 
-Image: TypeAlias = Tensor | ImageRef
-"""uint8 [3,H,W], or where it is."""
+InputRow: TypeAlias = Tensor | InputRef
+"""The input row of a request, without batch dimension, or where it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRows:
-    """The input of the first stage: one image for each row; None for a request that was cancelled. At least one is an `ImageRef`."""
+class InputRows:
+    """The input of the first stage. At least one row is an `InputRef`."""
 
-    images: tuple[Image | None, ...]
+    rows: tuple[InputRow, ...]
 
     @property
     def holders(self) -> frozenset[str]:
         """The frontends that keep rows."""
-        return frozenset(image.holder for image in self.images if isinstance(image, ImageRef))
+        return frozenset(row.holder for row in self.rows if isinstance(row, InputRef))
 
     def inputs(self) -> BatchInputs:
         """The message for the worker."""
-        by_holder: dict[str, list[tuple[int, ImageRef]]] = {}
+        by_holder: dict[str, list[tuple[int, InputRef]]] = {}
         relayed: list[tuple[int, Tensor]] = []
-        for at, image in enumerate(self.images):
-            if isinstance(image, ImageRef):
-                by_holder.setdefault(image.holder, []).append((at, image))
-            elif image is not None:
-                relayed.append((at, image))
+        row_bytes = 0
+        for at, row in enumerate(self.rows):
+            if isinstance(row, InputRef):
+                by_holder.setdefault(row.holder, []).append((at, row))
+                row_bytes = row.row_bytes
+            else:
+                relayed.append((at, row))
+                row_bytes = len(row) if row.dtype == torch.uint8 and row.dim() == 1 else 0
         sources = tuple(
-            Source(holder, tuple(RowRef(image.tensor, ALL_ROWS) for _, image in rows), tuple(at for at, _ in rows))
-            for holder, rows in by_holder.items()
+            Source(holder, tuple(RowRef(ref.tensor, ALL_ROWS) for _, ref in refs), tuple(at for at, _ in refs))
+            for holder, refs in by_holder.items()
         )
-        stacked = torch.stack([image for _, image in relayed]) if relayed else None
-        return BatchInputs(len(self.images), sources, stacked, tuple(at for at, _ in relayed))
+        stacked = torch.stack([row for _, row in relayed]) if relayed else None
+        relayed_at = tuple(at for at, _ in relayed)
+        return BatchInputs(len(self.rows), sources, stacked, relayed_at, row_bytes=row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class KeptOutput:
     link: WorkerLink
     tensor: int
     rows: int
-    row_shape: tuple[int, ...]
+    row_shape: RowShape
 
     @property
     def holder(self) -> str:
@@ -87,72 +93,71 @@ class KeptOutput:
     def inputs(self) -> BatchInputs:
         """The message for the worker of the next stage."""
         source = Source(self.holder, (RowRef(self.tensor, ALL_ROWS),), tuple(range(self.rows)))
-        return BatchInputs(self.rows, (source,))
+        return BatchInputs(self.rows, (source,), row_bytes=self.row_shape.dims[0] if self.row_shape.varies else 0)
 
     def row(self, row: int) -> KeptRow:
         """One row, for the frontend that fetches it."""
-        return KeptRow(self.holder, self.tensor, row, self.row_shape)
+        return KeptRow(self.holder, self.tensor, row, self.row_shape.dims)
 
     def release(self) -> None:
         """Tell the worker that it is not needed any more."""
         self.link.release(self.tensor)
 
 
-StoredInput: TypeAlias = Tensor | ImageRows | KeptOutput
+StoredInput: TypeAlias = Tensor | InputRows | KeptOutput
 
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:
     """The message for an input that the leader has."""
-    return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))))
+    row_bytes = tensor.shape[1] if tensor.dtype == torch.uint8 and tensor.dim() == 2 else 0
+    return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))), row_bytes=row_bytes)
 
 
 def relayed_bytes(tensor: StoredInput) -> int:
     """Bytes of this input or output that pass the leader."""
     if isinstance(tensor, Tensor):
         return tensor.nbytes
-    if isinstance(tensor, ImageRows):
-        return sum(image.nbytes for image in tensor.images if isinstance(image, Tensor))
+    if isinstance(tensor, InputRows):
+        return sum(row.nbytes for row in tensor.rows if isinstance(row, Tensor))
     return 0
 
 
 class BatchTensors:
-    """Stores the images of open requests and the input of each batch's current stage. Releases kept outputs that are replaced or freed."""
+    """The input rows of open requests and the input of each batch's current stage. Releases kept outputs that are replaced or freed."""
 
     def __init__(self) -> None:
-        self.images: dict[int, Image] = {}
+        self.rows: dict[int, InputRow] = {}
         """By request, until the request is closed."""
         self.times: dict[int, BatchTimes] = {}
         self._inputs: dict[int, StoredInput] = {}
 
     def __len__(self) -> int:
-        return len(self.images) + len(self._inputs)
+        return len(self.rows) + len(self._inputs)
 
     def get_input(self, batch: int, requests: tuple[int, ...] = ()) -> StoredInput:
-        """The stored input of the batch. Without one, collects and stores the images of `requests` (first stage).
+        """The stored input of the batch. Without one, collects and stores the rows of `requests` (first stage).
 
         Raises:
-            LookupError: there is neither a stored input nor an image.
+            LookupError: there is neither a stored input nor a row.
         """
         if batch not in self._inputs:
             self._collect(batch, requests)
         return self._inputs[batch]
 
     def requests_at(self, requests: tuple[int, ...], holders: Collection[str]) -> list[int]:
-        """Those of `requests` whose image is kept by one of `holders`."""
-        found = ((request, self.images.get(request)) for request in requests)
-        return [request for request, image in found if isinstance(image, ImageRef) and image.holder in holders]
+        """Those of `requests` whose input is kept by one of `holders`."""
+        found = ((request, self.rows.get(request)) for request in requests)
+        return [request for request, row in found if isinstance(row, InputRef) and row.holder in holders]
 
     def _collect(self, batch: int, requests: tuple[int, ...]) -> None:
-        """Stack the requests' images into uint8 [B,3,H,W]. A request that was cancelled meanwhile becomes a row of zeros."""
-        rows = [self.images.get(request) for request in requests]
-        if any(isinstance(row, ImageRef) for row in rows):
-            self.replace(batch, ImageRows(tuple(rows)))
-        else:
-            known = [row for row in rows if isinstance(row, Tensor)]
-            if not known:
-                raise LookupError(f"there is no input for batch {batch}")
-            zeros = torch.zeros_like(known[0])
-            self.replace(batch, torch.stack([row if isinstance(row, Tensor) else zeros for row in rows]))
+        """Stack the requests' rows into [B, …]. A request that was cancelled meanwhile gets the row of another one, of the same form."""
+        found = [self.rows.get(request) for request in requests]
+        other = next((row for row in found if row is not None), None)
+        if other is None:
+            raise LookupError(f"there is no input for batch {batch}")
+        rows = [other if row is None else row for row in found]
+        tensors = [row for row in rows if isinstance(row, Tensor)]
+        self.replace(batch, torch.stack(tensors) if len(tensors) == len(rows) else InputRows(tuple(rows)))
         self.times[batch] = BatchTimes()
 
     def replace(self, batch: int, stored: StoredInput) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from multiworld import Cause
 from multiworld_serving.common.wire import LostInput, Message, MessageKind
 from multiworld_serving.server.errors import (
-    DeadlineError,
     DrainingError,
     InputUnreachableError,
     RequestRejected,
@@ -25,7 +25,7 @@ from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_counts import BatchCounts
 from multiworld_serving.server.pipeline.batch_tensors import (
     BatchTensors,
-    Image,
+    InputRow,
     KeptOutput,
     relayed_bytes,
 )
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is reported as lost. The scheduler must never let that happen."""
-_NO_PROBABILITIES = torch.empty(0)
+_NO_OUTPUT = torch.empty(0)
 _WHY_BROKEN = {
     "hang": "no answer within hang_timeout_s",
     "error": "batches that fail there succeed elsewhere",
@@ -89,9 +89,11 @@ class SchedulerDriver:
         """The output of the batch whose event is being handled."""
         self._wanted = False
         """Whether an action for the event has used the output."""
-        self._edges = EdgeRouting(num_stages)
+        self.edges = EdgeRouting(num_stages)
         self._next_request = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        """When the timer fires, as `time.monotonic()`."""
 
     def close(self) -> None:
         """Stop the timer and end all pending requests with `DrainingError`."""
@@ -101,38 +103,37 @@ class SchedulerDriver:
             if not pending.future.done():
                 pending.future.set_exception(DrainingError("the server has stopped; send the request again"))
 
-    async def predict(
-        self, image: Image, *, deadline_s: float, request_id: str, fetcher: str | None = None
-    ) -> Prediction:
-        """See `multiworld_serving.server.predictor.Predictor.predict`.
+    def begin(
+        self, row: InputRow, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+    ) -> asyncio.Future[Prediction]:
+        """Start a request; see `multiworld_serving.server.predictor.Predictor.predict`. Cancelling the future withdraws it.
 
         Args:
             fetcher: the frontend that fetches the output from the worker (`Prediction.kept`) if the worker keeps it; None: the
                 prediction has the output.
-        Raises:
-            InputUnreachableError: the image is at a frontend that the worker cannot reach. Send it again with the image.
+        The future raises InputUnreachableError if the input is at a frontend that the worker cannot reach: send it again with the input.
         """
         request = self._next_request
         self._next_request += 1
-        future: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._pending[request] = PendingRequest(future, request_id, time.monotonic(), fetcher)
-        self._tensors.images[request] = image
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        future: asyncio.Future[Prediction] = loop.create_future()
+        pending = self._pending[request] = PendingRequest(future, request_id, now_s, fetcher)
+        timer = loop.call_later(max(0.0, deadline_s - now_s) + _LOST_AFTER_S, pending.lose, self._metrics)
+        self._tensors.rows[request] = row
         if self._traces is not None:
             self._traces.request_started(request)
-        self.submit_event(RequestArrived(request, deadline_s))
-        try:
-            await asyncio.wait((future,), timeout=deadline_s - time.monotonic() + _LOST_AFTER_S)
-            if future.done():
-                return future.result()
-            self._metrics.request_lost()
-            logger.error("request_id=%s lost: neither answer nor error by its deadline", request_id)
-            raise DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
-        finally:
-            if self._traces is not None:
-                self._traces.request_ended(request)
-            if self._pending.pop(request, None) is not None:  # no outcome yet: the caller was cancelled
-                self._tensors.images.pop(request, None)
-                self.submit_event(RequestCancelled(request))
+        future.add_done_callback(partial(self._ended, request, timer))
+        self.submit_event(RequestArrived(request, deadline_s, key))
+        return future
+
+    def _ended(self, request: int, timer: asyncio.TimerHandle, _: asyncio.Future[Prediction]) -> None:
+        """The future of a request has a result or is cancelled."""
+        timer.cancel()
+        if self._traces is not None:
+            self._traces.request_ended(request)
+        if request in self._pending:  # no outcome: the caller has cancelled it, or it is lost
+            self._close(request)
+            self.submit_event(RequestCancelled(request))
 
     # -- events of links -----------------------------------------------------------------------------------------------------
 
@@ -144,11 +145,13 @@ class SchedulerDriver:
             self._traces.link_ended(link)
 
     def on_result(self, link: WorkerLink, message: Message) -> None:
-        """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
+        """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
+        kept = link.kept(message) if message.kind is MessageKind.KEPT else None
         sent = self._in_flight.pop((message.batch, link.id), None)
         if sent is None:  # the link has just ended
             return
-        output = self._output_of(link, message, sent)
+        assert message.payload is not None, "the link has checked it"
+        output = message.payload if kept is None else KeptOutput(link, kept[0], len(sent.requests), kept[1])
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
@@ -167,15 +170,7 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        kept = isinstance(output, KeptOutput)
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept), output)
-
-    def _output_of(self, link: WorkerLink, message: Message, sent: SentBatch) -> Tensor | KeptOutput:
-        assert message.payload is not None, "the link has checked it"
-        if message.kind is not MessageKind.KEPT:
-            return message.payload
-        row_shape = link.output_shape(message.version, message.stage)
-        return KeptOutput(link, int(message.payload.item()), len(sent.requests), row_shape)
+        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None), output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""
@@ -188,15 +183,15 @@ class SchedulerDriver:
         if self._traces is not None:
             self._traces.failed(message.batch, link, "the input is lost")
         for holder in lost.unreachable:
-            self._edges.workers.add(holder, link.worker)
+            self.edges.workers.add(holder, link.worker)
         self._lose_input(message.batch, sent.replica, sent.requests, lost.holders)
 
     def _lose_input(self, batch: int, replica: ReplicaId, requests: tuple[int, ...], holders: Collection[str]) -> None:
-        """Hand the requests whose images are at `holders` back to their frontends. The others of the batch start again."""
+        """Hand the requests whose inputs are at `holders` back to their frontends. The others of the batch start again."""
         for request in self._tensors.requests_at(requests, holders):
             pending = self._pending.get(request)
             if pending is not None and not pending.future.done():
-                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the image from its frontend"))
+                pending.future.set_exception(InputUnreachableError("a worker cannot fetch the input from its frontend"))
                 self._close(request)
                 self.submit_event(RequestCancelled(request))
         self._metrics.input_lost()
@@ -204,7 +199,7 @@ class SchedulerDriver:
 
     def frontend_cannot_reach(self, frontend: str, holder: str) -> None:
         """A frontend could not fetch from this worker: outputs for it are relayed for a while."""
-        self._edges.frontends.add(holder, frontend)
+        self.edges.frontends.add(holder, frontend)
 
     def on_failed(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`."""
@@ -284,12 +279,14 @@ class SchedulerDriver:
         self.submit_event(BatchFailed(action.batch, action.replica, f"{type(error).__name__}: {error}", sent=False))
 
     def _wake_at(self, wakeup_s: float | None) -> None:
+        """Set the timer. One that fires earlier is left as it is: its `Tick` sets the next one."""
+        if wakeup_s is None or (self._timer is not None and self._timer_s <= wakeup_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if wakeup_s is not None:
-            delay_s = max(0.0, wakeup_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer_s = wakeup_s
+        delay_s = max(0.0, wakeup_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -324,7 +321,7 @@ class SchedulerDriver:
         stored = self._tensors.get_input(action.batch, action.requests if action.stage == 0 else ())
         id_of_link = link_id(action.replica)
         link = self._context.find_link(id_of_link)
-        if link is not None and (holders := self._edges.unreachable_holders(stored, link)):
+        if link is not None and (holders := self.edges.unreachable_holders(stored, link)):
             self._lose_input(action.batch, action.replica, action.requests, holders)
             return
         self._in_flight[action.batch, id_of_link] = SentBatch(
@@ -334,7 +331,7 @@ class SchedulerDriver:
         if link is not None and link.state != "broken":
             traced = self._traces.sent(action, link) if self._traces is not None else None
             version, fetchers = self._context.number_of(action.version), self._fetchers(action.requests)
-            self._edges.send(action, link, stored, version, fetchers, traced or ())
+            self.edges.send(action, link, stored, version, fetchers, traced or ())
             self._metrics.batch_sent(action.stage, link.slot.index, relayed_bytes(stored))
         self._counts.sent(action)
 
@@ -354,7 +351,7 @@ class SchedulerDriver:
                 continue
             pending.future.set_result(
                 Prediction(
-                    probabilities=_NO_PROBABILITIES if isinstance(output, KeptOutput) else output[row],
+                    output=_NO_OUTPUT if isinstance(output, KeptOutput) else output[row],
                     model=self._context.model,
                     version=action.version,
                     version_number=number,
@@ -388,7 +385,7 @@ class SchedulerDriver:
 
     def _close(self, request: int) -> None:
         """Forget a request that has its outcome."""
-        self._tensors.images.pop(request, None)
+        self._tensors.rows.pop(request, None)
         self._pending.pop(request, None)
 
     def _arrived_output(self) -> Tensor | KeptOutput:

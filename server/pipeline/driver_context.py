@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from multiworld_serving.server.errors import DeadlineError
+from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import Prediction
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import ReplicaId
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -21,6 +26,15 @@ class PendingRequest:
     arrived_s: float
     fetcher: str | None
     """The frontend that fetches the output itself; None: the leader needs it."""
+
+    def lose(self, metrics: Metrics) -> None:
+        """The deadline has passed some time ago: report the request as lost if it has no outcome."""
+        if not self.future.done():
+            metrics.request_lost()
+            logger.error("request_id=%s lost: neither answer nor error by its deadline", self.request_id)
+            self.future.set_exception(
+                DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
+            )
 
 
 @dataclass(slots=True)

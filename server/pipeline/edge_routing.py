@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
-from multiworld_serving.common.wire import TraceContext
+from multiworld_serving.common.wire import EdgeState, TraceContext
 from multiworld_serving.server.pipeline.batch_tensors import StoredInput, relayed_inputs
+from multiworld_serving.server.predictor import EdgeSnapshot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.actions import SendBatch
 
@@ -17,6 +19,8 @@ _UNCLAIMED_S = 10.0
 """How long a worker keeps the output of the last stage for frontends that do not fetch it."""
 _REMEMBER_S = 60.0
 _MAX_PAIRS = 10_000
+_MAX_SHOWN = 64
+"""Unreachable pairs in the status."""
 
 
 class UnreachablePairs:
@@ -41,6 +45,11 @@ class UnreachablePairs:
     def any(self, holder: str) -> bool:
         """Whether there is a consumer that could not reach this producer."""
         return bool(self._consumers(holder))
+
+    def pairs(self, most: int) -> list[tuple[str, str]]:
+        """Consumers and their unreachable producers, at most `most`."""
+        found = ((consumer, holder) for holder in list(self._until_s) for consumer in self._consumers(holder))
+        return list(islice(found, most))
 
     def _consumers(self, holder: str) -> dict[str, float]:
         consumers = self._until_s.get(holder)
@@ -100,6 +109,26 @@ class EdgeRouting:
         inputs = relayed_inputs(stored) if isinstance(stored, Tensor) else stored.inputs()
         expires_s = _UNCLAIMED_S if self._is_last(action) else 0.0
         link.send(action.batch, replace(inputs, keep=keep, expires_s=expires_s), version, traced)
+
+    def snapshot(self, processes: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
+        """The edges between these processes, and the pairs whose tensors are relayed.
+
+        Args:
+            processes: of each the name, the address of its edges and the edges that it reported.
+        """
+        known = tuple(processes)
+        names = {address: name for name, address, _ in known}
+
+        def name(holder: str) -> str:
+            return names.get(holder, holder.rpartition("/")[0])
+
+        open_edges = (
+            EdgeSnapshot(consumer, name(state.holder), state.transport, state.received_bytes, state.fetch_s)
+            for consumer, _, states in known
+            for state in states
+        )
+        relayed = (*self.workers.pairs(_MAX_SHOWN), *self.frontends.pairs(_MAX_SHOWN))
+        return (*open_edges, *(EdgeSnapshot(consumer, name(holder), "relay") for consumer, holder in relayed))
 
     def _keeps(self, action: SendBatch, link: WorkerLink, fetchers: Iterable[str | None]) -> bool:
         """Whether the worker should keep the output, because everyone who needs it can fetch it."""

@@ -205,6 +205,8 @@ class VersionRollout:
 
     def check_retired(self) -> None:
         """Check whether the previous version is retired. Called after every event."""
+        if self._retired.is_set():
+            return
         current = self._versions.current.version.number
         if self._versions.retiring is None and not any(link.active_versions - {current} for link in self._links()):
             self._retired.set()

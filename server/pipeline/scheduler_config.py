@@ -19,4 +19,5 @@ def scheduler_config(settings: LeaderSettings, num_stages: int) -> SchedulerConf
         hedge_factor=settings.hedge_factor or None,
         hedge_floor_s=settings.hedge_floor_s,
         hedge_budget=settings.hedge_budget,
+        target_latency_s=None if settings.target_latency_ms is None else settings.target_latency_ms / 1e3,
     )

@@ -10,6 +10,9 @@ from multiworld_serving.server.predictor import FailureSnapshot
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
+_LEAST_WEIGHT = 0.01
+"""Weight of a stage whose load is not known yet."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -56,6 +59,8 @@ class Placement:
     spares_wanted: int = 0
     all: list[Slot] = field(default_factory=list)
     """The slots of the stages."""
+    wanted: tuple[float, ...] = ()
+    """Replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load."""
     spares: list[Slot] = field(default_factory=list)
     """The slots of the spares that are connected."""
     _generations: Counter[str] = field(default_factory=Counter)
@@ -91,15 +96,25 @@ class Placement:
 
         A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
         in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the fewest
-        replicas on that host, because a host may fail as a whole, then the earliest.
+        replicas on that host, because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of
+        `elsewhere` is first, because the other leaders have chosen it, and then the one with the fewest replicas for its load.
         """
+        taken = [self._taken(stage, host) for stage in range(self.num_stages)]
+        extra = all(replicas >= self.replicas for replicas, _ in taken)
 
-        def rank(stage: int) -> tuple[bool, bool, int, bool, int]:
-            replicas, on_host = self._taken(stage, host)
+        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, int]:
+            replicas, on_host = taken[stage]
             shared = stage in elsewhere and self._has_free_slot(stage)
-            return replicas > 0, not shared, replicas, stage not in elsewhere and stage not in former, on_host
+            chosen = not extra or stage in elsewhere
+            fill = replicas / self._weight(stage) if extra else replicas
+            return replicas > 0, not shared, not chosen, fill, stage not in elsewhere and stage not in former, on_host
 
         return min(range(self.num_stages), key=rank)
+
+    def _weight(self, stage: int) -> float:
+        """The load of a stage relative to that of the most loaded one."""
+        most = max(self.wanted, default=0.0)
+        return max(self.wanted[stage] / most, _LEAST_WEIGHT) if most else 1.0
 
     def awaits_others(self, host: str, elsewhere: Collection[int]) -> bool:
         """Whether a worker gets another place than it has with other leaders only because workers of other stages have not joined yet."""

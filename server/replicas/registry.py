@@ -357,7 +357,7 @@ def _snapshot(slot: Slot, in_flight: Callable[[WorkerLink], int]) -> ReplicaSnap
         return ReplicaSnapshot(slot.index, "absent")
     return ReplicaSnapshot(
         slot=slot.index,
-        state=link.state,
+        state="left" if link.state == "broken" and link.cause == Cause.LEFT else link.state,
         world=link.world_name,
         generation=link.generation,
         worker=link.worker,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from multiworld_serving.common.wire import Header, Message, MessageKind, WireError
+from multiworld_serving.common.wire import Header, Message, MessageKind, RowShape, WireError
 from multiworld_serving.server.versions.stage_plan import StagePlan
 
 
@@ -12,7 +12,7 @@ class _Output(NamedTuple):
     """Dtype and row shape of a stage's output."""
 
     dtype: torch.dtype
-    sample_shape: tuple[int, ...]
+    row_shape: RowShape
 
 
 class _Sent(NamedTuple):
@@ -41,12 +41,16 @@ class ReplyValidator:
 
     def stage_loaded(self, plan: StagePlan) -> None:
         """The worker has loaded this stage."""
-        output = plan.self_test_output
-        self._outputs[plan.number, plan.spec.index] = _Output(output.dtype, tuple(output.shape[1:]))
+        self._outputs[plan.number, plan.spec.index] = _Output(plan.output_dtype, plan.output_shape)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        """Shape of one row of the output of a loaded stage. Raises KeyError."""
-        return self._outputs[version, stage].sample_shape
+    def kept(self, message: Message) -> tuple[int, RowShape]:
+        """The id of a kept output, and the shape of one of its rows. Raises WireError if it cannot have this shape."""
+        assert message.payload is not None, "`check` requires a payload"
+        number, *dims = message.payload.tolist()
+        expected = self._outputs.get((message.version, message.stage))
+        if expected is None or not expected.row_shape.accepts(tuple(dims)):
+            raise WireError(f"KEPT with rows of {tuple(dims)}; expected {expected and expected.row_shape}")
+        return number, RowShape(tuple(dims), expected.row_shape.varies)
 
     def version_unloaded(self, version: int) -> None:
         """The worker is told to free this version."""
@@ -75,7 +79,8 @@ class ReplyValidator:
                 sent = self._in_flight.get(header.batch)
                 if sent is None or sent.output is None or not sent.keeps:
                     raise WireError(f"KEPT of batch {header.batch}, whose output is not to be kept here")
-                header.require_batch(torch.int64, (), 1, 1)
+                count = 1 + len(sent.output.row_shape.dims)
+                header.require_batch(torch.int64, (), count, count)
             case MessageKind.INPUT_LOST:
                 sent = self._in_flight.get(header.batch)
                 if sent is None or not sent.fetched:
@@ -83,7 +88,7 @@ class ReplyValidator:
                 header.require_text()
             case MessageKind.FAILED if header.batch and header.batch not in self._in_flight:
                 raise WireError(f"FAILED of batch {header.batch}, which is not in flight here")
-            case MessageKind.READY | MessageKind.FAILED:
+            case MessageKind.READY | MessageKind.FAILED | MessageKind.EDGES:
                 header.require_text()
             case MessageKind.FETCH_WEIGHTS | MessageKind.BUSY | MessageKind.LEAVING:
                 header.require_no_payload()

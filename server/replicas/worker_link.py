@@ -14,11 +14,14 @@ from multiworld_serving.common.wire import (
     WORLD_BACKEND,
     BatchInputs,
     Channel,
+    EdgeState,
     JoinRequest,
     Message,
     MessageKind,
+    RowShape,
     TraceContext,
     WireError,
+    parse_edge_states,
     trace_message,
 )
 from multiworld_serving.server.predictor import ReplicaState
@@ -77,6 +80,7 @@ class WorkerLink:
         silent_s: seconds since the worker was last heard from, when the link broke.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready", as `time.monotonic()`.
+        edges: on which the worker fetches, as it reported.
         loaded_versions: numbers of the versions that the worker has loaded and that passed the self-test.
         active_versions: numbers of the versions for which the scheduler may send it batches. Set by the leader.
     """
@@ -105,6 +109,7 @@ class WorkerLink:
         self.silent_s: float | None = None
         self.ready_at_s: float | None = None
         self.batches_done = 0
+        self.edges: tuple[EdgeState, ...] = ()
         self.loaded_versions: set[int] = set()
         self.active_versions: set[int] = set()
         self._listener = listener
@@ -112,7 +117,6 @@ class WorkerLink:
         self._world: World | None = None
         self._channel: Channel | None = None
         self._joining: asyncio.Task[World] | None = None
-        self._sends: set[asyncio.Task[None]] = set()
         self._replies: asyncio.Queue[Message | None] | None = None
         """Replies about a version that is loaded while the link serves; None marks the end."""
         self._max_batch_size, self._window = 0, 0
@@ -183,9 +187,9 @@ class WorkerLink:
             self._post(trace_message(batch, traced))
         self._post(message)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        """Shape of one row of the output of a loaded stage. Raises KeyError."""
-        return self._validator.output_shape(version, stage)
+    def kept(self, message: Message) -> tuple[int, RowShape]:
+        """The id of an output that the worker keeps, and the shape of one of its rows. Raises WireError."""
+        return self._validator.kept(message)
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
@@ -283,7 +287,7 @@ class WorkerLink:
         self._validator.stage_loaded(plan)
         self._validator.batch_sent(0, len(plan.self_test_input), plan.number, plan.spec.index)
         await channel.send(
-            Message(MessageKind.BATCH, 0, plan.self_test_input, stage=plan.spec.index, version=plan.number)
+            Message(MessageKind.BATCH, 0, plan.sent_test_input, stage=plan.spec.index, version=plan.number)
         )
         answer = await self._expect((MessageKind.RESULT,), plan)
         if wrong := plan.check_self_test(answer.payload):
@@ -347,7 +351,8 @@ class WorkerLink:
 
     async def _receive(self) -> Message:
         assert self._channel is not None
-        message = await self._channel.receive()
+        while (message := await self._channel.receive()).kind is MessageKind.EDGES:
+            self.edges = parse_edge_states(message.text())
         self._validator.received(message)
         return message
 
@@ -363,14 +368,10 @@ class WorkerLink:
             logger.debug("world=%s ignored %s", self.id, message.kind.name)
 
     def _post(self, message: Message) -> None:
-        task = asyncio.get_running_loop().create_task(self._send(message))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
-
-    async def _send(self, message: Message) -> None:
+        """Start to send a message. Does nothing if the link has ended, which `run` reports."""
         assert self._channel is not None
         try:
-            await self._channel.send(message)
+            self._channel.start(message)
         except (BrokenWorldException, WorldClosedError):
             logger.debug("world=%s %s %d was not sent: the link has ended", self.id, message.kind.name, message.batch)
 
@@ -411,6 +412,3 @@ class WorkerLink:
             world.fail(Cause.ABORTED, 0, self.detail)
             if manager.worlds.get(self.world_name) is world:
                 await manager.close_world(self.world_name)
-        for task in self._sends:
-            task.cancel()
-        await asyncio.gather(*self._sends, return_exceptions=True)

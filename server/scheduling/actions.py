@@ -25,7 +25,7 @@ class Rejection(NamedTuple):
 class SendBatch:
     """Send this batch's input for `stage` to `replica`, or the reference of an input that another replica keeps.
 
-    For stage 0 and kind "first": stack the images of `requests` in this order and store the result as the batch's input.
+    For stage 0 and kind "first": stack the rows of `requests` in this order and store the result as the batch's input.
     Otherwise send the stored input or reference. The driver keeps it until `KeepOutput` or `FreeBatch`. An input is never sent after its
     holder was removed (`ReplicaLost`, `FailReplica`, `ReleaseReplica`) or a replica could not get it (`InputLost`).
     """

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeAlias
 
 from multiworld_serving.server.scheduling.actions import SendKind
 from multiworld_serving.server.scheduling.events import BatchId, ReplicaId, RequestId
@@ -24,6 +25,8 @@ class Request:
     arrived_s: float
     runnable_since_s: float
     """When it could have been sent: its arrival, or its isolation."""
+    key: str = ""
+    """See `RequestArrived.key`."""
     batch: Batch | None = None
     """None while it waits in the backlog."""
     worlds_broken: int = 0
@@ -33,6 +36,15 @@ class Request:
     isolated: bool = False
     inputs_lost: int = 0
     """How often it started again because the input of its batch was lost."""
+
+    @property
+    def group(self) -> Group:
+        """Requests of one group share batches. Does not change while the request waits."""
+        return self.key, self.inputs_lost > 0
+
+
+Group: TypeAlias = tuple[str, bool]
+"""The key of requests, and whether they have lost an input: such requests share no batch with others."""
 
 
 @dataclass(slots=True, eq=False)

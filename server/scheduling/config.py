@@ -37,6 +37,9 @@ class SchedulerConfig:
     hedge_budget: float = 0.05
     """Maximum rows sent as hedges, as a fraction of all rows sent."""
 
+    target_latency_s: float | None = None
+    """Latency objective, for the number of replicas that are needed; None: only the throughput counts. Changes no other decision."""
+
     def __post_init__(self) -> None:
         for name in ("num_stages", "max_batch_size", "window", "queue_limit"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
@@ -49,6 +52,10 @@ class SchedulerConfig:
         )
         self._require(self.hang_timeout_s > 0, "hang_timeout_s", "more than 0")
         self._require(self.hedge_factor is None or self.hedge_factor >= 1, "hedge_factor", "None or at least 1")
+
+        self._require(
+            self.target_latency_s is None or self.target_latency_s > 0, "target_latency_s", "None or more than 0"
+        )
 
     def _require(self, satisfied: bool, name: str, expected: str) -> None:
         if not satisfied:

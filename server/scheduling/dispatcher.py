@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from multiworld_serving.server.scheduling.actions import SendBatch, SendKind
-from multiworld_serving.server.scheduling.batches import Attempt, Batch, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.batches import Attempt, Batch, Group, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.state import SchedulerState
 
 
@@ -74,16 +74,23 @@ class Dispatcher:
 
     def _form_batches(self, pipeline: VersionPipeline) -> None:
         available = pipeline.pools[0].available
-        while not pipeline.saturated and (replica := available.first()) is not None and self._batch_due(replica):
-            self._send(self._form(self._state.backlog.take(self._state.config.max_batch_size), pipeline), replica)
+        while (
+            not pipeline.saturated
+            and (replica := available.first()) is not None
+            and (group := self._group_due(replica)) is not None
+        ):
+            self._send(self._form(self._state.backlog.take(group), pipeline), replica)
 
-    def _batch_due(self, replica: Replica) -> bool:
-        """Whether to send a batch to this replica, the least loaded one with room."""
-        oldest = self._state.backlog.oldest()
+    def _group_due(self, replica: Replica) -> Group | None:
+        """The group of which to send a batch to this replica, the least loaded one with room; None if no batch is due."""
+        backlog = self._state.backlog
+        oldest = backlog.oldest()
         if oldest is None:
-            return False
-        full = len(self._state.backlog.waiting) >= self._state.config.max_batch_size
-        return full or self._state.flush_partial or self._state.now_s >= self._due_s(oldest, replica)
+            return None
+        full = backlog.is_full(oldest.group)
+        if full or self._state.flush_partial or self._state.now_s >= self._due_s(oldest, replica):
+            return oldest.group
+        return backlog.first_full
 
     def _due_s(self, oldest: Request, replica: Replica) -> float:
         """When to send a partial batch. Waiting costs nothing until the replica is about to become idle."""

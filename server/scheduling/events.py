@@ -21,6 +21,8 @@ class RequestArrived:
 
     request: RequestId
     deadline_s: float
+    key: str = ""
+    """Only requests with equal keys share a batch: their rows have equal shapes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ It is pure: no I/O, no clock, no randomness, no tasks. The same code runs in pro
 The rules:
 
 - Every accepted request gets exactly one `Answer` row or `Reject`, by its deadline at the latest, unless it is cancelled.
-- A batch is formed from the head of the queue when it is full or its oldest request has waited `batch_timeout_s`. With
-  `adaptive_batching` a partial batch is sent at once to a replica of stage 0 that has nothing in flight; while all replicas are busy,
-  it waits until one is about to become idle, estimated from recent service times.
+- A batch is formed from requests with equal keys, in the order of arrival, when it is full or its oldest request has waited
+  `batch_timeout_s`. If the request at the head of the queue has waited that long, its key goes next, before other keys that fill a batch:
+  a rare key does not starve. With `adaptive_batching` a partial batch is sent at once to a replica of stage 0 that has nothing in
+  flight; while all replicas are busy, it waits until one is about to become idle, estimated from recent service times.
 - A batch is formed only when a replica of stage 0 has room and no later stage is saturated. Until then requests stay in the queue, and
   batches become larger. A batch keeps the model version that it began with.
 - A batch goes to the replica with the fewest rows in flight. A replica has at most `window` batches in flight.
@@ -57,6 +58,7 @@ from multiworld_serving.server.scheduling.batch_lifecycle import BatchLifecycle
 from multiworld_serving.server.scheduling.batches import Attempt, Replica, Request
 from multiworld_serving.server.scheduling.config import SchedulerConfig
 from multiworld_serving.server.scheduling.dispatcher import Dispatcher
+from multiworld_serving.server.scheduling.estimates.capacity import replicas_wanted
 from multiworld_serving.server.scheduling.events import (
     BatchDone,
     BatchFailed,
@@ -153,7 +155,17 @@ class Scheduler:
     def rejection(self, deadline_s: float, now_s: float, *, ahead: int) -> Rejection | None:
         """Why a request that arrives now, after `ahead` others, would be rejected; None if it would be accepted."""
         self._pass_time(now_s)
-        return self._admission.check(deadline_s, ahead)
+        rejection = self._admission.check(deadline_s, ahead)
+        if rejection is not None and rejection.reason == "overloaded":
+            self._state.arrivals.arrived(self._state.now_s)  # it does not arrive, and is part of the load
+        return rejection
+
+    def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
+        """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
+        state, entry_pool = self._state, self._state.table.entry_pool
+        usual = self.config.max_batch_size * (len(entry_pool.accepting) if entry_pool else 0)
+        backlog = max(0, len(state.backlog.waiting) - usual)
+        return replicas_wanted(state.arrivals.per_s(now_s), backlog, state.service_times, self.config)
 
     # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
 
@@ -196,9 +208,7 @@ class Scheduler:
     def _pass_time(self, now_s: float) -> None:
         state = self._state
         now_s = max(now_s, state.now_s)
-        # With a stage missing, the rate does not reflect the capacity.
-        full = state.table.current is not None and len(state.backlog.waiting) >= self.config.max_batch_size
-        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=full)
+        state.throughput.elapse(now_s - state.now_s, busy=bool(state.backlog.requests), full=state.saturated)
         state.now_s = now_s
 
     def _apply(self, event: Event) -> None:
@@ -227,10 +237,11 @@ class Scheduler:
     def _arrived(self, event: RequestArrived) -> None:
         if event.request in self._state.backlog.requests:
             raise ValueError(f"request {event.request} is still open")
+        self._state.arrivals.arrived(self._state.now_s)
         rejection = self._admission.check(event.deadline_s, ahead=0)
         if rejection is None:
             now_s = self._state.now_s
-            self._state.backlog.admit(Request(event.request, event.deadline_s, arrived_s=now_s, runnable_since_s=now_s))
+            self._state.backlog.admit(Request(event.request, event.deadline_s, now_s, now_s, event.key))
         else:
             reason, detail, retry_after_s = rejection
             self._state.actions.append(Reject(event.request, reason, retry_after_s, detail))

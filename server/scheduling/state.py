@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 
 from multiworld_serving.server.scheduling.actions import Action
-from multiworld_serving.server.scheduling.batches import Attempt, Pool, Replica, Request, VersionPipeline
+from multiworld_serving.server.scheduling.batches import Attempt, Group, Pool, Replica, Request, VersionPipeline
 from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.scheduling.estimates.hedging import Hedging
 from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
 from multiworld_serving.server.scheduling.estimates.throughput import ThroughputEstimator
@@ -36,10 +37,11 @@ class SchedulerState:
         self.now_s = float("-inf")
         self.actions: list[Action] = []
         self.counters = Counters()
-        self.backlog = Backlog()
+        self.backlog = Backlog(config.max_batch_size)
         self.table = ReplicaTable(config)
         self.service_times = ServiceTimes()
         self.throughput = ThroughputEstimator()
+        self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.changed_pools: dict[Pool, None] = {}
         """A set in insertion order."""
@@ -47,6 +49,16 @@ class SchedulerState:
         """Draining replicas that may have become empty."""
         self.draining = False
         self.flush_partial = False
+
+    @property
+    def saturated(self) -> bool:
+        """Replicas are missing for the requests that wait: they fill a batch, or as many of several groups have waited long enough."""
+        backlog, config = self.backlog, self.config
+        oldest = backlog.oldest()
+        if oldest is None or self.table.current is None:  # with a stage missing, the rate does not reflect the capacity
+            return False
+        overdue = self.now_s >= oldest.arrived_s + config.batch_timeout_s
+        return backlog.first_full is not None or (overdue and len(backlog.waiting) >= config.max_batch_size)
 
 
 @dataclass(slots=True)
@@ -75,32 +87,50 @@ class Counters:
 class Backlog:
     """All open requests. Each one is in `waiting`, in `isolated` or in a batch.
 
-    `waiting` is the FIFO queue from which batches are formed. `isolated` holds the suspect requests, which are sent alone.
+    `waiting` is the FIFO queue from which batches are formed, each from the requests of one group. `isolated` holds the suspect requests,
+    which are sent alone.
+
+    Args:
+        max_rows: of a batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.requests: dict[RequestId, Request] = {}
         self.waiting: OrderedDict[RequestId, Request] = OrderedDict()
         self.isolated: OrderedDict[RequestId, Request] = OrderedDict()
         self.deadlines: PriorityMap[Request, float] = PriorityMap()
+        self._max_rows = max_rows
+        self._groups: dict[Group, OrderedDict[RequestId, Request]] = {}
+        """The waiting requests by group, in the same order. No group is empty."""
+        self._full: dict[Group, None] = {}
+        """Groups that fill a batch, in the order in which they became full."""
 
     def admit(self, request: Request) -> None:
         """Add a new request at the end of the queue."""
         self.requests[request.id] = request
-        self.waiting[request.id] = request
+        self._wait(request)
         self.deadlines.set(request, request.deadline_s)
 
     def oldest(self) -> Request | None:
         """The head of the queue."""
         return next(iter(self.waiting.values()), None)
 
-    def take(self, max_rows: int) -> tuple[Request, ...]:
-        """Remove the next requests from the queue, at most `max_rows`. Requests that lost an input do not share a batch with others."""
-        waiting = self.waiting
-        lost = next(iter(waiting.values())).inputs_lost > 0
-        taken = tuple(takewhile(lambda request: (request.inputs_lost > 0) == lost, islice(waiting.values(), max_rows)))
+    @property
+    def first_full(self) -> Group | None:
+        """The group that has filled a batch for the longest time; None if no group does."""
+        return next(iter(self._full), None)
+
+    def is_full(self, group: Group) -> bool:
+        """Whether the requests of this group fill a batch."""
+        return group in self._full
+
+    def take(self, group: Group) -> tuple[Request, ...]:
+        """Remove the next requests of this group from the queue, as many as fit into a batch."""
+        members = self._groups[group]
+        taken = tuple(islice(members.values(), self._max_rows))
         for request in taken:
-            del waiting[request.id]
+            del members[request.id], self.waiting[request.id]
+        self._removed(group, members)
         return taken
 
     def take_isolated(self) -> tuple[Request, ...]:
@@ -109,10 +139,14 @@ class Backlog:
 
     def requeue(self, request: Request) -> None:
         """Take the request out of its batch and put it at the head of its queue. It starts again at the first stage."""
-        queue = self.isolated if request.isolated else self.waiting
         request.batch = None
-        queue[request.id] = request
-        queue.move_to_end(request.id, last=False)
+        if request.isolated:
+            self.isolated[request.id] = request
+            self.isolated.move_to_end(request.id, last=False)
+        else:
+            self._wait(request)
+            self.waiting.move_to_end(request.id, last=False)
+            self._groups[request.group].move_to_end(request.id, last=False)
 
     def isolate(self, request: Request) -> None:
         """Take the request out of its batch. It starts again at the first stage, alone."""
@@ -124,8 +158,29 @@ class Backlog:
         """Remove a request that is answered, rejected or cancelled."""
         del self.requests[request.id]
         self.deadlines.discard(request)
-        self.waiting.pop(request.id, None)
         self.isolated.pop(request.id, None)
+        if self.waiting.pop(request.id, None) is not None:
+            members = self._groups[request.group]
+            del members[request.id]
+            self._removed(request.group, members)
+
+    def _wait(self, request: Request) -> None:
+        """Add the request at the end of `waiting` and of its group."""
+        group = request.group
+        self.waiting[request.id] = request
+        members = self._groups.get(group)
+        if members is None:
+            members = self._groups[group] = OrderedDict()
+        members[request.id] = request
+        if len(members) >= self._max_rows:
+            self._full[group] = None
+
+    def _removed(self, group: Group, members: OrderedDict[RequestId, Request]) -> None:
+        """Requests were removed from this group."""
+        if len(members) < self._max_rows:
+            self._full.pop(group, None)
+        if not members:
+            del self._groups[group]
 
 
 class ReplicaTable:

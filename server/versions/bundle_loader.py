@@ -8,7 +8,7 @@ from pathlib import Path
 
 from multiworld_serving.models import Bundle, BundleError, Tuning, read_bundle
 from multiworld_serving.models.weights.labels import read_labels
-from multiworld_serving.server.predictor import ServedModel
+from multiworld_serving.server.predictor import ImageSizes, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
@@ -68,12 +68,27 @@ def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[S
             raise BundleError(
                 f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
             )
-    if manifest.image is None:
-        raise BundleError(f"{manifest.name} takes other input than images, which this release does not serve")
-    labels = _labels(bundle, settings)
-    served = ServedModel(manifest.name, manifest.version, labels, manifest.image.resize_size, manifest.image.crop_size)
+    served = _served(bundle, settings)
     plan = VersionPlan.of(make_bundle_plan(bundle, settings.stages, tuning))
     return served, BundleLoader(settings, path, _interface(bundle, settings)), plan
+
+
+def _served(bundle: Bundle, settings: LeaderSettings) -> ServedModel:
+    """Raises BundleError if the rows of its inputs or outputs are too large."""
+    manifest = bundle.manifest
+    image = None if manifest.image is None else ImageSizes(manifest.image.resize_size, manifest.image.crop_size)
+    try:
+        return ServedModel(
+            manifest.name,
+            manifest.version,
+            manifest.inputs,
+            manifest.outputs,
+            dict(manifest.dimensions),
+            image,
+            _labels(bundle, settings),
+        )
+    except ValueError as error:
+        raise BundleError(f"{manifest.name} cannot be served: {error}") from error
 
 
 def _labels(bundle: Bundle, settings: LeaderSettings) -> tuple[str, ...]:

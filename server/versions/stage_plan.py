@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire import StageAssignment
+from multiworld_serving.common.wire import EDGE_DTYPES, RowShape, StageAssignment
 from multiworld_serving.models import (
     NO_TUNING,
     AnyStageSpec,
     Bundle,
     BundleError,
+    BundleStageSpec,
     Graph,
     LoadedModel,
     StageSpec,
@@ -72,21 +73,50 @@ class StagePlan:
             precision=tuning.precision,
             optimize=tuning.optimize,
             tuning_ms=round(tuning.limit_s * 1e3),
+            edge_dtype=tuning.edge_dtype,
         )
+
+    @property
+    def output_shape(self) -> RowShape:
+        """Of one row of the output."""
+        if isinstance(self.spec, BundleStageSpec) and self.spec.output_rows.varies:
+            return RowShape((self.spec.output_rows.max_row_bytes,), varies=True)
+        return RowShape(tuple(self.self_test_output.shape[1:]))
+
+    @property
+    def sent_test_input(self) -> Tensor:
+        """`self_test_input` as the worker receives it."""
+        rows = self.self_test_input
+        return rows if self.spec.is_first else rows.to(self._travels_as(rows.dtype))
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """dtype of the output as the worker returns it."""
+        computed = self.self_test_output.dtype
+        return computed if self.spec.is_last else self._travels_as(computed)
+
+    def _travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        return EDGE_DTYPES[self.tuning.edge_dtype] if dtype == torch.float32 else dtype
+
+    @property
+    def _precision(self) -> str:
+        """The precision that decides the tolerance: the lower one of computing and of the edges. "auto" may be any."""
+        computing = "bfloat16" if self.tuning.precision == "auto" else self.tuning.precision
+        edges = "float32" if self.spec.is_first and self.spec.is_last else self.tuning.edge_dtype
+        return max(computing, edges, key=lambda each: (_TOLERANCE[each], each != "float32"))
 
     def check_self_test(self, output: Tensor | None) -> str | None:
         """Compare a worker's self-test output with the reference. Returns what is wrong with it; None if it is correct."""
         expected = self.self_test_output
-        if output is None or output.shape != expected.shape or output.dtype != expected.dtype:
+        if output is None or output.shape != expected.shape or output.dtype != self.output_dtype:
             found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
-            return f"expected {expected.dtype} {tuple(expected.shape)}, got {found}"
+            return f"expected {self.output_dtype} {tuple(expected.shape)}, got {found}"
         try:
-            pairs = zip(self.spec.unpack_output(output), self.spec.unpack_output(expected), strict=True)
+            rows = output.to(expected.dtype)
+            pairs = zip(self.spec.unpack_output(rows), self.spec.unpack_output(expected), strict=True)
         except BundleError as error:
             return str(error)
-        # With "auto" the worker may choose any precision: use the largest tolerance.
-        precision = "bfloat16" if self.tuning.precision == "auto" else self.tuning.precision
-        return next(filter(None, (self._compare(*each, precision) for each in pairs)), None)
+        return next(filter(None, (self._compare(*each, self._precision) for each in pairs)), None)
 
     def _compare(self, found: Tensor, expected: Tensor, precision: str) -> str | None:
         """What is wrong with one tensor of the output; None if it is correct."""

@@ -128,6 +128,7 @@ def _describe(injection: Injection) -> str:
         case Arrival():
             outcome, cancel_s = injection.compute_outcome, injection.cancel_after_s
             text = f"request {injection.request} arrives, timeout {injection.timeout_s:.6f} s"
+            text += f", key {injection.key}" if injection.key else ""
             text += "" if outcome == "answer" else f", compute outcome {outcome}"
             return text if cancel_s is None else f"{text}, cancelled after {cancel_s:.6f} s"
         case Start():

@@ -91,7 +91,7 @@ class Shrinker:
 
 def _simpler(injections: tuple[Injection, ...], index: int) -> Iterator[tuple[Injection, ...]]:
     """Variants in which one injection is simpler: a shorter gap before it, no or immediate cancellation, a short timeout, a
-    healthy request, a plain kill."""
+    healthy request, no key, a plain kill."""
     before, this, after = injections[:index], injections[index], injections[index + 1 :]
     wait_s = this.at_s - (before[-1].at_s if before else 0.0)
     if wait_s > _LONGEST_GAP_S:
@@ -106,6 +106,8 @@ def _simpler(injections: tuple[Injection, ...], index: int) -> Iterator[tuple[In
                 yield (*before, replace(this, timeout_s=_SHORT_S), *after)
             if this.compute_outcome != "answer":
                 yield (*before, replace(this, compute_outcome="answer"), *after)
+            if this.key:
+                yield (*before, replace(this, key=""), *after)
         case FaultInjected() if this.fault != "kill":
             yield (*before, replace(this, fault="kill"), *after)
 

@@ -218,7 +218,7 @@ class Simulator:
             self.compute_outcomes[request] = arrival.compute_outcome
         if arrival.cancel_after_s is not None:
             self.event_queue.after(arrival.cancel_after_s, partial(self.cancel, request))
-        self.deliver(RequestArrived(request, arrival.at_s + arrival.timeout_s))
+        self.deliver(RequestArrived(request, arrival.at_s + arrival.timeout_s, arrival.key))
 
     def close(self, request: int, outcome: str) -> None:
         """Record the result of a request."""

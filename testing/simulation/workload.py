@@ -27,6 +27,7 @@ class Arrival:
     timeout_s: float
     compute_outcome: ComputeOutcome = "answer"
     cancel_after_s: float | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class RandomWorkload:
         self._scenario = simulator.scenario
         self._event_queue = simulator.event_queue
         self._random = simulator.random_stream("chance")
+        self._keys = simulator.random_stream("keys")
         self._requests = 0
         self._extra_workers = 0
 
@@ -117,8 +119,14 @@ class RandomWorkload:
                 timeout_s or self._random.uniform(*self._scenario.timeout_s),
                 self._draw_outcome(),
                 self._random.expovariate(1 / _MEAN_CANCEL_S) if cancelled else None,
+                self._draw_key(),
             )
         )
+
+    def _draw_key(self) -> str:
+        """Some keys are common and some are rare."""
+        number = int(self._scenario.keys * self._keys.random() ** 3)
+        return str(number) if number else ""
 
     def _draw_outcome(self) -> ComputeOutcome:
         scenario, draw = self._scenario, self._random.random()

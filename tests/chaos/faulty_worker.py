@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.wire import Channel, Message, TraceContext
@@ -19,7 +20,7 @@ from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute import engine
 from tests.chaos.lies import LIES, lying
 
-Forward = Callable[[engine.EngineQueue, nn.Module, Callable[[], Tensor]], Tensor]
+Forward = Callable[..., Tensor]
 BATCHES_BEFORE = 3
 """Calls without the fault: two for warm-up, one for the join self-test."""
 
@@ -65,14 +66,14 @@ BEFORE_COMPUTING = {
 def _faulty(fault: str, forward: Forward) -> Forward:
     calls = 0
 
-    def compute(place: engine.EngineQueue, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
+    def compute(*arguments: Any) -> Tensor:
         nonlocal calls
         calls += 1
         if fault == "dies-warming":
             _die()
         if fault in BEFORE_COMPUTING and calls > BATCHES_BEFORE:
             BEFORE_COMPUTING[fault]()
-        output = forward(place, stage, arrived)
+        output = forward(*arguments)
         return output + 1 if fault == "lies" else output
 
     return compute
@@ -105,5 +106,5 @@ if __name__ == "__main__":
         _die_after_weights()
     if fault in LIES:
         Channel.send = lying(fault)  # type: ignore[method-assign, assignment]
-    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign, assignment]
+    engine.EngineQueue._forward = _faulty(fault, engine.EngineQueue._forward)  # type: ignore[method-assign]
     sys.exit(main(["worker", *options]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from multiworld_serving.common.config.settings import Settings, declaration, fields_of
-from multiworld_serving.common.config.sources import variable
+from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
 from multiworld_serving.testing.chaos.system.containers import docker
@@ -68,6 +68,18 @@ def test_every_service_is_restricted_and_restarted() -> None:
         assert "healthcheck" in service, name
 
 
+def test_programs_share_a_private_folder_for_their_unix_sockets() -> None:
+    found = config()
+    for name in PROGRAMS:
+        service = found["services"][name]
+        (volume,) = (each for each in service["volumes"] if each["source"] == "sockets")
+        assert volume["target"] == service["environment"]["MULTIWORLD_RUNTIME_DIR"]
+        assert not volume.get("read_only")
+    options = found["volumes"]["sockets"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert {"uid=10001", "mode=0700"} <= {*options["o"].split(",")}
+
+
 def test_join_ports_and_worlds_use_an_internal_network() -> None:
     found = config()
     assert found["networks"]["worlds"]["internal"] is True
@@ -114,7 +126,7 @@ def test_every_given_setting_is_passed_on(service: str, program: type[Settings],
     given = {name: f"given-{number}" for number, name in enumerate(sorted(wanted))}
     environment = config(environment=given)["services"][service]["environment"]
     assert {name: environment.get(name) for name in wanted} == given
-    known = {variable(name) for name in fields_of(program)}
+    known = {variable(name) for name in (*fields_of(program), *OTHER_VARIABLES)}
     assert environment.keys() <= known, "no setting that the program does not have"
 
 
@@ -126,7 +138,11 @@ def test_frontend_and_workers_connect_to_all_leaders_which_prometheus_scrapes() 
     scraped = (ROOT / "deploy" / "prometheus" / "prometheus.compose.yml").read_text()
     assert "targets: [" + ", ".join(f'"{name}:8002"' for name in leaders) + "]" in scraped
     for name in ("frontend", "worker"):
-        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(f"{leader}:8001" for leader in leaders)
+        assert services[name]["environment"]["MULTIWORLD_LEADER"] == ",".join(
+            f"{leader}.worlds:8001" for leader in leaders
+        )
+    for name in leaders:
+        assert services[name]["networks"]["worlds"]["aliases"] == [f"{name}.worlds"], "not its address in `front`"
 
 
 def test_several_frontends_share_a_range_of_published_ports() -> None:

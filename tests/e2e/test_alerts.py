@@ -118,13 +118,13 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
             # Frozen, not killed: the supervisor would replace a killed worker before the alert could fire.
             first, second = service.worker_pids().values()
             os.kill(first, signal.SIGSTOP)
-            heard.wait_for("/ticket", "RedundancyLost", "firing")
+            heard.wait_for("/ticket", "ServiceDegraded", "firing")
             os.kill(second, signal.SIGSTOP)
             heard.wait_for("/page", "StageDown", "firing")
             for pid in (first, second):
                 os.kill(pid, signal.SIGCONT)
             heard.wait_for("/page", "StageDown", "resolved")
-            heard.wait_for("/ticket", "RedundancyLost", "resolved")
+            heard.wait_for("/ticket", "ServiceDegraded", "resolved")
             assert "RequestsLost" not in {alert for _, alert, _ in heard.told}
 
 

@@ -26,11 +26,17 @@ else:
 pytestmark = pytest.mark.timeout(300)
 
 WAIT_MS = 90_000
+TOKEN = "an-operator-may-use-this-token-0123456789"
 
 
 @pytest.fixture(scope="module")
-def small_service() -> Iterator[LocalService]:
-    with LocalService(model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32) as service:
+def small_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    token = tmp_path_factory.mktemp("token") / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    with LocalService(
+        model="resnet18", weights="random:0", stages=2, replicas=2, image_size=32, token_file=token
+    ) as service:
         yield service
 
 
@@ -49,7 +55,7 @@ def chromium() -> Iterator[playwright.Browser]:
 class Visit:
     """One visit: the page, its console messages, and the hosts that it contacted."""
 
-    def __init__(self, browser: playwright.Browser, url: str, **context: Any) -> None:
+    def __init__(self, browser: playwright.Browser, url: str = "", **context: Any) -> None:
         self.page = browser.new_page(**context)
         self.page.set_default_timeout(WAIT_MS)
         self.complaints: list[str] = []
@@ -57,8 +63,9 @@ class Visit:
         self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
-        self.page.goto(url)
-        self.page.wait_for_selector(".replica[data-state=ready]")
+        if url:
+            self.page.goto(url)
+            self.page.wait_for_selector(".replica[data-state=ready]")
 
     def assert_clean(self, url: str) -> None:
         assert not self.complaints
@@ -76,7 +83,7 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
 ) -> None:
     visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
     page = visit.page
-    assert page.locator(".stage").count() == 2
+    assert page.locator("#graph [data-node]").count() == 6, "a frontend, a leader and four replicas"
     assert page.locator(".replica").count() == 4
     assert page.locator("#state").inner_text().startswith("ready")
     worker = small_service.worker_at(0, 0)
@@ -87,17 +94,27 @@ def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
         os.kill(pid, signal.SIGSTOP)
         page.wait_for_selector('[data-world="s0.r0"][data-state=broken]')
         page.wait_for_selector("#feed li[data-what=broken]")
+        page.wait_for_selector('#graph [data-node="s0.r0"][data-state=broken]')
+        page.wait_for_selector("#state[data-state=degraded]")
+        assert "stage 0 has 1 of 2 replicas" in page.locator("#state").inner_text()
         os.kill(pid, signal.SIGKILL)
         page.wait_for_selector("#feed li[data-what=rejoined]")
         page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
-        card = page.locator('[data-world="s0.r0"]')
-        playwright.expect(card).to_have_text(re.compile(r"batches per second[1-9]"), timeout=WAIT_MS)
+        rate = page.locator('[data-world="s0.r0"] .batches-s')
+        playwright.expect(rate).to_have_text(re.compile(r"[1-9]"), timeout=WAIT_MS)
+        page.wait_for_selector("#hero[data-state=survived]")
+        assert page.locator("#outcome .failed dd").inner_text() == "0"
+        assert "s0.r0" in page.locator("#incident").inner_text()
         page.screenshot(path=tmp_path / "light.png", full_page=True)
     feed = page.locator("#feed li[data-what=broken]").first.inner_text()
-    assert "stage 0 replica 0" in feed
+    assert "s0.r0" in feed
     assert "hang" in feed
-    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the card shows the last failure"
-    assert page.locator("#throughput polyline.ok").get_attribute("points")
+    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the row shows the last failure"
+    assert page.locator("#throughput path.ok").get_attribute("d")
+    page.hover("#throughput svg")
+    assert "answered:" in page.locator("#throughput .tip").inner_text()
+    page.click("#by-host")
+    assert page.locator("tr.group").count() == 1, "all on this host"
     visit.assert_clean(small_service.url)
     page.close()
 
@@ -110,9 +127,18 @@ def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chro
     page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": photo()})
     page.focus("#image")
     page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer li")
     assert page.locator("#answer li").count() == 5
+    assert re.search(r"frontend → leader → s0\.r\d → s1\.r\d", page.locator(".route").inner_text())
+    page.wait_for_selector("#preview[src^='data:image/jpeg']")
+    assert page.locator("#curl").inner_text().endswith(f"image=@photo.jpg {small_service.url}/predict")
+    page.click("#sample")
+    playwright.expect(page.locator("#drop-text")).to_have_text(re.compile(r"sample\.jpg"))
+    page.focus("#try-image .main")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answer li")
     page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
     page.keyboard.press("Enter")
     page.wait_for_selector("#answer .wrong")
@@ -138,11 +164,49 @@ def test_page_fits_a_phone_in_both_color_schemes(
     page.close()
 
 
+def test_model_without_images_gets_a_json_form(small_service: LocalService, chromium: playwright.Browser) -> None:
+    def metadata(route: playwright.Route) -> None:
+        found = route.fetch().json()
+        route.fulfill(json={**found, "parameters": {}})  # a model that does not say that it takes image files
+
+    visit = Visit(chromium)
+    page = visit.page
+    page.route("**/v2/models/resnet18", metadata)
+    page.goto(small_service.url)
+    page.wait_for_selector("#try-json")
+    assert "input: UINT8 [-1, 3, 32, 32]" in page.locator("#inputs label").inner_text()
+    page.click("#try-json .main")
+    playwright.expect(page.locator("#answer")).to_contain_text("probabilities: FP32 [1, 1000] = ", timeout=WAIT_MS)
+    page.fill("#inputs textarea", "[[1")
+    page.click("#try-json .main")
+    playwright.expect(page.locator("#answer")).to_contain_text("input is not valid JSON", timeout=WAIT_MS)
+    visit.assert_clean(small_service.url)
+    page.close()
+
+
+def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService, chromium: playwright.Browser) -> None:
+    admin_url = small_service.metrics_url.removesuffix("/metrics")
+    visit = Visit(chromium, admin_url)
+    page = visit.page
+    page.wait_for_selector("#operate")
+    for key, told in (("wrong", "failed: no valid join token"), (TOKEN, "version 2 (random:1) serves")):
+        page.fill("#key", key)
+        page.fill("#weights", "random:1")
+        page.click("#load")
+        playwright.expect(page.locator("#outcome-of-action")).to_contain_text(told, timeout=WAIT_MS)
+    playwright.expect(page.locator("#model")).to_have_text("resnet18 random:1", timeout=WAIT_MS)
+    visit.complaints = [each for each in visit.complaints if "401" not in each]  # the browser logs the rejection
+    visit.assert_clean(admin_url)
+    page.close()
+
+
 def test_service_stops_cleanly_while_a_page_is_open(chromium: playwright.Browser) -> None:
     with LocalService(model="resnet18", weights="random:0", stages=1, replicas=1, image_size=32) as service:
         visit = Visit(chromium, service.url)
         assert service.stop() == 0
         visit.page.wait_for_selector("#state[data-state=gone]")
+        assert "last seen" in visit.page.locator("#state").inner_text()
+        assert "grayscale" in visit.page.evaluate("getComputedStyle(document.querySelector('main')).filter")
         errors = [line.message for line in service.lines if line["level"] == "error"]
         assert not errors, errors
         visit.page.close()

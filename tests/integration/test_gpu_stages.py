@@ -18,6 +18,7 @@ from multiworld_serving.models import (
 from multiworld_serving.models.optimize import TOLERANCE
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.compute.transfers import transfers_for
@@ -34,7 +35,8 @@ def test_captured_stages_equal_the_reference_for_every_batch_size() -> None:
     model = load_model("resnet18", "random:0", image_size=64)
     for spec in split_model(model, 2):
         stage, shape = reference_stage(model, spec), stage_input_shape(spec, model.preprocessing.crop_size)
-        recorded = record_cuda_graphs(FoldedStage(stage).to(device), shape, LARGEST, device)
+        folded = FoldedStage(stage, Workload(shape, LARGEST, (1,))).to(device)
+        recorded = record_cuda_graphs(folded, shape, LARGEST, device)
         for rows in range(1, LARGEST + 1):
             batch = torch.rand(rows, *shape) if spec.index else torch.randint(0, 256, (rows, *shape), dtype=torch.uint8)
             with torch.inference_mode():

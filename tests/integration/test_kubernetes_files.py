@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
-from multiworld_serving.common.config import load
+from multiworld_serving.common.config import Settings, load
 from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.integration.test_prometheus_files import check
@@ -21,7 +25,9 @@ from tests.programs import program
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
-OVERLAYS = ("cpu", "gpu")
+CRD_SCHEMAS = Path(__file__).parents[1] / "data" / "crd_schemas.json"
+"""Parts of the schemas of kserve/kserve and kubernetes-sigs/lws: what the examples use, and the names of all other fields."""
+OVERLAYS = ("cpu", "gpu", "same-node")
 VERSIONS = ("1.30.0", "1.33.0")
 """The oldest version with all used features, and a later one."""
 OLDEST_KUBECTL = (1, 21)
@@ -115,6 +121,18 @@ def test_gpu_overlay_gives_each_worker_one_gpu_and_cpu_overlay_none(overlay: lis
     assert "MULTIWORLD_TOKEN_FILE" in {each["name"] for each in container["env"]}, "the patch only adds"
 
 
+def test_pods_share_a_folder_for_sockets_only_where_the_namespace_allows_it(overlay: list[Resource]) -> None:
+    level = find(overlay, "Namespace", "multiworld")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    for name in PROGRAMS:
+        spec = pod(overlay, name)["spec"]
+        (container,) = spec["containers"]
+        folders = [each["value"] for each in container["env"] if each["name"] == "MULTIWORLD_RUNTIME_DIR"]
+        mounted = [each["name"] for each in container["volumeMounts"] if each["mountPath"] in folders]
+        of_node = [each["name"] for each in spec["volumes"] if "hostPath" in each]
+        assert (level, len(of_node)) in [("restricted", 0), ("privileged", 1)]
+        assert mounted == of_node
+
+
 def settings() -> tuple[LeaderSettings, FrontendSettings, WorkerSettings]:
     file = BASE / "multiworld.toml"
     programs = (LeaderSettings, FrontendSettings, WorkerSettings)
@@ -170,7 +188,7 @@ def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
     assert "replicas" not in workers, "each `kubectl apply` would undo the autoscaler"
     scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-worker")["spec"]
     assert scaler["minReplicas"] == leader.stages * leader.replicas + leader.spares < scaler["maxReplicas"]
-    assert scaler["metrics"][0]["external"]["target"]["averageValue"] == str(leader.max_batch_size)
+    assert scaler["metrics"][0]["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -328,4 +346,68 @@ def test_adapter_exports_the_metric_of_the_autoscaler() -> None:
         "metric"
     ]["name"]
     assert rule["name"]["as"] == wanted
-    assert rule["seriesQuery"].startswith(f"{wanted}{{")
+    metrics = Metrics()
+    metrics.replicas_wanted((1.0,))
+    assert f"{rule['seriesQuery'].partition('{')[0]}{{" in metrics.exposition()[0].decode()
+    assert f", {settings()[0].replicas}))" in rule["metricsQuery"], "no stage below its redundancy"
+
+
+def test_workers_wanted_are_rounded_up_for_each_stage_and_not_below_redundancy(tmp_path: Path) -> None:
+    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "namespace").replace("<<.LabelMatchers>>", 'namespace="n"')
+    query = query.replace("<<.Series>>", "multiworld_replicas_wanted")
+    shares = {(leader, stage): share for leader in "ab" for stage, share in enumerate((0.3, 2.2))}
+    series = [
+        {"series": f'multiworld_replicas_wanted{{namespace="n",pod="{leader}",stage="{stage}"}}', "values": str(share)}
+        for (leader, stage), share in shares.items()
+    ]
+    expected = [{"expr": query, "eval_time": "0m", "exp_samples": [{"labels": '{namespace="n"}', "value": 2 + 5}]}]
+    path = tmp_path / "test.yml"
+    path.write_text(
+        yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]})
+    )
+    check(program("promtool"), "test", "rules", path)
+
+
+ENGINES = ("kserve/serving-runtime.yaml", "kserve/inference-service.yaml", "leaderworkerset/group.yaml")
+
+
+@pytest.mark.parametrize("file", ENGINES)
+def test_examples_for_other_engines_match_the_schemas_of_their_resources(file: str) -> None:
+    resource = yaml.safe_load((KUBERNETES / file).read_text())
+    validator = Draft202012Validator(json.loads(CRD_SCHEMAS.read_text())[resource["kind"]])
+    assert [error.message for error in validator.iter_errors(resource)] == []
+    resource["spec"]["replica"] = 2
+    assert [error.message for error in validator.iter_errors(resource)], "an unknown field"
+
+
+@pytest.mark.parametrize("file", ENGINES)
+def test_containers_of_examples_are_valid_and_have_arguments_that_the_programs_accept(file: str) -> None:
+    programs: dict[str, type[Settings]] = {
+        "serve": ServeSettings,
+        "leader": LeaderSettings,
+        "frontend": FrontendSettings,
+        "worker": WorkerSettings,
+    }
+    text = (KUBERNETES / file).read_text().replace("$(LWS_LEADER_ADDRESS)", "leader")
+    for spec in pods_in(yaml.safe_load(text)):
+        meta = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+        kubernetes_validate.validate({**meta, "spec": spec}, VERSIONS[0], strict=True)
+        for container in spec["containers"]:
+            name, *options = container["args"]
+            values = {key.replace("-", "_"): value for key, _, value in (each[2:].partition("=") for each in options)}
+            secret = {} if name == "serve" else {"token": "secret"}
+            loaded = programs[name].model_validate({**values, **secret})
+            for port in container.get("ports", []):
+                assert port["containerPort"] in (getattr(loaded, "http_port", None), getattr(loaded, "join_port", None))
+
+
+def pods_in(resource: Any) -> Iterator[Resource]:
+    """All parts of a resource that are a pod's spec."""
+    if isinstance(resource, dict):
+        if "containers" in resource:
+            fields = {"automountServiceAccountToken", "containers", "terminationGracePeriodSeconds", "volumes"}
+            yield {name: value for name, value in resource.items() if name in fields}
+        else:
+            for value in resource.values():
+                yield from pods_in(value)

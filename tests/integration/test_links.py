@@ -600,7 +600,16 @@ async def test_worker_that_leaves_while_loading_is_not_counted_as_faulty(
     assert link.state == "draining"
 
 
-@pytest.mark.parametrize("tuning", [Tuning(optimize="eager"), Tuning("bfloat16", "eager"), Tuning("auto", "auto")])
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        Tuning(optimize="eager"),
+        Tuning("bfloat16", "eager", edge_dtype="bfloat16"),
+        Tuning("auto", "auto"),
+        Tuning(edge_dtype="bfloat16"),
+        Tuning(edge_dtype="float16"),
+    ],
+)
 async def test_link_serves_when_its_worker_uses_another_execution_mode(pair: Pair, tuning: Tuning) -> None:
     plan = make_plan(load_model("resnet18", "random:0", image_size=IMAGE_SIZE), 2, tuning)
     link = pair.link(*plan, slot=SlotId(None, 0))

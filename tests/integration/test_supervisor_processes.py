@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from multiworld_serving.deploy.processes.child_process import ChildProcess
 from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import _POLL_S, Backoff, Supervisor
+from multiworld_serving.server.settings import ServeSettings
 from tests.integration.small_processes import (
     DEAF,
     EXIT_WITH_PARENT,
@@ -107,6 +110,47 @@ async def test_stopped_process_may_finish(reports: Reports) -> None:
         await reports.next()
         await reports.next()
     assert {(await reports.next())[2] for _ in range(2)} == {"goodbye"}
+
+
+async def test_workers_are_started_and_stopped_by_name_when_the_launcher_scales(reports: Reports) -> None:
+    settings = ServeSettings(http_port=0, join_port=0, metrics_port=0, local_token=SecretStr("of-this-test"))
+    with contextlib.ExitStack() as stack:
+        launcher = _Service(settings, stack)
+        async with reports.supervisor(SAY_GOODBYE, 1) as workers:
+            launcher._groups = {("worker", "local"): workers}
+            pids = {int(slot): int(pid) for slot, pid, _ in [await reports.next()]}
+            await launcher.scale_workers(3)
+            pids |= {int(slot): int(pid) for slot, pid, _ in [await reports.next(), await reports.next()]}
+            assert sorted(pids) == [0, 1, 2]
+            await launcher.scale_workers(1)  # stops none
+            await until(lambda: workers.pids == pids)
+            await launcher.stop_worker("local-1")
+            assert await reports.next() == ["1", str(pids.pop(1)), "goodbye"]
+            assert {each.name: each.pid for each in await launcher.processes()} == {
+                f"local-{slot}": pid for slot, pid in pids.items()
+            }
+            for name in ("local-1", "local-9", "other-0", "local"):
+                with pytest.raises(KeyError):
+                    await launcher.stop_worker(name)
+            await launcher.scale_workers(3)
+            assert (await reports.next())[0] == "1", "the lowest free number is used again"
+
+
+async def test_removed_process_is_killed_when_it_does_not_stop_in_time(reports: Reports) -> None:
+    async with reports.supervisor(DEAF, 2, stop_timeout_s=0.05) as supervisor:
+        pids = {int(slot): int(pid) for slot, pid, _ in [await reports.next(), await reports.next()]}
+        await until(lambda: supervisor.pids == pids)
+        await supervisor.remove(0)
+        assert supervisor.pids == {1: pids[1]}
+
+
+async def test_removed_process_is_not_restarted_when_it_waits_for_a_restart(reports: Reports) -> None:
+    async with reports.supervisor(FOREVER, backoff=Backoff(initial_s=1000, max_s=1000)) as supervisor:
+        os.kill(await reports.next_pid(), signal.SIGKILL)
+        os.kill(await reports.next_pid(), signal.SIGKILL)
+        await until(lambda: not supervisor.pids)
+        await supervisor.remove(0)
+        assert supervisor.restarts == {}
 
 
 @pytest.mark.parametrize("deafness", ["ignores", "frozen"])

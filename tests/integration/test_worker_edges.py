@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from multiworld import Cause, WorldManager
 from multiworld_serving.common.edges import Edges
 from multiworld_serving.common.wire import (
     ALL_ROWS,
+    EDGE_DTYPES,
     WORLD_BACKEND,
     BatchInputs,
     JoinRequest,
@@ -21,8 +22,9 @@ from multiworld_serving.common.wire import (
     MessageKind,
     RowRef,
     Source,
+    WireError,
 )
-from multiworld_serving.models import load_model, reference_stage
+from multiworld_serving.models import Tuning, load_model, reference_stage
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
@@ -36,9 +38,10 @@ WAIT_S = 60.0
 MODEL = "resnet18"
 
 
-@pytest.fixture(scope="module")
-def plan() -> tuple[StagePlan, ...]:
-    return make_plan(load_model(MODEL, "random:0", image_size=32), 2)
+@pytest.fixture
+def plan(request: pytest.FixtureRequest) -> tuple[StagePlan, ...]:
+    edge_dtype, image_size = getattr(request, "param", ("float32", 32))
+    return make_plan(load_model(MODEL, "random:0", image_size=image_size), 2, Tuning(edge_dtype=edge_dtype))
 
 
 @dataclass
@@ -111,13 +114,13 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
         kept = await first.result()
     assert kept.kind is MessageKind.KEPT
     assert kept.payload is not None
-    number = int(kept.payload.item())
+    number, _ = first.link.kept(kept)
     second.link.send(1, whole(first.edges.holder, number, 3), 1)
     kept = await second.result()
     assert kept.payload is not None
-    shape = (3, *second.link.output_shape(1, 1))
+    answer, row_shape = second.link.kept(kept)
     found = await first.edges.fetch(
-        second.edges.holder, [RowRef(int(kept.payload.item()), ALL_ROWS)], torch.float32, shape, take=True
+        second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
     )
     model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
@@ -164,6 +167,70 @@ async def test_output_is_relayed_when_the_memory_for_edges_is_used_up(stages: li
     assert result.kind is MessageKind.RESULT
 
 
+@pytest.mark.parametrize("plan", [("bfloat16", 32), ("float16", 32)], indirect=True)
+async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
+    stages: list[Stage], plan: tuple[StagePlan, ...]
+) -> None:
+    first, second = stages
+    batch, dtype = images(2), EDGE_DTYPES[plan[0].tuning.edge_dtype]
+    first.link.send(1, BatchInputs(2, (), batch, (0, 1)), 1)
+    kept = await first.result()
+    assert kept.payload is not None
+    number = int(kept.payload.item())
+    there = first.edges.store.rows([RowRef(number, ALL_ROWS)])
+    assert there is not None
+    assert there.dtype == dtype
+    second.link.send(1, replace(whole(first.edges.holder, number, 2), keep=False), 1)
+    answer = (await second.result()).payload
+    model = load_model(MODEL, "random:0", image_size=32)
+    with torch.inference_mode():
+        expected = reference_stage(model, resnet_spec(plan[1]))(reference_stage(model, resnet_spec(plan[0]))(batch))
+    torch.testing.assert_close(answer, expected, rtol=0.1, atol=1e-3)
+    first.link.send(2, batch, 1)
+    relayed = (await first.result()).payload
+    assert relayed is not None
+    second.link.send(2, relayed, 1)
+    assert torch.equal(there, relayed)
+    torch.testing.assert_close((await second.result()).payload, answer)
+
+
+@pytest.mark.parametrize("plan", [("float32", 64)], indirect=True)
+@pytest.mark.parametrize("outcome", ["computed", "raised", "lost"])
+async def test_worker_lets_its_producer_use_the_memory_of_an_input_again(
+    stages: list[Stage],
+    plan: tuple[StagePlan, ...],
+    outcome: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = stages
+    shape = (4, *plan[1].input_shape)
+    output = first.edges.allocate(shape, torch.float32).zero_()
+    place, number = output.data_ptr(), first.edges.store.put("owner", output)
+    assert number is not None
+    computing = asyncio.Event()
+
+    async def compute(*_: object) -> None:
+        computing.set()
+        if outcome == "raised":
+            raise RuntimeError("of this test")
+        await asyncio.Event().wait()
+
+    if outcome != "computed":
+        monkeypatch.setattr(second.session.queue, "compute", compute)
+    second.link.send(1, whole(first.edges.holder, number, 4), 1)
+    async with asyncio.timeout(WAIT_S):
+        await (second.result() if outcome == "computed" else computing.wait())
+    if outcome == "lost":
+        second.link.fail(Cause.HANG, "of this test")
+    elif outcome == "raised":
+        await second.heard.failures.get()
+        caplog.clear()  # its records have the frames of the exception
+    first.edges.store.release((number,))
+    del output
+    await until(lambda: first.edges.allocate(shape, torch.float32).data_ptr() == place)
+
+
 @pytest.mark.parametrize("lost", [True, False])
 async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Stage], lost: bool) -> None:
     first, _ = stages
@@ -179,10 +246,18 @@ async def test_outputs_of_a_leader_are_freed_when_its_link_ends(stages: list[Sta
     await until(lambda: len(first.edges.store) == (0 if lost else 1))
 
 
+async def test_link_breaks_when_a_worker_keeps_an_output_of_another_shape(stages: list[Stage]) -> None:
+    first, _ = stages
+    first.link._validator.batch_sent(1, 1, 1, 0, keeps=True)
+    await first.session._channel.send(Message(MessageKind.KEPT, 1, torch.tensor([5, 8, 8, 8]), version=1))
+    with pytest.raises(WireError, match="KEPT with rows"):
+        first.link.kept(await first.result())
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Message(MessageKind.KEPT, 1, torch.tensor([5])),
+        Message(MessageKind.KEPT, 1, torch.tensor([5, 64, 8, 8])),
         Message(MessageKind.INPUT_LOST, 1, torch.tensor([5], dtype=torch.uint8)),
     ],
 )

@@ -96,6 +96,19 @@ async def test_frames_of_an_unauthenticated_host_are_ignored(manager: WorldManag
         await asyncio.gather(joining, return_exceptions=True)
 
 
+async def test_join_error_names_the_versions_when_the_host_has_another_protocol(manager: WorldManager) -> None:
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(Frame(Kind.CHALLENGE, (bytes([PROTOCOL_VERSION - 1]), os.urandom(NONCE_BYTES))).encode())
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(JoinError, match=f"did not form within .* control protocol, we use {PROTOCOL_VERSION}"):
+            await manager.initialize_world("w", 1, 2, port=port, timeout=1.0)
+
+
 async def test_join_times_out_and_names_the_address(manager: WorldManager) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -3,6 +3,7 @@
 import _thread
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from multiworld import BrokenWorldException, Cause, JoinError, WorldManager
+from multiworld.transport.segments import SegmentPool
 from tests.integration.members import PATIENCE_S, Spawn, form, resources
 
 CYCLES = int(os.environ.get("MULTIWORLD_TEST_CYCLES", "60"))
@@ -32,18 +34,18 @@ PATIENT_S = 10.0
 MEMBER_SETTINGS = {"heartbeat_timeout_s": PATIENT_S}
 
 
-async def assert_flat(before: dict[str, int]) -> None:
+async def assert_flat(before: dict[str, int], pool: SegmentPool | None = None) -> None:
     """Check that usage is as before. A finished thread may need a moment to disappear."""
 
     def grown() -> bool:
-        return after["threads"] > before["threads"] or after["fds"] > before["fds"]
+        return any(after[each] > before[each] for each in ("threads", "fds", "mappings"))
 
-    after = held()
+    after = held(pool)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
             while grown():
                 await asyncio.sleep(0.05)
-                after = held()
+                after = held(pool)
     assert not grown(), (before, after)
     assert after["rss_kib"] < before["rss_kib"] + GROWTH_KIB, (before, after)
 
@@ -65,10 +67,19 @@ async def reclaimed(*managers: WorldManager) -> None:
             assert await asyncio.to_thread(world.reclaimed.wait, PATIENCE_S)
 
 
-def held() -> dict[str, int]:
-    """The resources that this process uses now."""
+def held(pool: SegmentPool | None = None) -> dict[str, int]:
+    """The resources that this process uses now, without what it keeps for the next tensors: freed memory, and segments of the pool."""
     gc.collect()
-    return resources()
+    ctypes.CDLL(None).malloc_trim(0)
+    kept = 0 if pool is None else pool._count
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    usage = resources()
+    return {
+        **usage,
+        "fds": usage["fds"] - 2 * kept,
+        "mappings": Path("/proc/self/maps").read_text().count("/memfd:multiworld") - kept,
+        "rss_kib": usage["rss_kib"] - int(status["RssShmem"].split()[0]),
+    }
 
 
 async def test_repeatedly_closed_worlds_leak_nothing() -> None:
@@ -101,6 +112,8 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
         peers = [await spawn() for _ in range(5 + CYCLES // 2)]
         before: dict[str, int] = {}
         copied = torch.zeros(LARGE)
+        pool = manager._segments
+        assert pool is not None
         for number, peer in enumerate(peers):
             assert await form("w", port, manager, peer) == number + 1
             receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(1000), 1, "w"))
@@ -114,13 +127,11 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
             await peer.dispose()
             await reclaimed(manager)
             if number == 4:
-                before = held()
+                before = held(pool)
         del tensor
-        await assert_flat(before)
-        segments = manager._segments
-        assert segments is not None
-        assert not any(segment.leases for segment in segments._segments.values())
-        assert segments.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
+        await assert_flat(before, pool)
+        assert not any(segment.leases for segment in pool._segments.values())
+        assert pool.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
 
 
 async def test_repeatedly_cancelled_operations_leak_nothing() -> None:

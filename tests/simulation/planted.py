@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from multiworld_serving.server.scheduling.batches import Request
 from multiworld_serving.server.scheduling.scheduler import (
     Action,
     Answer,
@@ -9,8 +12,10 @@ from multiworld_serving.server.scheduling.scheduler import (
     Event,
     InputLost,
     ReplicaLost,
+    RequestArrived,
     RequestCancelled,
     Scheduler,
+    SchedulerConfig,
 )
 
 
@@ -87,6 +92,29 @@ class ForgetsLostInputs(Scheduler):
         for request in self._state.backlog.requests.values():
             request.inputs_lost = 0
         return super().handle(event, now_s)
+
+
+class MixesKeys(Scheduler):
+    """Forgets the keys of requests."""
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        return super().handle(replace(event, key="") if isinstance(event, RequestArrived) else event, now_s)
+
+
+class StarvesRareKeys(Scheduler):
+    """Sends a key that fills a batch before a request that has waited longer."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        backlog = self._state.backlog
+        oldest = backlog.oldest
+        setattr(  # noqa: B010 - mypy rejects an assignment to a method
+            backlog, "oldest", lambda: self._of_full_group() or oldest()
+        )
+
+    def _of_full_group(self) -> Request | None:
+        backlog = self._state.backlog
+        return next((each for each in backlog.waiting.values() if backlog.is_full(each.group)), None)
 
 
 def _twice_if_rerouted(action: Action) -> list[Action]:

@@ -35,6 +35,8 @@ BUGS = (
     Bug(planted.ForgetsHolders, "holders-killed", 20, 1),
     Bug(planted.RetriesLostInputs, "edges-cut", 6, 1),
     Bug(planted.ForgetsLostInputs, "edges-cut", 6, 1),
+    Bug(planted.MixesKeys, "keys-without-adaptive-batching", 4, 0),
+    Bug(planted.StarvesRareKeys, "keys-without-adaptive-batching", 40, 0),
 )
 
 

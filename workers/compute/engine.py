@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from multiworld_serving.models import (
     NO_TUNING,
-    UNOPTIMIZED,
     AnyStageSpec,
     CompileRequest,
     OptimizedStage,
-    Stage,
-    StageSpec,
     Tuning,
     compiled_mode,
     load_stage,
@@ -31,7 +28,7 @@ from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.cores import SharedCores
 from multiworld_serving.workers.compute.fair_queue import FairQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage, StageStore
-from multiworld_serving.workers.compute.transfers import transfers_for
+from multiworld_serving.workers.compute.transfers import Allocate, transfers_for
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
 logger = logging.getLogger(__name__)
@@ -159,6 +156,7 @@ class Engine:
             torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
         while (job := self._next()) is not None:
             if job.future.cancelled():
+                del job  # its tensors may lie in memory of another process
                 continue
             result, error = None, None
             try:
@@ -236,9 +234,20 @@ class EngineQueue:
         self._unloaded.add(version)
         self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
 
-    async def compute(self, version: int, stage: int, batch: Tensor) -> tuple[Tensor, int, int]:
+    async def compute(
+        self,
+        version: int,
+        stage: int,
+        batch: Tensor,
+        float32_as: torch.dtype = torch.float32,
+        allocate: Allocate | None = None,
+    ) -> tuple[Tensor, int, int]:
         """Compute a batch. Returns the output on the CPU, nanoseconds computed, and nanoseconds waited.
 
+        Args:
+            batch: of the dtype of the stage's input, or as it travels, which is converted.
+            float32_as: dtype of the output if the stage computes float32.
+            allocate: makes the memory for the output; None: any memory.
         Raises what the stage raises, and KeyError if the stage is not loaded in this version.
         """
         asked_ns = time.perf_counter_ns()
@@ -247,7 +256,9 @@ class EngineQueue:
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
             with self._engine.acquire_cores():
-                output = self._forward(self._stages[version, stage].optimized.module, arrived)
+                loaded = self._stages[version, stage]
+                rows = arrived().to(loaded.spec.input_dtype)
+                output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
 
         result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
@@ -263,10 +274,8 @@ class EngineQueue:
     ) -> OptimizedStage:
         engine, compiled = self._engine, None
         stage = load_stage(spec, weights)
-        if not isinstance(stage, Stage):
-            return OptimizedStage(stage.to(engine.device), UNOPTIMIZED, "no other mode for bundles")
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
-            compiled = engine.compiler.load(self._request(stage.spec, weights, sample_shape, max_batch_size, tuning))
+            compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
         return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
     async def compile(
@@ -274,23 +283,29 @@ class EngineQueue:
     ) -> bool:
         """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
         compiler = self._engine.compiler
-        if compiler is None or not isinstance(spec, StageSpec):
+        if compiler is None:
             return False
         return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
 
     def _request(
-        self, spec: StageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
     ) -> CompileRequest:
         precision = compiled_mode(tuning, self._engine.device).precision
         return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)
 
     def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
         with torch_threads(threads):
-            self._forward(stage, self._engine.transfers.to_device(batch))
+            self._forward(stage, self._engine.transfers.to_device(batch)())
 
-    def _forward(self, stage: nn.Module, arrived: Callable[[], Tensor]) -> Tensor:
+    def _forward(
+        self,
+        stage: nn.Module,
+        batch: Tensor,
+        float32_as: torch.dtype = torch.float32,
+        allocate: Allocate | None = None,
+    ) -> Tensor:
         with torch.inference_mode():
-            return self._engine.transfers.to_host(stage(arrived()))
+            return self._engine.transfers.to_host(stage(batch), float32_as, allocate)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

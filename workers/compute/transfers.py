@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
+Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Returns an uninitialized contiguous tensor of this shape and dtype. May be called on any thread."""
 
 
 class Transfers(Protocol):
@@ -17,9 +21,25 @@ class Transfers(Protocol):
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         ...
 
-    def to_host(self, output: Tensor) -> Tensor:
-        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread."""
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
+        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
+
+        Args:
+            float32_as: dtype of the result if the output is float32; other outputs keep theirs.
+            allocate: makes the memory for the result; None: any memory.
+        """
         ...
+
+
+def _converting(output: Tensor, float32_as: torch.dtype) -> tuple[Tensor, torch.dtype]:
+    """The output, and the dtype to convert it to. Values too large for float16 are limited: infinity would become NaN in the next stage."""
+    if output.dtype != torch.float32:
+        return output, output.dtype
+    if float32_as == torch.float16:
+        output = output.clamp(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)
+    return output, float32_as
 
 
 def transfers_for(device: torch.device) -> Transfers:
@@ -31,8 +51,13 @@ class _CpuTransfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         return lambda: batch
 
-    def to_host(self, output: Tensor) -> Tensor:
-        return output.contiguous()
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
+        output, dtype = _converting(output, float32_as)
+        if allocate is None:
+            return output.to(dtype).contiguous()
+        return allocate(output.shape, dtype).copy_(output)
 
 
 class _GpuTransfers:
@@ -57,7 +82,12 @@ class _GpuTransfers:
 
         return arrived
 
-    def to_host(self, output: Tensor) -> Tensor:
+    def to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Tensor:
+        output, dtype = _converting(output, float32_as)
+        output = output.to(dtype)
+        # Only pinned memory is copied to without blocking, and segments of shared memory are not pinned.
         host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
         host.copy_(output, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()

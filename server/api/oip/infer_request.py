@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
+from torch import Tensor
 
-from multiworld_serving.server.api.oip.metadata import INPUT, OUTPUT, Signature
-from multiworld_serving.server.api.oip.tensors import (
-    Image,
-    abbreviated,
-    image_from_raw,
-    images_from_binary,
-    images_from_json,
-)
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.errors import BundleError
+from multiworld_serving.server.api.oip.image_input import Image, image_from_raw, image_input
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, abbreviated, input_tensor
 from multiworld_serving.server.errors import InferenceRequestError
 
 _MAX_JSON_VALUES = 1_000_000
@@ -29,15 +27,15 @@ _MAX_TIMEOUT_US = 2**63 - 1
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How to return the probabilities.
+    """How to return one output.
 
     Attributes:
-        id: the client's id, to be returned; None = none.
+        index: of the model's outputs.
         classes: return this many of the most probable classes as "value:index:label"; 0 = return the tensor.
         binary: return the data after the JSON instead of in it.
     """
 
-    id: str | None = None
+    index: int
     classes: int = 0
     binary: bool = False
 
@@ -47,12 +45,17 @@ class InferRequest:
     """A parsed request.
 
     Attributes:
-        images: at least one, in the order of the batch dimension.
+        rows: at least one, in the order of the batch dimension: input rows of the model, or image files.
+        key: of the rows; see `RowFormat.key`.
+        outputs: at least one, in the order of the response.
+        id: the client's id, to be returned; None = none.
         timeout_s: the client's timeout since the request's arrival; None = the server's.
     """
 
-    images: list[Image]
-    output: OutputOptions
+    rows: Sequence[Image]
+    key: str
+    outputs: Sequence[OutputOptions]
+    id: str | None = None
     timeout_s: float | None = None
 
 
@@ -66,7 +69,10 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
         InferenceRequestError: the request is invalid for this model.
     """
     if json_bytes == 0:
-        return InferRequest(image_from_raw(body, signature), OutputOptions(binary=True))
+        outputs = [OutputOptions(index, binary=True) for index in range(len(signature.model.outputs))]
+        if signature.model.image is not None:
+            return InferRequest(image_from_raw(body, signature), "", outputs)
+        return InferRequest(*_raw_row(body, signature), outputs)
     if json_bytes is not None and json_bytes > len(body):
         raise InferenceRequestError(
             f"Inference-Header-Content-Length is {json_bytes}, but the body has only {len(body)} bytes"
@@ -79,10 +85,19 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
             raise InferenceRequestError(
                 f"the parameter {abbreviated(name)} is for stateful models, and this model is stateless; omit it"
             )
-    classes, binary_output = _output(request.get("outputs"), _flag(parameters, "binary_data_output"), signature)
+    outputs = _outputs(request.get("outputs"), _flag(parameters, "binary_data_output"), signature)
+    given = _with_data(_inputs(request.get("inputs"), signature), binary)
+    rows: Sequence[Image]
+    if signature.model.image is not None:
+        ((tensor, data),) = given
+        rows, key = image_input(tensor, data, signature), ""
+    else:
+        rows, key = _rows(given, signature)
     return InferRequest(
-        images=_images(request.get("inputs"), binary, signature),
-        output=OutputOptions(_id(request.get("id")), classes, binary_output),
+        rows=rows,
+        key=key,
+        outputs=outputs,
+        id=_id(request.get("id")),
         timeout_s=_timeout_s(parameters.get("timeout")),
     )
 
@@ -104,58 +119,127 @@ def _json_object(data: bytes) -> dict[str, Any]:
     return _object(found, "body")
 
 
-def _images(inputs: object, binary: memoryview | None, signature: Signature) -> list[Image]:
+def _inputs(inputs: object, signature: Signature) -> list[dict[str, Any]]:
+    """The inputs of the request, in the order of the model's."""
+    names = [spec.name for spec in signature.model.inputs]
     if not isinstance(inputs, list) or not inputs:
-        raise InferenceRequestError(f"the request has no list `inputs` with the input {INPUT!r}; send one")
+        raise InferenceRequestError(f"the request has no list `inputs`; the model's {_named('input', names)}")
     tensors = [_object(tensor, "member of `inputs`") for tensor in inputs]
+    by_name = {name: [tensor for tensor in tensors if tensor.get("name") == name] for name in names}
     for tensor in tensors:
-        if tensor.get("name") != INPUT:
+        if tensor.get("name") not in names:
             raise InferenceRequestError(
-                f"there is no input {abbreviated(tensor.get('name'))}; the model's only input is {INPUT!r}"
+                f"there is no input {abbreviated(tensor.get('name'))}; the model's only {_named('input', names)}"
             )
-    if len(tensors) > 1:
-        raise InferenceRequestError(f"the input {INPUT!r} is given {len(tensors)} times; expected once")
-    return _images_of(tensors[0], binary, signature)
+    for name, found in by_name.items():
+        if len(found) != 1:
+            raise InferenceRequestError(f"the input {name!r} is given {len(found)} times; expected once")
+    return tensors
 
 
-def _images_of(tensor: Mapping[str, Any], binary: memoryview | None, signature: Signature) -> list[Image]:
-    parameters = _object(tensor.get("parameters"), f"`parameters` of input {INPUT!r}")
-    if "shared_memory_region" in parameters:
-        raise InferenceRequestError("shared memory is not supported; send the data in the request")
-    size = parameters.get("binary_data_size")
-    if size is None:
-        if binary is not None and binary.nbytes:
+def _named(kind: str, names: Sequence[str]) -> str:
+    """ "input is 'a'", or "inputs are 'a', 'b'"."""
+    listed = ", ".join(map(repr, names))
+    return f"{kind} is {listed}" if len(names) == 1 else f"{kind}s are {listed}"
+
+
+def _with_data(
+    tensors: list[dict[str, Any]], binary: memoryview | None
+) -> list[tuple[dict[str, Any], memoryview | None]]:
+    """Each input with its part of the binary data; None if its data are in the JSON."""
+    found: list[tuple[dict[str, Any], memoryview | None]] = []
+    at = 0
+    for tensor in tensors:
+        name = tensor["name"]
+        parameters = _object(tensor.get("parameters"), f"`parameters` of input {name!r}")
+        if "shared_memory_region" in parameters:
+            raise InferenceRequestError("shared memory is not supported; send the data in the request")
+        size = parameters.get("binary_data_size")
+        if size is None:
+            found.append((tensor, None))
+            continue
+        if "data" in tensor:
+            raise InferenceRequestError(f"the input {name!r} has both `data` and `binary_data_size`; give one of them")
+        left = 0 if binary is None else binary.nbytes - at
+        last = tensor is tensors[-1]
+        if type(size) is not int or binary is None or not (size == left if last else 0 <= size <= left):
+            follow = "none, since Inference-Header-Content-Length is missing" if binary is None else f"{left} bytes"
             raise InferenceRequestError(
-                f"{binary.nbytes} bytes follow the JSON, but no input has `binary_data_size` in its `parameters`"
+                f"the input {name!r} has `binary_data_size` {abbreviated(size)}, but after the JSON there are {follow}"
+                + (" for it" if at else "")
             )
-        return images_from_json(tensor, signature)
-    if "data" in tensor:
-        raise InferenceRequestError(f"the input {INPUT!r} has both `data` and `binary_data_size`; give one of them")
-    if type(size) is not int or binary is None or size != binary.nbytes:
-        follow = (
-            "none, since Inference-Header-Content-Length is missing" if binary is None else f"{binary.nbytes} bytes"
-        )
+        found.append((tensor, binary[at : at + size]))
+        at += size
+    if binary is not None and at < binary.nbytes:
         raise InferenceRequestError(
-            f"the input {INPUT!r} has `binary_data_size` {abbreviated(size)}, but after the JSON there are {follow}"
+            f"{binary.nbytes - at} bytes follow the JSON, but no input has `binary_data_size` in its `parameters`"
+            + (" for them" if at else "")
         )
-    return images_from_binary(tensor, binary, signature)
+    return found
 
 
-def _output(outputs: object, binary: bool, signature: Signature) -> tuple[int, bool]:
-    """The number of classes to return, and whether as binary data."""
+def _rows(
+    given: Sequence[tuple[Mapping[str, Any], memoryview | None]], signature: Signature
+) -> tuple[Sequence[Tensor], str]:
+    """The input rows, and their key."""
+    model = signature.model
+    by_name = {tensor["name"]: (tensor, data) for tensor, data in given}
+    tensors = [input_tensor(*by_name[spec.name], spec, model.dimensions, signature.max_rows) for spec in model.inputs]
+    counts = {spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)}
+    if len(set(counts.values())) > 1:
+        raise InferenceRequestError(
+            f"the inputs have different numbers of rows: {abbreviated(counts)}; expected equal ones"
+        )
+    return _packed(tensors, signature)
+
+
+def _packed(tensors: Sequence[Tensor], signature: Signature) -> tuple[Sequence[Tensor], str]:
+    """The rows of these tensors, and their key. Raises InferenceRequestError if their lengths do not fit together."""
+    rows_format = signature.model.input_rows
+    try:
+        rows = rows_format.pack(tensors)
+        return rows.unbind(), rows_format.key(rows)
+    except BundleError as error:
+        raise InferenceRequestError(f"the inputs do not fit together: {error}") from error
+
+
+def _raw_row(body: bytes, signature: Signature) -> tuple[Sequence[Tensor], str]:
+    """The row of a request without JSON, for a model with one input of fixed dimensions."""
+    model = signature.model
+    if not model.input_rows.is_plain:
+        names = [spec.name for spec in model.inputs]
+        raise InferenceRequestError(
+            f"without JSON the shapes of the inputs are not known; the model's {_named('input', names)}: describe them in JSON"
+        )
+    spec: TensorSpec = model.inputs[0]
+    shape = [1, *(model.input_rows.row_shape or ())]
+    tensor = {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
+    return _rows([(tensor, memoryview(body))], signature)
+
+
+def _outputs(outputs: object, binary: bool, signature: Signature) -> list[OutputOptions]:
+    """The outputs to return, and how."""
+    specs = signature.model.outputs
+    names = [spec.name for spec in specs]
     if outputs is None or outputs == []:
-        return 0, binary
+        outputs = [{"name": name} for name in names]
     if not isinstance(outputs, list):
         raise InferenceRequestError("`outputs` must be a list of objects, each with a `name`")
     wanted = [_object(output, "member of `outputs`") for output in outputs]
     for output in wanted:
-        if output.get("name") != OUTPUT:
+        if output.get("name") not in names:
             raise InferenceRequestError(
-                f"there is no output {abbreviated(output.get('name'))}; the model's only output is {OUTPUT!r}"
+                f"there is no output {abbreviated(output.get('name'))}; the model's only {_named('output', names)}"
             )
-    if len(wanted) > 1:
-        raise InferenceRequestError(f"the output {OUTPUT!r} is requested {len(wanted)} times; expected once")
-    parameters = _object(wanted[0].get("parameters"), f"`parameters` of output {OUTPUT!r}")
+    for name in names:
+        if (times := sum(output["name"] == name for output in wanted)) > 1:
+            raise InferenceRequestError(f"the output {name!r} is requested {times} times; expected once")
+    return [_output_options(output, names.index(output["name"]), binary, signature) for output in wanted]
+
+
+def _output_options(output: Mapping[str, Any], index: int, binary: bool, signature: Signature) -> OutputOptions:
+    spec = signature.model.outputs[index]
+    parameters = _object(output.get("parameters"), f"`parameters` of output {spec.name!r}")
     if "shared_memory_region" in parameters:
         raise InferenceRequestError("shared memory is not supported; read the data from the response")
     classes = parameters.get("classification", 0)
@@ -163,7 +247,15 @@ def _output(outputs: object, binary: bool, signature: Signature) -> tuple[int, b
         raise InferenceRequestError(
             f"`classification` is {abbreviated(classes)}; expected the number of classes to return"
         )
-    return min(classes, signature.num_classes), _flag(parameters, "binary_data", binary)
+    if classes and not signature.num_classes:
+        raise InferenceRequestError("`classification` needs labels, which this model does not have; omit it")
+    found = OutputOptions(index, min(classes, signature.num_classes), _flag(parameters, "binary_data", binary))
+    if DATATYPES[spec.dtype] in BINARY_ONLY and not found.binary:
+        raise InferenceRequestError(
+            f"the output {spec.name!r} is {DATATYPES[spec.dtype]}, which JSON cannot express; ask for binary data with "
+            "`binary_data` in its `parameters`, or `binary_data_output` in those of the request"
+        )
+    return found
 
 
 def _id(value: object) -> str | None:

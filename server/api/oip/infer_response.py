@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.api.oip.infer_request import OutputOptions
-from multiworld_serving.server.api.oip.metadata import OUTPUT, Signature
-from multiworld_serving.server.errors import StageError
-from multiworld_serving.server.predictor import Prediction
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip.tensors import DATATYPES
+from multiworld_serving.server.errors import InferenceRequestError, StageError
+from multiworld_serving.server.predictor import Prediction, ServedModel
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+_MAX_JSON_VALUES = 1_000_000
+"""In all outputs of a response. As for requests, more numbers must be binary."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +35,70 @@ class EncodedResponse:
         return "application/json" if self.json_bytes is None else "application/octet-stream"
 
 
-def build_response(predictions: Sequence[Prediction], wanted: OutputOptions, signature: Signature) -> EncodedResponse:
-    """Serialize the predictions of the images, in their order.
+def output_tensors(predictions: Sequence[Prediction], model: ServedModel) -> tuple[Tensor, ...]:
+    """The outputs of the samples, [N, …] each, in the order of the model's.
 
     Raises:
-        StageError: the model returned probabilities that are not finite.
+        StageError: the model returned probabilities that are not finite, or outputs of different lengths.
     """
-    probabilities = torch.stack([prediction.probabilities for prediction in predictions])
-    if not probabilities.isfinite().all().item():
-        raise StageError("the model returned probabilities that are not finite for this image; check the weights")
-    output, binary = _classes(probabilities, wanted, signature) if wanted.classes else _tensor(probabilities, wanted)
+    try:
+        outputs = model.output_rows.unpack(torch.stack([prediction.output for prediction in predictions]))
+    except (BundleError, RuntimeError) as error:
+        raise StageError(f"the model returned outputs that do not fit its description: {error}") from error
+    if model.labels and not outputs[0].isfinite().all().item():
+        raise StageError("the model returned probabilities that are not finite for this sample; check the weights")
+    return outputs
+
+
+def build_response(
+    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
+) -> EncodedResponse:
+    """Serialize the predictions of the samples, in their order.
+
+    Args:
+        request_id: the client's id; None = none.
+    Raises:
+        InferenceRequestError: JSON cannot express the values, or there are too many.
+        StageError: as `output_tensors`.
+    """
+    tensors = output_tensors(predictions, signature.model)
+    values = sum(tensors[each.index].numel() for each in wanted if not each.binary and not each.classes)
+    if values > _MAX_JSON_VALUES:
+        raise InferenceRequestError(
+            f"the outputs have {values} values, and JSON may have {_MAX_JSON_VALUES}; ask for binary data with `binary_data_output`"
+        )
+    parts = [_output(tensors[each.index], each, signature) for each in wanted]
     head = {
         "model_name": predictions[0].model,
         "model_version": str(predictions[0].version_number),
-        **({"id": wanted.id} if wanted.id is not None else {}),
-        "outputs": [{"name": OUTPUT} | output],
+        **({"id": request_id} if request_id is not None else {}),
+        "outputs": [described for described, _ in parts],
     }
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-    return EncodedResponse(text, None) if binary is None else EncodedResponse(text + binary, len(text))
+    binaries = [binary for _, binary in parts if binary is not None]
+    return EncodedResponse(b"".join((text, *binaries)), len(text)) if binaries else EncodedResponse(text, None)
 
 
-def _tensor(probabilities: Tensor, wanted: OutputOptions) -> tuple[dict[str, Any], bytes | None]:
-    """[N, num_classes] as FP32."""
-    output: dict[str, Any] = {"datatype": "FP32", "shape": list(probabilities.shape)}
-    if not wanted.binary:
-        return output | {"data": probabilities.flatten().tolist()}, None
-    binary = probabilities.contiguous().numpy().tobytes()
-    return output | {"parameters": {"binary_data_size": len(binary)}}, binary
+def _output(tensor: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:
+    """The JSON part of an output, and its binary data."""
+    spec = signature.model.outputs[wanted.index]
+    if wanted.classes:
+        described, binary = _classes(tensor, wanted, signature)
+    else:
+        described, binary = _tensor(tensor, spec.name, DATATYPES[spec.dtype], binary=wanted.binary)
+    return {"name": spec.name} | described, binary
+
+
+def _tensor(tensor: Tensor, name: str, datatype: str, *, binary: bool) -> tuple[dict[str, Any], bytes | None]:
+    output: dict[str, Any] = {"datatype": datatype, "shape": list(tensor.shape)}
+    if binary:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return output | {"parameters": {"binary_data_size": len(data)}}, data
+    if tensor.is_floating_point() and not tensor.isfinite().all().item():
+        raise InferenceRequestError(
+            f"the output {name!r} has values that are not finite, which JSON cannot express; ask for binary data"
+        )
+    return output | {"data": tensor.flatten().tolist()}, None
 
 
 def _classes(probabilities: Tensor, wanted: OutputOptions, signature: Signature) -> tuple[dict[str, Any], bytes | None]:

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, ServedModel
 from multiworld_serving.server.readiness import readiness_error
 
-INPUT = "input"
-OUTPUT = "probabilities"
 _PLATFORM = "pytorch_multiworld"
-_DATATYPES = ("UINT8", "FP32", "BYTES")
+_IMAGE_DATATYPES = ("UINT8", "FP32", "BYTES")
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The input and the output of the served model.
+    """The inputs and the outputs of the served model.
 
     Attributes:
-        max_images: maximum number of images in one request.
+        max_rows: maximum number of samples in one request.
     """
 
     model: ServedModel
-    max_images: int
+    max_rows: int
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """[3, S, S], without the batch dimension."""
-        return (3, self.model.crop_size, self.model.crop_size)
-
-    @property
-    def image_values(self) -> int:
-        """Number of values of one image, and its size in bytes as UINT8."""
-        return 3 * self.model.crop_size**2
+        """[3, S, S], without the batch dimension. Only for models with image preprocessing."""
+        assert self.model.image is not None
+        return (3, self.model.image.crop_size, self.model.image.crop_size)
 
     @property
     def num_classes(self) -> int:
-        """Number of probabilities per image."""
+        """Number of probabilities per sample; 0 if the output is no probabilities of classes."""
         return len(self.model.labels)
 
     def metadata(self, version: ModelVersion) -> dict[str, Any]:
@@ -46,8 +43,8 @@ class Signature:
             "name": self.model.name,
             "versions": [str(version.number)],
             "platform": _PLATFORM,
-            "inputs": [{"name": INPUT, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
-            "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, self.num_classes]}],
+            "inputs": _described(self.model.inputs),
+            "outputs": _described(self.model.outputs),
             "parameters": self._parameters(version),
         }
 
@@ -58,27 +55,37 @@ class Signature:
             "platform": _PLATFORM,
             "backend": "multiworld",
             "version_policy": {"specific": {"versions": [version.number]}},
-            "max_batch_size": self.max_images,
+            "max_batch_size": self.max_rows,
             "input": [
-                {
-                    "name": INPUT,
-                    "data_type": "TYPE_UINT8",
-                    "format": "FORMAT_NCHW",
-                    "dims": list(self.image_shape),
-                    "optional": False,
-                }
+                _configured(each)
+                | {"format": "FORMAT_NONE" if self.model.image is None else "FORMAT_NCHW", "optional": False}
+                for each in self.model.inputs
             ],
-            "output": [{"name": OUTPUT, "data_type": "TYPE_FP32", "dims": [self.num_classes]}],
+            "output": [_configured(each) for each in self.model.outputs],
             "dynamic_batching": {},
             "parameters": {name: {"string_value": value} for name, value in self._parameters(version).items()},
         }
 
     def _parameters(self, version: ModelVersion) -> dict[str, str]:
-        return {
-            "weights": version.name,
-            "input_datatypes": ",".join(_DATATYPES),
-            "max_images": str(self.max_images),
+        found = {"weights": version.name, "max_rows": str(self.max_rows)}
+        if self.model.image is not None:
+            found |= {"input_datatypes": ",".join(_IMAGE_DATATYPES)}
+        return found | {
+            f"dimension.{name}": f"{least}..{most}" for name, (least, most) in self.model.dimensions.items()
         }
+
+
+def _described(tensors: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    return [{"name": each.name, "datatype": DATATYPES[each.dtype], "shape": [-1, *_dims(each)]} for each in tensors]
+
+
+def _configured(tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": f"TYPE_{DATATYPES[tensor.dtype]}", "dims": _dims(tensor)}
+
+
+def _dims(tensor: TensorSpec) -> list[int]:
+    """Without the batch dimension; -1 where the length varies."""
+    return [dim if isinstance(dim, int) else -1 for dim in tensor.shape[1:]]
 
 
 def repository_index(snapshot: PipelineSnapshot, *, only_ready: bool = False) -> list[dict[str, str]]:

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from multiworld_serving.server.api.images import MIN_SIDE
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.api.oip.infer_route import InferRoute
-from multiworld_serving.server.api.oip.metadata import INPUT, Signature, repository_index
+from multiworld_serving.server.api.oip.metadata import Signature, repository_index
+from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
 from multiworld_serving.server.errors import UnknownModelError
@@ -186,7 +187,7 @@ class V2InferRoutes(_ModelRoutes):
                 endpoint,
                 methods=["POST"],
                 name="infer",
-                summary="Classify images, sent as pixels or as files.",
+                summary="Compute the outputs of one or more samples.",
                 response_class=Response,
                 responses={**_RESPONSE_DOCUMENTATION, **error_documentation(_INFER_ERRORS)},
                 openapi_extra={"requestBody": _body_documentation(self.signature)},
@@ -211,35 +212,49 @@ _RESPONSE_DOCUMENTATION: dict[int | str, dict[str, Any]] = {
 
 
 def _body_documentation(signature: Signature) -> dict[str, Any]:
-    image = {"name": INPUT, "datatype": "BYTES", "shape": [1], "data": [_grey_square()]}
     inputs = {
         "type": "object",
         "required": ["name", "datatype", "shape"],
         "properties": {
-            "name": {"const": INPUT},
-            "datatype": {"enum": ["UINT8", "FP32", "BYTES"]},
+            "name": {"enum": [each.name for each in signature.model.inputs]},
+            "datatype": {"enum": _datatypes(signature)},
             "shape": {
                 "type": "array",
-                "items": {"type": "integer", "minimum": 1},
-                "description": f"[N, {', '.join(map(str, signature.image_shape))}], or [N] for BYTES; "
-                f"N up to {signature.max_images}.",
+                "items": {"type": "integer", "minimum": 0},
+                "description": f"{_shapes(signature)}; N up to {signature.max_rows}.",
             },
             "data": {"type": "array"},
             "parameters": {"type": "object"},
         },
     }
+    count = len(signature.model.inputs)
     schema = {
         "type": "object",
         "required": ["inputs"],
         "properties": {
             "id": {"type": "string"},
-            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": inputs},
-            "outputs": {"type": "array", "maxItems": 1},
+            "inputs": {"type": "array", "minItems": count, "maxItems": count, "items": inputs},
+            "outputs": {"type": "array", "maxItems": len(signature.model.outputs)},
             "parameters": {"type": "object"},
         },
     }
-    json_body = {"schema": schema, "example": {"inputs": [image]}}
+    json_body: dict[str, Any] = {"schema": schema}
+    if signature.model.image is not None:
+        name = signature.model.inputs[0].name
+        image = {"name": name, "datatype": "BYTES", "shape": [1], "data": [_grey_square()]}
+        json_body["example"] = {"inputs": [image]}
     return {"required": True, "content": {"application/json": json_body, "application/octet-stream": {}}}
+
+
+def _datatypes(signature: Signature) -> list[str]:
+    if signature.model.image is not None:
+        return ["UINT8", "FP32", "BYTES"]
+    return sorted({DATATYPES[each.dtype] for each in signature.model.inputs})
+
+
+def _shapes(signature: Signature) -> str:
+    shapes = (f"{each.name}: [{', '.join(map(str, ('N', *each.shape[1:])))}]" for each in signature.model.inputs)
+    return ", ".join(shapes) + (", or [N] for BYTES" if signature.model.image is not None else "")
 
 
 def _grey_square() -> str:

@@ -26,14 +26,18 @@ class SlidingWindow:
         self._recent.append(time_s)
         insort(self._sorted, time_s)
 
+    @property
+    def has_enough(self) -> bool:
+        """Whether there are enough samples for an estimate."""
+        return len(self._sorted) >= _ENOUGH_SAMPLES
+
     def p95_s(self) -> float | None:
         """The 95th percentile; None with fewer than `_ENOUGH_SAMPLES`."""
-        count = len(self._sorted)
-        return self._sorted[int(_QUANTILE * (count - 1))] if count >= _ENOUGH_SAMPLES else None
+        return self._sorted[int(_QUANTILE * (len(self._sorted) - 1))] if self.has_enough else None
 
     def min_s(self) -> float | None:
         """The minimum; None with fewer than `_ENOUGH_SAMPLES`."""
-        return self._sorted[0] if len(self._sorted) >= _ENOUGH_SAMPLES else None
+        return self._sorted[0] if self.has_enough else None
 
     def median_s(self) -> float:
         """The median; 0 without samples."""
@@ -51,6 +55,8 @@ class _SizeClass:
         """How long batches waited for those of other leaders: what is left of `took` after computing and transfers."""
         self.transfer = SlidingWindow()
         """Input and output together."""
+        self.per_row = SlidingWindow()
+        """Compute time divided by the number of rows."""
 
 
 class ServiceTimes:
@@ -67,6 +73,33 @@ class ServiceTimes:
         size_class.computed.add(computed_s)
         size_class.others.add(max(0.0, worked_s - computed_s - transfer_s))
         size_class.transfer.add(transfer_s)
+        size_class.per_row.add(computed_s / len(attempt.batch.rows))
+
+    def compute_s(self, stage: int, rows: int) -> float | None:
+        """Median compute time of a batch of `rows`; None if no size has enough samples.
+
+        For a size without enough samples, an upper bound from the nearest one that has: a further row costs at most as much as the
+        first, and a smaller batch takes at most as long as a larger one.
+        """
+        found = self._nearest(stage, rows)
+        if found is None:
+            return None
+        bits, size_class = found
+        return size_class.per_row.median_s() * max(rows, 1 << (bits - 1))
+
+    def transfer_s(self, stage: int, rows: int) -> float:
+        """Median time to transfer input and output of a batch of about `rows`; 0 if no size has enough samples."""
+        found = self._nearest(stage, rows)
+        return found[1].transfer.median_s() if found else 0.0
+
+    def _nearest(self, stage: int, rows: int) -> tuple[int, _SizeClass] | None:
+        """The size class for `rows` with enough samples: this one, else the next smaller one, else the next larger one."""
+        known = [bits for (of, bits), each in self._size_classes.items() if of == stage and each.per_row.has_enough]
+        if not known:
+            return None
+        smaller = [bits for bits in known if bits <= rows.bit_length()]
+        bits = max(smaller) if smaller else min(known)
+        return bits, self._size_classes[stage, bits]
 
     def p95_s(self, attempt: Attempt) -> float | None:
         """95th percentile of the service time of such batches; None with too few samples."""

@@ -43,7 +43,7 @@ class _Rate:
 class ThroughputEstimator:
     """Two rates of answers: per second of busy time (idle time says nothing about speed) and per second of saturated time.
 
-    Time is saturated while enough requests wait to fill batches; that rate is the highest the service reaches.
+    Time is saturated while enough requests wait to fill batches (`SchedulerState.saturated`); that rate is the highest the service reaches.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ThroughputEstimator:
         """Time since the last answer in saturated time."""
 
     def elapse(self, seconds: float, *, busy: bool, full: bool) -> None:
-        """Count time. `busy`: requests were open; `full`: at least a full batch was waiting."""
+        """Count time. `busy`: requests were open; `full`: the time is saturated."""
         self._full_ago_s += seconds
         if busy:
             self._busy.elapse(seconds)

@@ -11,7 +11,8 @@
 5. Poison: a request is refused as poison after `max_attempts` broken worlds, the last one broken alone. Suspects are alone in their
    batch and on their link. A draining link or a link that left blames no request. No request breaks more than `max_attempts` + 1 worlds.
 6. A stage without replicas keeps its requests for exactly `recovery_grace_s`.
-7. The least loaded replica comes first. Requests are served in order of arrival, rerouted batches before new ones. A batch is sent
+7. The least loaded replica comes first. Requests of a batch have one key. Requests with equal keys are served in order of arrival, rerouted
+   batches before new ones. No batch passes over an older request of another key that has waited long enough. A batch is sent
    again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never of a suspect,
    within `hedge_budget`).
 8. A link with batches in flight that is silent for `hang_timeout_s` is broken, and none earlier. A link broken for errors has raised.
@@ -325,7 +326,7 @@ class Checker:
                 assert not has_room, f"batch {batch.id} waits while {link.id} has room"
         if model.not_in_flight or not model.waiting or not model.first_stage_has_room():
             return
-        full = len(model.waiting) >= config.max_batch_size or self._draining
+        full = max(model.waiting_in.values()) >= config.max_batch_size or self._draining
         assert not full, "a full batch waits while the first stage has room"
         assert not (config.adaptive_batching and model.first_stage_has_idle_replica()), (
             "requests wait while a replica idles"

@@ -5,6 +5,7 @@ All values that the checker needs after each event are updated incrementally, so
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -18,6 +19,7 @@ class RequestEntry:
     number: int
     deadline_s: float
     arrived_s: float
+    key: str = ""
     batch: BatchEntry | None = None
     was_batched: bool = False
     """Has been in a batch before, so it is not in order of arrival any more."""
@@ -30,6 +32,11 @@ class RequestEntry:
     """In how many batches it has been."""
     inputs_lost: int = 0
     """How many of them ended because their input was lost."""
+
+    @property
+    def group(self) -> tuple[str, bool]:
+        """Requests of one group share batches."""
+        return self.key, self.inputs_lost > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +91,8 @@ class ReferenceModel:
         self.requests: dict[int, RequestEntry] = {}
         self.waiting: dict[int, RequestEntry] = {}
         """Open requests in no batch."""
+        self.waiting_in: Counter[tuple[str, bool]] = Counter()
+        """Their number by group."""
         self.never_batched = 0
         """Number of waiting requests that have never been in a batch."""
         self.suspects: dict[int, RequestEntry] = {}
@@ -115,8 +124,10 @@ class ReferenceModel:
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
         self.arrivals += 1
-        entry = RequestEntry(event.request, self.arrivals, event.deadline_s, now_s)
-        self.requests[event.request] = self.waiting[event.request] = entry
+        entry = self.requests[event.request] = RequestEntry(
+            event.request, self.arrivals, event.deadline_s, now_s, event.key
+        )
+        self._wait(entry)
         self.never_batched += 1
         heappush(self._deadlines, (event.deadline_s, event.request))
 
@@ -130,12 +141,20 @@ class ReferenceModel:
         self.suspects.pop(request.id, None)
         batch, request.batch = request.batch, None
         if batch is None:
-            del self.waiting[request.id]
+            self._wait_no_more(request)
             self.never_batched -= not request.was_batched
         else:
             batch.open -= 1
             if not batch.open:
                 self.abandoned[batch.id] = batch
+
+    def _wait(self, request: RequestEntry) -> None:
+        self.waiting[request.id] = request
+        self.waiting_in[request.group] += 1
+
+    def _wait_no_more(self, request: RequestEntry) -> None:
+        del self.waiting[request.id]
+        self.waiting_in[request.group] -= 1
 
     def next_deadline_s(self) -> float:
         """Earliest deadline of all open requests; infinity if there are none."""
@@ -207,7 +226,7 @@ class ReferenceModel:
         self.batches[batch.id] = self.not_in_flight[batch.id] = batch
         self.isolated_batches += batch.isolated
         for request in requests:
-            del self.waiting[request.id]
+            self._wait_no_more(request)
             self.never_batched -= not request.was_batched
             request.batch = batch
             request.was_batched = True
@@ -277,7 +296,7 @@ class ReferenceModel:
         for request in batch.open_requests():
             request.batch = None
             request.inputs_lost += batch.input_lost
-            self.waiting[request.id] = request
+            self._wait(request)
 
     # Queries.
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from multiworld_serving.server.scheduling.scheduler import SchedulerConfig, SendBatch
-from multiworld_serving.testing.simulation.invariants.reference_model import BatchEntry, LinkEntry, ReferenceModel
+from multiworld_serving.testing.simulation.invariants.reference_model import (
+    BatchEntry,
+    LinkEntry,
+    ReferenceModel,
+    RequestEntry,
+)
 
 
 class SendChecker:
@@ -12,7 +17,8 @@ class SendChecker:
     def __init__(self, model: ReferenceModel, config: SchedulerConfig) -> None:
         self._model = model
         self._config = config
-        self._last_number_batched = 0
+        self._last_number_batched: dict[str, int] = {}
+        """By key."""
         self._rows_sent = 0
         self._hedge_rows_sent = 0
 
@@ -45,10 +51,13 @@ class SendChecker:
         requests = tuple(self._model.requests[request] for request in action.requests)
         assert all(request.batch is None for request in requests), "a request in two batches"
         assert all(request.deadline_s > now_s for request in requests), "sent after the deadline"
+        key = requests[0].key
+        assert all(request.key == key for request in requests), "a batch has requests with different keys"
+        self._check_no_key_starves(requests, now_s)
         for request in requests:
             if not request.was_batched:
-                assert request.number > self._last_number_batched, "not in order of arrival"
-                self._last_number_batched = request.number
+                assert request.number > self._last_number_batched.get(key, 0), "not in order of arrival"
+                self._last_number_batched[key] = request.number
             request.batches += 1
             # One batch for each lost input and one for the isolation; every further version may cost another.
             limit = self._config.max_attempts + 1
@@ -57,6 +66,15 @@ class SendChecker:
             assert len(requests) == 1, "a suspect must be alone in its batch"
             assert requests[0].suspect, "isolated a request that is not a suspect"
         return self._model.open_batch(action, requests)
+
+    def _check_no_key_starves(self, requests: tuple[RequestEntry, ...], now_s: float) -> None:
+        """Assert that an older request of another key may still wait for its batch to fill."""
+        first = requests[0]
+        if first.was_batched or self._model.has_suspects():
+            return
+        older = (each for each in self._model.waiting.values() if each.number < first.number and not each.was_batched)
+        if any(each.key != first.key for each in older):
+            assert now_s < self._model.batch_due_s(), "passed over an older request of another key that is due"
 
     def _check_kind(self, action: SendBatch, batch: BatchEntry) -> None:
         rows = len(batch.requests)

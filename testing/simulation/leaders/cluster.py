@@ -15,7 +15,7 @@ from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLink, LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import LeaderState, prediction_fields, prediction_payload
+from multiworld_serving.server.frontends.messages import LeaderState, prediction_fields, row_payload
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction
 from multiworld_serving.server.scheduling.scheduler import (
     Answer,
@@ -407,4 +407,4 @@ def _answer(request: int) -> Frame:
     """The answer of a request, from which the request can be seen."""
     probabilities = torch.tensor([float(request)])
     found = Prediction(probabilities, "m", _VERSION.name, 0.0, 0.0, 0.0, 1, ("w",), 1, _VERSION.number)
-    return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), memoryview(bytearray(prediction_payload(found))))
+    return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), memoryview(bytearray(row_payload(found.output))))

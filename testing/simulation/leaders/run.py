@@ -18,10 +18,12 @@ import torch
 from multiworld_serving.server.errors import RequestRejected
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import ImageSizes, ServedModel
 from multiworld_serving.server.scheduling.scheduler import SchedulerConfig
 from multiworld_serving.testing.simulation.leaders.cluster import HEARTBEAT_TIMEOUT_S, Cluster, SimulatedLink, Trail
 from multiworld_serving.testing.simulation.leaders.virtual_time import run_virtual
 
+_MODEL = ServedModel.image_classifier("m", "v1", ("request",), ImageSizes(1, 1))
 _GRACE_S = 5.0
 _LATE_S = 0.51
 """After the deadline: the extra time of the frontend, and rounding."""
@@ -106,6 +108,7 @@ class LeaderRun:
         pools = []
         for _ in range(scenario.frontends):
             pool = LeaderPool(_GRACE_S, Metrics(), lambda _snapshot: None, loop.time)
+            pool.model.set_result(_MODEL)
             pool.links.extend(SimulatedLink(leader, pool, self.trails) for leader in cluster.leaders)
             pools.append(pool)
         await self._wait_until_ready(pools)
@@ -156,7 +159,7 @@ class LeaderRun:
         try:
             image = torch.zeros(3, 1, 1, dtype=torch.uint8)
             found = await pool.predict(image, deadline_s=deadline_s, request_id=str(number))
-            own = found.probabilities.tolist() == [float(number)]
+            own = found.output.tolist() == [float(number)]
         except RequestRejected as rejection:
             outcome = rejection.reason
         trail = self.trails.get(number, [])

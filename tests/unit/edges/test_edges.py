@@ -20,6 +20,8 @@ from multiworld_serving.common.wire import (
     Message,
     MessageKind,
     RowRef,
+    edge_states_json,
+    parse_edge_states,
     row_refs_tensor,
 )
 from tests.unit.edges.edge_parts import SECRET, edges, until
@@ -42,6 +44,21 @@ async def test_consumers_get_what_the_producer_keeps() -> None:
         number = kept(producer)
         found = await asyncio.gather(*(fetch(each, producer.holder, number) for each in (first, second, producer)))
         assert all(torch.equal(tensor, ROWS) for tensor in found)
+
+
+async def test_consumer_reports_its_edges() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        assert consumer.states() == ()
+        for _ in range(2):
+            await fetch(consumer, producer.holder, kept(producer))
+        [state] = consumer.states()
+        assert (state.holder, state.transport, state.received_bytes) == (
+            producer.holder,
+            "shared_memory",
+            2 * ROWS.nbytes,
+        )
+        assert state.fetch_s > 0
+        assert parse_edge_states(edge_states_json([state])) == (state,)
 
 
 async def test_fetches_at_the_same_time_share_messages_and_get_their_own_rows() -> None:
@@ -205,3 +222,51 @@ async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) ->
         await Channel(world, 0, lambda _: None).send(question)
         await until(lambda: world.state.ended)
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
+
+
+LARGE = (64, 1024)
+
+
+def large_output(producer: Edges, value: float) -> Tensor:
+    return producer.allocate(LARGE, torch.float32).fill_(value)
+
+
+async def fetch_large(consumer: Edges, holder: str, *numbers: int) -> Tensor:
+    refs = [RowRef(number, ALL_ROWS) for number in numbers]
+    return await consumer.fetch(holder, refs, torch.float32, (len(numbers) * LARGE[0], *LARGE[1:]))
+
+
+async def test_large_output_is_read_in_place_and_its_memory_is_used_again_when_the_consumer_has_dropped_it() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        output = large_output(producer, 7)
+        place, number = output.data_ptr(), kept(producer, output)
+        found = await fetch_large(consumer, producer.holder, number)
+        producer.store.release((number,))
+        del output
+        assert large_output(producer, 1).data_ptr() != place, "the consumer still reads this memory"
+        assert (found == 7).all()
+        del found
+        await until(lambda: large_output(producer, 1).data_ptr() == place)
+
+
+async def test_memory_of_an_output_is_used_again_when_its_fetch_is_cancelled() -> None:
+    async with edges("p") as producer, edges("c") as consumer:
+        output = large_output(producer, 7)
+        place, number = output.data_ptr(), kept(producer, output)
+        fetching = asyncio.create_task(fetch_large(consumer, producer.holder, number))
+        await until(lambda: producer._server._tasks)
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        producer.store.release((number,))
+        del output
+        await until(lambda: large_output(producer, 1).data_ptr() == place)
+
+
+async def test_outputs_are_copied_when_no_shared_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIWORLD_SHARED_MEMORY_BYTES", str(5 << 19))  # the ring of a connection has four fifths of it
+    async with edges("p") as producer, edges("c") as consumer:
+        numbers = [kept(producer, large_output(producer, value)) for value in range(5)]
+        for value, number in enumerate(numbers):
+            assert (await fetch_large(consumer, producer.holder, number) == value).all()
+        together = await fetch_large(consumer, producer.holder, *numbers)
+        assert together[:: LARGE[0], 0].tolist() == [0, 1, 2, 3, 4]

@@ -100,6 +100,15 @@ def test_timers_run_in_order_and_cancelled_ones_never(control_loop: ControlLoop)
     assert done.empty()
 
 
+def test_timers_at_multiples_of_an_interval_are_due_together() -> None:
+    control_loop = ControlLoop()
+    for _ in range(3):
+        control_loop.call_at_multiple(1e6, lambda: None)
+    due_s = {due_s for due_s, _, _ in control_loop._timers}
+    control_loop.stop()
+    assert due_s == {(time.monotonic() // 1e6 + 1) * 1e6}
+
+
 def test_failing_callback_is_logged_and_does_not_stop_others(
     control_loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import array
 import asyncio
 import fcntl
 import os
+import resource
 import socket
 import tempfile
 import threading
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multiworld import WorldManager
-from multiworld.membership.local_socket import bind_local
+from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.messages import recv_view, send_message
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
@@ -397,6 +398,59 @@ def test_socket_is_refused_when_its_folder_is_not_private(tmp_path: Path) -> Non
     long.mkdir()
     with pytest.raises(OSError, match="too long"):
         bind_local(str(long))
+
+
+def test_folder_for_sockets_has_a_path_that_is_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.delenv("MULTIWORLD_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_runtime_dir() == str(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert default_runtime_dir() == str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert default_runtime_dir() == "/tmp"
+    bind_local(default_runtime_dir()).close()
+    monkeypatch.setenv("MULTIWORLD_RUNTIME_DIR", str(long))
+    assert default_runtime_dir() == str(long), "a folder that was asked for is not replaced"
+
+
+def test_tensors_are_in_ordinary_memory_when_the_system_has_no_shared_memory(caplog: pytest.LogCaptureFixture) -> None:
+    missing = []
+    pool = SegmentPool(BUDGET, lambda: missing.append(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        tensors = [pool.allocate((MIB,), torch.uint8) for _ in range(3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(missing) == 3
+    assert [pool.find(tensor) for tensor in tensors] == [None] * 3
+    assert pool.reserved_bytes == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "no shared memory for 1048576 bytes, the data is copied: [Errno 27] File too large"
+    ], "once in ten seconds"
+    assert pool.find(pool.allocate((MIB,), torch.uint8)) is not None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_only_the_connection_fails_when_a_received_descriptor_exceeds_the_limit(in_place: bool) -> None:
+    ours, theirs = socket.socketpair()
+    one, other = LocalEnd(ours), LocalEnd(theirs)
+    tensor = allocated(one, MIB) if in_place else random_bytes(MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    other.view()
+    one.send_message(tensor)
+    os.close(lowest := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        await until(lambda: other.line.end_reason)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "too many open files" in str(other.line.end_reason)
+    for end in (one, other):
+        end.line.close()
 
 
 def test_socket_of_a_killed_process_is_deleted_by_the_next_one(tmp_path: Path) -> None:

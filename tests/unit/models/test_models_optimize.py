@@ -1,6 +1,5 @@
 """Execution modes of a stage: close to the reference, selected by measurement, and never a faster wrong one."""
 
-import copy
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from multiworld_serving.models import (
 )
 from multiworld_serving.models.optimize import execution_modes
 from multiworld_serving.models.optimize.execution_modes import candidates
-from multiworld_serving.models.optimize.folding import FoldedStage, fold_batch_norm
+from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
 from multiworld_serving.models.optimize.selection import Trial, choose, fastest
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
@@ -34,6 +33,11 @@ from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
 UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
+
+
+def folded(stage: Stage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> FoldedStage:
+    workload = Workload(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2))
+    return FoldedStage(stage, workload, dtype, fused=fused)
 
 
 def through(
@@ -54,7 +58,7 @@ def through(
 @pytest.mark.parametrize("num_stages", [1, 3])
 @torch.inference_mode()
 def test_folded_stages_equal_the_reference_within_the_tolerance(name: str, num_stages: int) -> None:
-    outputs = through(name, num_stages, FoldedStage, images(3))
+    outputs = through(name, num_stages, folded, images(3))
     for output, expected in pairs(outputs):
         assert deviation(output, expected) <= TOLERANCE["float32"] / 10
 
@@ -70,7 +74,7 @@ def test_fused_stages_equal_the_reference_and_keep_their_input(
     """Also if the first block adds to its own input, and if that is already channels-last."""
 
     def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
-        fused = FoldedStage(stage, fuse_for=Workload(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2)))
+        fused = folded(stage, fused=True)
 
         def run(batch: Tensor) -> Tensor:
             given = batch.contiguous(memory_format=layout if batch.ndim == 4 else torch.contiguous_format)
@@ -89,18 +93,23 @@ def test_fused_stages_equal_the_reference_and_keep_their_input(
 def test_fused_convolution_uses_the_preferred_layout_for_batch_size_and_threads() -> None:
     """Weights in another layout would be reordered in every call. Equal layouts share the weights."""
     conv = nn.Conv2d(256, 512, 1).to(memory_format=torch.channels_last)
-    fused = FusedConv(conv, (256, 14, 14), Workload((256, 14, 14), 8, (1, 2, 3)), relu=False)
+
+    def fused_for(max_batch_size: int, threads: tuple[int, ...]) -> FusedConv:
+        window = (conv.padding, conv.stride, conv.dilation, conv.groups)
+        workload = Workload((256, 14, 14), max_batch_size, threads)
+        return FusedConv(conv.weight.detach(), conv.bias, window, ("none", [], ""), workload, (2, 256, 14, 14), 2)
+
+    fused = fused_for(8, (1, 2, 3))
     for threads in (1, 2, 3):
         for rows in (1, 8):
             batch = torch.randn(rows, 256, 14, 14).contiguous(memory_format=torch.channels_last)
             with torch_threads(threads):
                 window = (conv.padding, conv.stride, conv.dilation, conv.groups)
                 wanted = torch.ops.mkldnn._reorder_convolution_weight(conv.weight, *window, batch.shape)
-                assert raw(fused.weight.wanted_for(batch)) == raw(wanted)
+                assert raw(fused.weight.wanted_for(rows > 1)) == raw(wanted)
                 assert torch.allclose(fused(batch), conv(batch), atol=1e-4)
     assert 1 <= fused.weight.num_layouts <= 6
-    alike = FusedConv(conv, (256, 14, 14), Workload((256, 14, 14), 1, (1,)), relu=False)
-    assert alike.weight.num_layouts == 1
+    assert fused_for(1, (1,)).weight.num_layouts == 1
 
 
 def raw(packed: Tensor) -> bytes:
@@ -125,7 +134,7 @@ def pairs(values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
 @torch.inference_mode()
 def test_reduced_precision_differs_from_the_reference_within_its_tolerance(precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float16
-    for output, expected in pairs(through("resnet18", 2, lambda stage: FoldedStage(stage, dtype), images(2))):
+    for output, expected in pairs(through("resnet18", 2, lambda stage: folded(stage, dtype), images(2))):
         off = deviation(output, expected, probabilities=expected.ndim == 2)
         assert 0 < off <= TOLERANCE[precision]
 
@@ -136,18 +145,9 @@ def test_folded_normalization_is_exact_at_the_borders() -> None:
     model = loaded("resnet18")
     stage = reference_stage(model, split_model(model, 10)[0])
     black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
-    expected, output = stage(black), FoldedStage(stage)(black)
+    expected, output = stage(black), folded(stage)(black)
     assert float((output - expected).abs()[..., 0, :].max()) <= 1e-5 * float(expected.abs().max())
     assert deviation(output, expected) <= TOLERANCE["float32"] / 10
-
-
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_folded_stage_has_no_batch_normalization(name: str) -> None:
-    model = loaded(name)
-    stage = copy.deepcopy(reference_stage(model, split_model(model, 1)[0]))
-    assert any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
-    fold_batch_norm(stage)
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in stage.modules())
 
 
 @torch.inference_mode()
@@ -156,7 +156,7 @@ def test_folding_does_not_change_the_original_stage_and_input() -> None:
     stage, batch = reference_stage(model, split_model(model, 1)[0]), images(2)
     weights = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
     expected, before = stage(batch), batch.clone()
-    FoldedStage(stage)(batch)
+    folded(stage)(batch)
     assert torch.equal(batch, before)
     assert torch.equal(stage(batch), expected)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in stage.state_dict().items())
@@ -164,9 +164,9 @@ def test_folding_does_not_change_the_original_stage_and_input() -> None:
 
 def test_folded_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch() -> None:
     model = loaded("resnet18")
-    folded = FoldedStage(reference_stage(model, split_model(model, 2)[0]))
+    first = folded(reference_stage(model, split_model(model, 2)[0]))
     with pytest.raises(ModelError, match=r"expected torch\.uint8"):
-        folded(torch.zeros(1, 3, 8, 8))
+        first(torch.zeros(1, 3, 8, 8))
 
 
 def test_unoptimized_stage_equals_the_reference_bit_for_bit() -> None:
@@ -194,6 +194,7 @@ class Clock:
 class Timed(nn.Module):
     def __init__(self, clock: Clock, takes_s: float, off: float = 0.0) -> None:
         super().__init__()
+        self.spec = split_model(loaded("resnet18"), 3)[1]
         self._clock, self._takes_s, self._off = clock, takes_s, off
 
     def forward(self, batch: Tensor) -> Tensor:

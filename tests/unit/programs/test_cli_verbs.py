@@ -72,6 +72,19 @@ SNAPSHOT = {
         {"name": None, "address": "127.0.0.1:8101", "state": "unreachable"},
     ],
     "frontends": [{"name": "frontend-0", "connections": 3}],
+    "edges": [
+        {
+            "consumer": "local-2",
+            "producer": "local-0",
+            "transport": "shared_memory",
+            "received_bytes": 5 << 20,
+            "fetch_s": 0.0004,
+        },
+        *(
+            {"consumer": f"far-{n}", "producer": "local-0", "transport": "relay", "received_bytes": 0, "fetch_s": 0.0}
+            for n in range(30)
+        ),
+    ],
 }
 
 
@@ -203,10 +216,7 @@ def test_worker_accepts_the_command_of_the_local_supervisor(program: Recorder, m
     with contextlib.ExitStack() as stack:
         service = _Service(settings, stack)
         fork_server = cast(ForkServer, None)
-        [workers] = service._workers(fork_server)
-        monkeypatch.setenv("MULTIWORLD_TOKEN", workers._environment["MULTIWORLD_TOKEN"])
-        worker = received(program, workers, WorkerSettings)
-        monkeypatch.delenv("MULTIWORLD_TOKEN")
+        worker = received(program, service._workers(fork_server), WorkerSettings)
         leader = received(program, service._leaders(fork_server), LeaderSettings)
         frontend = received(program, service._frontends(fork_server), FrontendSettings)
         addresses = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in service._joins)
@@ -418,8 +428,21 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
         "exit, ",
         "spares: local-4 (ready)",
         "127.0.0.1:8101 (unreachable)",
+        "shared memory",
+        "7 more edges are in GET /status",
     ):
         assert part in out
+
+
+def test_status_names_the_hosts_when_there_are_several(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hosts in (("node-1", "node-1"), ("node-1", "node-2")):
+        replicas = [{**REPLICA, "slot": slot, "host": host} for slot, host in enumerate(hosts)]
+        monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 0, "replicas": replicas}]})
+        assert main(["status", "--url", url]) == 0
+        out = capsys.readouterr().out
+        assert [host in out for host in ("host", "node-1", "node-2")] == [len(set(hosts)) > 1] * 3
 
 
 def test_status_prints_json(url: str, capsys: pytest.CaptureFixture[str]) -> None:

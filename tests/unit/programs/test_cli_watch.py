@@ -28,6 +28,8 @@ STATUS: dict[str, Any] = {
     "version": "v",
     "ready": True,
     "draining": False,
+    "state": "degraded",
+    "reasons": ["stage 0 has 1 of 2 replicas"],
     "uptime_s": 62.0,
     "queue_depth": 0,
     "requests_in_flight": 2,
@@ -35,6 +37,7 @@ STATUS: dict[str, Any] = {
     "spares": [],
     "leaders": [],
     "frontends": [],
+    "edges": [],
 }
 
 
@@ -74,7 +77,7 @@ def test_display_shows_replicas_throughput_and_events() -> None:
     picture.apply("event", event(1))
     picture.apply("event", event(2, what="rejoined", generation=4, detail=""))
     shown = text(picture)
-    assert "up 1 min 2 s" in shown
+    assert "m v: degraded (stage 0 has 1 of 2 replicas), up 1 min 2 s" in shown
     assert "s0.r0@3" in shown
     assert "5 answers/s, median 12 ms, p99 40 ms" in shown
     assert "stage 0 replica 0 broken local-0@3: exit: it ended the connection" in shown

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from multiworld_serving.common.edges import EdgeMetrics
 from multiworld_serving.deploy.processes.service import _RestartCounts
 from multiworld_serving.server.frontends.merge_metrics import merge_metrics
 from multiworld_serving.server.observability.metrics import Metrics
@@ -28,6 +29,8 @@ def told() -> dict[str, set[str]]:
     metrics, of_worker = Metrics({"version": "1"}), WorkerMetrics({"version": "1"})
     tell_everything(metrics)
     tell_everything_of_a_worker(of_worker)
+    for program in (metrics, of_worker):
+        EdgeMetrics(program)
     with tempfile.NamedTemporaryFile("r") as file:
         _RestartCounts(ServeSettings(), file.name)
         of_service = merge_metrics([("leader-0", metrics.exposition()[0].decode()), ("supervisor", file.read())])

@@ -23,7 +23,7 @@ def test_settings_tables_contain_unit_bounds_and_default() -> None:
     assert "`MULTIWORLD_TIMEOUT_S` | `30.0` | a number above 0 up to 3,600, in seconds | Timeout of a request" in text
     assert "`MULTIWORLD_ACCESS_LOG` | `false` | true or false |" in text
     assert "`MULTIWORLD_TOKEN` | none | at least one character |" in text
-    assert "`MULTIWORLD_LEADER` | **required** | HOST:PORT" in tables(PROGRAMS["worker"])
+    assert "`MULTIWORLD_LEADER` | none | HOST:PORT" in tables(PROGRAMS["worker"])
 
 
 def test_marker_is_replaced_by_tables() -> None:

@@ -68,14 +68,14 @@ async def test_process_is_not_killed_when_the_whole_machine_was_paused(monkeypat
 def test_hung_worker_is_replaced_after_the_configured_time(given: dict[str, Any], limit_s: float) -> None:
     settings = ServeSettings(**PORTS, **given).replace("local_token", SecretStr("x"), "generated")
     with contextlib.ExitStack() as stack:
-        (workers,) = _Service(settings, stack)._workers(None)  # type: ignore[arg-type]
+        workers = _Service(settings, stack)._workers(None)  # type: ignore[arg-type]
     assert workers._blocked_timeout_s == limit_s
 
 
 def test_hung_worker_is_kept_when_replacing_is_disabled() -> None:
     settings = ServeSettings(**PORTS, replace_hung_after_s=0).replace("local_token", SecretStr("x"), "generated")
     with contextlib.ExitStack() as stack:
-        (workers,) = _Service(settings, stack)._workers(None)  # type: ignore[arg-type]
+        workers = _Service(settings, stack)._workers(None)  # type: ignore[arg-type]
     assert workers._blocked_timeout_s == float("inf")
     with pytest.raises(SettingsError, match="from 5 to"):
         load(ServeSettings, {**PORTS, "replace_hung_after_s": "1"})

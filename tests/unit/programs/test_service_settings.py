@@ -15,7 +15,8 @@ from pydantic import SecretStr
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import Settings, SettingsError, load
 from multiworld_serving.deploy.processes.banner import banner
-from multiworld_serving.deploy.processes.service import _Service, _toml
+from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
+from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
@@ -25,6 +26,7 @@ OTHERS: dict[str, Any] = {
     "bind_host": "127.0.0.1",
     "device": "cuda:1",
     "leader": "10.0.0.1:8001,10.0.0.2:8001",
+    "leaders_file": None,  # with leader, only one of them may be given
     "leader_name": "left",
     "name": "right",
     "otlp_endpoint": "http://127.0.0.1:4318/v1/traces",
@@ -93,16 +95,20 @@ def service(settings: ServeSettings) -> Iterator[_Service]:
 
 def passed_on(made: _Service, cls: type[Settings], **changes: object) -> Any:
     """The settings that a program of this service gets."""
-    return load(cls, {}, config_file=Path(made._settings_file(cls, **changes)), programs=PROGRAMS).with_token()
+    values = leader_values(made._settings, 0) if cls is LeaderSettings else frontend_values(made._settings, 0)
+    file = settings_file(made._stack, cls.section, {**values, **changes})
+    return load(cls, {}, config_file=Path(file), programs=PROGRAMS).with_token()
 
 
 @pytest.mark.parametrize("cls", [LeaderSettings, FrontendSettings])
 def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     given = ServeSettings(**PORTS, queue_limit=17, join_timeout_s=3.5, log_format="json", model="resnet18", top_k=2)
-    changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {"metrics_port": None}
+    changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
     with service(given) as made:
         found = passed_on(made, cls, **changes)
-    own = {"local_token", "name", *changes}
+    own = {"local_token", "name", "leader_name", "exit_with_parent", *changes}
+    if cls is LeaderSettings:
+        own |= {"metrics_host", "metrics_port"}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
         assert getattr(found, name) == getattr(given, name), name
     assert found.secret == b"of-the-service"
@@ -110,7 +116,7 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
 
 def test_leader_accepts_the_token_of_the_operator_and_that_of_the_service() -> None:
     with service(ServeSettings(**PORTS, token=SecretStr("of-the-operator"))) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert set(leader.accepted_secrets) == {b"of-the-operator", b"of-the-service"}
     assert frontend.admin_tokens == (b"of-the-operator",)
@@ -121,7 +127,7 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
     file.write_text("former\n")
     settings = load(ServeSettings, {**PORTS, "token_file": str(file), "external_workers": True}).with_token()
     with service(settings) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
         assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}
         for content, tokens in (("new\nformer\n", (b"new", b"former")), ("new", (b"new",))):
@@ -142,7 +148,7 @@ def test_token_file_that_is_no_good_is_named(tmp_path: Path, content: str) -> No
 
 def test_operators_need_no_token_when_the_service_made_it_up() -> None:
     with service(ServeSettings(**PORTS)) as made:
-        leader = passed_on(made, LeaderSettings, metrics_port=None)
+        leader = passed_on(made, LeaderSettings)
         frontend = passed_on(made, FrontendSettings, leader="127.0.0.1:1")
     assert leader.accepted_secrets == (b"of-the-service",)
     assert frontend.admin_tokens == ()
@@ -150,7 +156,7 @@ def test_operators_need_no_token_when_the_service_made_it_up() -> None:
 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     with service(ServeSettings(**PORTS)) as made:
-        path = Path(made._settings_file(LeaderSettings))
+        path = Path(settings_file(made._stack, "leader", leader_values(made._settings, 0)))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert 'local_token = "of-the-service"' in path.read_text()

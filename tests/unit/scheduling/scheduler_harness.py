@@ -61,12 +61,12 @@ class SchedulerHarness:
         """The batches in flight on this link, in sending order."""
         return [send for send in self.in_flight.values() if send.replica == link]
 
-    def arrive(self, count: int = 1, timeout_s: float = 100.0) -> list[Action]:
+    def arrive(self, count: int = 1, timeout_s: float = 100.0, key: str = "") -> list[Action]:
         """Submit this many requests, numbered from 1."""
         actions = []
         for _ in range(count):
             self.requests += 1
-            actions += self.handle(RequestArrived(self.requests, self.now_s + timeout_s))
+            actions += self.handle(RequestArrived(self.requests, self.now_s + timeout_s, key))
         return actions
 
     def ready(self, link: str, stage: int = 0, version: str = "v1") -> list[Action]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,19 +16,23 @@ from torch import Tensor
 from multiworld_serving.common.wire import (
     ALL_ROWS,
     BatchInputs,
+    EdgeState,
     JoinRequest,
     LostInput,
     Message,
     MessageKind,
     RowRef,
+    RowShape,
+    WireError,
+    parse_edge_states,
 )
 from multiworld_serving.server.errors import InputUnreachableError
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.pipeline.batch_tensors import Image, ImageRef
+from multiworld_serving.server.pipeline.batch_tensors import InputRef, InputRow
 from multiworld_serving.server.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.pipeline.driver_context import DriverContext
-from multiworld_serving.server.pipeline.edge_routing import UnreachablePairs
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting, UnreachablePairs
+from multiworld_serving.server.predictor import EdgeSnapshot, KeptRow, Prediction
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.scheduling.events import ReplicaLost, ReplicaReady
 from multiworld_serving.server.settings import ServeSettings
@@ -60,8 +65,9 @@ class Line:
     def release(self, output: int) -> None:
         self.released.append(output)
 
-    def output_shape(self, version: int, stage: int) -> tuple[int, ...]:
-        return (5,)
+    def kept(self, message: Message) -> tuple[int, RowShape]:
+        assert message.payload is not None
+        return int(message.payload[0]), RowShape((5,))
 
 
 class Bench:
@@ -89,10 +95,8 @@ class Bench:
             self.driver.submit_event(ReplicaReady(f"{line.id}@1", line.stage, "v"))
         self._tensor = 0
 
-    async def ask(self, image: Image, fetcher: str | None = "f") -> asyncio.Task[Prediction]:
-        asked = asyncio.create_task(
-            self.driver.predict(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
-        )
+    async def ask(self, image: InputRow, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
+        asked = self.driver.begin(image, deadline_s=time.monotonic() + 60, request_id="r", fetcher=fetcher)
         await asyncio.sleep(0)
         return asked
 
@@ -103,7 +107,7 @@ class Bench:
     def kept(self, line: Line, batch: int) -> int:
         """The worker has computed the batch and keeps the output. Returns its id."""
         self._tensor += 1
-        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor]), 5, 5, line.stage, 1)
+        message = Message(MessageKind.KEPT, batch, torch.tensor([self._tensor, 5]), 5, 5, line.stage, 1)
         self.driver.on_result(line, message)  # type: ignore[arg-type]
         return self._tensor
 
@@ -122,7 +126,7 @@ class Bench:
 async def test_only_references_pass_the_leader_and_outputs_are_released() -> None:
     bench = Bench()
     first, second = bench.lines
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     batch, inputs = bench.taken(first)
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, ALL_ROWS),), (0,))]
     assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
@@ -142,7 +146,7 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
 async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     bench = Bench(pairs=True)
     first = bench.lines[0]
-    images = (ImageRef("10.0.0.8:1/g", 3), IMAGE + 4, ImageRef(FRONTEND, 5), ImageRef("10.0.0.8:1/g", 6))
+    images = (InputRef("10.0.0.8:1/g", 3), IMAGE + 4, InputRef(FRONTEND, 5), InputRef("10.0.0.8:1/g", 6))
     asked = [await bench.ask(image) for image in images]
     _, inputs = bench.taken(first)
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [
@@ -168,19 +172,19 @@ async def test_everything_is_relayed_when_workers_have_no_edges() -> None:
     bench.driver.on_result(second, Message(MessageKind.RESULT, batch, torch.full((1, 5), 2.0)))  # type: ignore[arg-type]
     found = await asked
     assert found.kept is None
-    assert torch.equal(found.probabilities, torch.full((5,), 2.0))
+    assert torch.equal(found.output, torch.full((5,), 2.0))
     bench.driver.close()
 
 
 async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_again() -> None:
     bench = Bench(pairs=True)
     first = bench.lines[0]
-    far, near = await bench.ask(ImageRef(FRONTEND, 1)), await bench.ask(ImageRef("10.0.0.8:1/g", 2))
+    far, near = await bench.ask(InputRef(FRONTEND, 1)), await bench.ask(InputRef("10.0.0.8:1/g", 2))
     batch, _ = bench.taken(first)
     bench.lost(first, batch, FRONTEND)
     with pytest.raises(InputUnreachableError):
         await far
-    again = await bench.ask(ImageRef(FRONTEND, 5))
+    again = await bench.ask(InputRef(FRONTEND, 5))
     other = await bench.ask(IMAGE)
     _, inputs = bench.taken(first)
     assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
@@ -195,7 +199,7 @@ async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_
 async def test_image_is_handed_back_when_its_worker_has_no_edges() -> None:
     bench = Bench(edges=False)
     with pytest.raises(InputUnreachableError):
-        await (await bench.ask(ImageRef(FRONTEND, 5)))
+        await (await bench.ask(InputRef(FRONTEND, 5)))
     assert not bench.lines[0].sent
     assert bench.driver.scheduler.open_requests == 0
     bench.driver.close()
@@ -204,7 +208,7 @@ async def test_image_is_handed_back_when_its_worker_has_no_edges() -> None:
 async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:
     bench = Bench()
     first, second = bench.lines
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     output = bench.kept(first, bench.taken(first)[0])
     batch, _ = bench.taken(second)
     bench.lost(second, batch, first.edge)
@@ -214,7 +218,7 @@ async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_
     bench.driver.on_result(first, Message(MessageKind.RESULT, batch, torch.ones(1, 5)))  # type: ignore[arg-type]
     batch, payload = bench.taken(second)
     assert torch.equal(payload, torch.ones(1, 5))
-    other = await bench.ask(ImageRef(FRONTEND, 8))
+    other = await bench.ask(InputRef(FRONTEND, 8))
     _, inputs = bench.taken(first)
     assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
     bench.driver.close()
@@ -225,11 +229,11 @@ async def test_outputs_are_relayed_when_a_worker_of_the_next_stage_has_no_edges(
     bench = Bench()
     first, second = bench.lines
     second.request = JoinRequest("w10", "cpu", "here", 1)
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     output = bench.kept(first, bench.taken(first)[0])
     assert (first.released, second.sent) == ([output], [])
     assert not bench.taken(first)[1].keep
-    other = await bench.ask(ImageRef(FRONTEND, 8))
+    other = await bench.ask(InputRef(FRONTEND, 8))
     assert not bench.taken(first)[1].keep
     bench.driver.close()
     await asyncio.gather(asked, other, return_exceptions=True)
@@ -237,7 +241,7 @@ async def test_outputs_are_relayed_when_a_worker_of_the_next_stage_has_no_edges(
 
 async def test_batch_starts_again_when_the_holder_of_its_input_is_lost() -> None:
     bench = Bench(replicas=2)
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     holder = next(line for line in bench.lines if line.sent)
     bench.kept(holder, bench.taken(holder)[0])
     reader = next(line for line in bench.lines if line.sent)
@@ -257,7 +261,7 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
     first, second = bench.lines
     if fetcher is not None:
         bench.driver.frontend_cannot_reach(fetcher, second.edge)
-    asked = await bench.ask(ImageRef(FRONTEND, 7), fetcher)
+    asked = await bench.ask(InputRef(FRONTEND, 7), fetcher)
     bench.kept(first, bench.taken(first)[0])
     _, inputs = bench.taken(second)
     assert not inputs.keep
@@ -268,13 +272,40 @@ async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str 
 async def test_output_is_released_when_it_comes_too_late() -> None:
     bench = Bench()
     first, _ = bench.lines
-    asked = await bench.ask(ImageRef(FRONTEND, 7))
+    asked = await bench.ask(InputRef(FRONTEND, 7))
     batch, _ = bench.taken(first)
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     output = bench.kept(first, batch)
     assert first.released == [output]
     bench.driver.close()
+
+
+def test_status_names_the_processes_of_edges_and_shows_who_is_relayed() -> None:
+    routing = EdgeRouting(2)
+    routing.workers.add("10.0.0.1:4000/a1", "b")
+    routing.frontends.add("10.0.0.9:4000/f3", "f")
+    one, gone = (EdgeState(holder, "tcp", 5, 0.5) for holder in ("10.0.0.2:4000/b2", "10.0.0.1:4000/former"))
+    assert routing.snapshot([("a", "10.0.0.1:4000/a1", [one]), ("b", "10.0.0.2:4000/b2", []), ("f", "", [gone])]) == (
+        EdgeSnapshot("a", "b", "tcp", 5, 0.5),
+        EdgeSnapshot("f", "10.0.0.1:4000", "tcp", 5, 0.5),
+        EdgeSnapshot("b", "a", "relay"),
+        EdgeSnapshot("f", "10.0.0.9:4000", "relay"),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "7", "[7]", "[[]]", '[["a", "tcp", 1]]', '[["a b", "tcp", 1, 0.5]]', '[["a", "udp", 1, 0.5]]'),
+        *('[["a", "tcp", -1, 0.5]]', '[["a", "tcp", 1, NaN]]', '[["a", "tcp", true, 0.5]]', "[" * 100_000),
+        json.dumps([["a", "tcp", 1, 0.5]] * 17),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_false_report_of_edges_is_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        parse_edge_states(text)
 
 
 def test_pairs_are_forgotten_after_a_minute() -> None:
@@ -290,3 +321,12 @@ def test_pairs_are_forgotten_after_a_minute() -> None:
     assert pairs.any("p")
     now_s = 111.0
     assert not pairs.any("p")
+
+
+async def test_request_is_withdrawn_when_its_future_is_cancelled() -> None:
+    bench = Bench(pairs=True)  # the request waits for another one
+    asked = await bench.ask(InputRef(FRONTEND, 7))
+    assert bench.driver.scheduler.open_requests == 1
+    asked.cancel()
+    await asyncio.sleep(0)
+    assert (bench.driver.scheduler.open_requests, len(bench.driver._tensors)) == (0, 0)

@@ -64,15 +64,14 @@ class Bench:
         for line in self.lines.values():
             self.driver.submit_event(ReplicaReady(f"{line.id}@v", line.stage, "v"))
 
-    def ask(self, count: int) -> list[asyncio.Task[Prediction]]:
+    def ask(self, count: int) -> list[asyncio.Future[Prediction]]:
         deadline_s = time.monotonic() + 60
         return [
-            asyncio.create_task(self.driver.predict(IMAGE + number, deadline_s=deadline_s, request_id=str(number)))
-            for number in range(count)
+            self.driver.begin(IMAGE + number, deadline_s=deadline_s, request_id=str(number)) for number in range(count)
         ]
 
     async def work(
-        self, asked: list[asyncio.Task[Prediction]], *, compute_ns: int = 0
+        self, asked: list[asyncio.Future[Prediction]], *, compute_ns: int = 0
     ) -> list[Prediction | BaseException]:
         """Compute each sent batch until every request has its outcome."""
         serving = [asyncio.create_task(self._serve(line, compute_ns)) for line in self.lines.values()]
@@ -96,7 +95,7 @@ class Bench:
 def assert_right(answers: list[Prediction | BaseException]) -> None:
     for number, answer in enumerate(answers):
         assert isinstance(answer, Prediction), answer
-        assert answer.probabilities.tolist() == [number]
+        assert answer.output.tolist() == [number]
 
 
 def failing_times(count: int, call: Callable[..., object]) -> Callable[..., object]:
@@ -149,7 +148,7 @@ async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None
         batch, _ = await line.sent.get()
         scalar = torch.zeros(1, 1)  # one sample too few: the link would have refused it
         bench.driver.on_result(line, Message(MessageKind.RESULT, batch, scalar))  # type: ignore[arg-type]
-        assert (await asked[0]).probabilities.tolist() == [0]
+        assert (await asked[0]).output.tolist() == [0]
         with pytest.raises(StageError, match="the leader failed: IndexError"):
             await asked[1]
     assert_right(await bench.work(bench.ask(2)))

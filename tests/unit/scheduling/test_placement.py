@@ -343,3 +343,20 @@ def test_leaders_with_equal_layouts_reassign_and_promote_the_same_workers(order:
     assert candidate.worker == "a"
     fail(slots, "s1.r0")
     assert [link.worker for _, link in slots.promote_spares()] == ["e"]
+
+
+def test_further_workers_join_the_stage_with_the_most_load() -> None:
+    slots = Placement(2, 2)
+    for name in "abcd":
+        join(slots, name)
+    slots.wanted = (1.0, 3.0)
+    assert [join(slots, name)[:2] for name in "efgh"] == ["s1", "s1", "s1", "s1"]
+    assert [join(slots, name)[:2] for name in "ijkl"].count("s0") == 1
+
+
+def test_further_workers_join_the_stage_that_another_leader_has_chosen() -> None:
+    slots = Placement(2, 1)
+    for name in "ab":
+        join(slots, name)
+    slots.wanted = (1.0, 3.0)
+    assert slots.choose_stage("h", elsewhere=[0]) == 0

@@ -279,3 +279,46 @@ def test_unknown_and_repeated_events_change_nothing() -> None:
     assert driver.broken("nowhere") == driver.draining("nowhere") == []
     assert answered(driver.done(send)) == [1]
     assert driver.done(send) == []
+
+
+def test_requests_of_different_keys_share_no_batch() -> None:
+    driver = SchedulerHarness(replicas=1, window=1, max_batch_size=4)
+    first = only(driver.arrive(key="8"), SendBatch)
+    for key in ("8", "9", "8", "9", "9", "8"):
+        assert driver.arrive(key=key) == []
+    second = only(driver.done(first), SendBatch)
+    third = only(driver.done(second), SendBatch)
+    assert [send.requests for send in (first, second, third)] == [(1,), (2, 4, 7), (3, 5, 6)]
+
+
+def test_full_batch_of_another_key_does_not_wait_for_an_older_request() -> None:
+    driver = SchedulerHarness(replicas=2, batch_timeout_s=1.0, max_batch_size=2)
+    assert driver.arrive(key="rare") == []
+    assert driver.arrive(key="8") == []
+    assert only(driver.arrive(key="8"), SendBatch).requests == (2, 3)
+    assert driver.scheduler.next_wakeup_s() == 1.0
+    assert only(driver.wait(1.0), SendBatch).requests == (1,)
+
+
+def test_rare_key_goes_next_when_its_oldest_request_has_waited_long_enough() -> None:
+    driver = SchedulerHarness(replicas=1, window=1, batch_timeout_s=0.5, max_batch_size=2)
+    driver.arrive(2, key="8")
+    (busy,) = driver.on("s0r0")
+    driver.arrive(key="rare")
+    driver.arrive(6, key="8")  # full batches, always
+    driver.wait(0.5)
+    rare = only(driver.done(busy), SendBatch)
+    assert rare.requests == (3,)
+    assert only(driver.done(rare), SendBatch).requests == (4, 5)
+
+
+def test_service_counts_as_saturated_when_requests_of_several_keys_have_waited_long_enough() -> None:
+    driver = SchedulerHarness(replicas=1, window=1, batch_timeout_s=0.5, max_batch_size=2)
+    driver.arrive(2)
+    driver.arrive(key="8")
+    driver.arrive(key="9")
+    assert not driver.scheduler._state.saturated
+    driver.wait(0.5)
+    assert driver.scheduler._state.saturated
+    driver.answer_all(driver.on("s0r0"))
+    assert not driver.scheduler._state.saturated

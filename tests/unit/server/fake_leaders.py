@@ -18,17 +18,21 @@ from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import (
     LeaderState,
     prediction_fields,
-    prediction_payload,
     rejection_fields,
+    row_payload,
 )
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import (
+    ImageSizes,
     ModelVersion,
     PipelineSnapshot,
     Prediction,
     ReplicaSnapshot,
+    ServedModel,
     StageSnapshot,
 )
+
+MODEL = ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(18, 16))
 
 
 def leader_state(name: str, **changes: Any) -> LeaderState:
@@ -116,7 +120,7 @@ class FakeLeader(LeaderLink):
             return Frame(FrameKind.ADMITTED, 1, {}, memoryview(b""))
         assert self.state is not None
         found = prediction(self.state.version.name, self.state.version.number)
-        probabilities = memoryview(bytearray(prediction_payload(found)))
+        probabilities = memoryview(bytearray(row_payload(found.output)))
         return Frame(FrameKind.PREDICTION, 1, prediction_fields(found), probabilities)
 
     async def operate(self, operation: str, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
@@ -155,6 +159,7 @@ class Pool:
         self.pool = LeaderPool(grace_s, self.metrics, self.seen.append)
         self.leaders = [FakeLeader(self.pool, number) for number in range(leaders)]
         self.pool.links.extend(self.leaders)
+        self.pool.model.set_result(MODEL)
 
     def resubmitted(self, reason: str) -> float:
         name = "multiworld_requests_resubmitted_total"

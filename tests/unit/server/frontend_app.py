@@ -20,6 +20,7 @@ from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import (
+    ImageSizes,
     ModelVersion,
     PipelineSnapshot,
     Prediction,
@@ -29,7 +30,8 @@ from multiworld_serving.server.predictor import (
     StageSnapshot,
 )
 
-MODEL = ServedModel("meancolour", "weights v1 ü", ("red", "green", "blue"), resize_size=18, crop_size=16)
+SIDE = 16
+MODEL = ServedModel.image_classifier("meancolour", "weights v1 ü", ("red", "green", "blue"), ImageSizes(18, SIDE))
 
 
 @dataclass
@@ -46,9 +48,8 @@ class ColourPredictor:
     request_ids: list[str] = field(default_factory=list)
     cancelled: int = 0
 
-    async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        assert image.dtype == torch.uint8
-        assert image.shape == (3, MODEL.crop_size, MODEL.crop_size)
+    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        assert (row.dtype, row.shape, key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)
         self.request_ids.append(request_id)
         self.asked.release()
@@ -60,7 +61,7 @@ class ColourPredictor:
             raise
         if self.failure is not None:
             raise self.failure
-        probabilities = image.float().mean(dim=(1, 2)).div(64).softmax(0)
+        probabilities = row.float().mean(dim=(1, 2)).div(64).softmax(0)
         return Prediction(probabilities, MODEL.name, MODEL.version, 0.001, 0.002, 0.003, 2, ("stage0-0", "stage1-1"))
 
     @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
+from multiworld_serving.server.predictor import ImageSizes
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
@@ -29,7 +30,7 @@ def settings(folder: Path, **changed: object) -> LeaderSettings:
 
 def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
     served, _, plan = open_bundle(folder / "one", settings(folder, stages=3), NO_TUNING)
-    assert (served.name, served.version, served.crop_size) == ("classifier", "1", SIZE)
+    assert (served.name, served.version, served.image) == ("classifier", "1", ImageSizes(SIZE, SIZE))
     assert len(served.labels) == CLASSES
     assert [stage.spec.index for stage in plan.stages] == [0, 1, 2]
     assert plan.stages[0].input_shape == (3, SIZE, SIZE)

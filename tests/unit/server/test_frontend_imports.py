@@ -9,7 +9,9 @@ import multiworld_serving.server.frontends.main
 print(*sys.modules)
 """
 _NOT_IN_A_FRONTEND = (
-    "multiworld_serving.models",
+    "multiworld_serving.models.optimize",
+    "multiworld_serving.models.stages",
+    "multiworld_serving.models.weights.loading",
     "multiworld_serving.server.leader",
     "multiworld_serving.server.pipeline",
     "multiworld_serving.server.replicas",

@@ -166,7 +166,7 @@ def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 GETS = (
-    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/page.js"),
+    *("/", "/healthz", "/readyz", "/status", "/metrics", "/openapi.json", "/status-page/main.js"),
     *("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats", f"/v2/models/{MODEL.name}"),
     *(f"/v2/models/{MODEL.name}/config", f"/v2/models/{MODEL.name}/ready", "/nowhere", "/predict"),
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from multiworld_serving.server.predictor import ImageSizes, ServedModel
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 
 
@@ -125,7 +125,6 @@ async def test_requests_are_handled_concurrently() -> None:
     assert frontend.sample("multiworld_requests_in_flight") == 0
 
 
-async def test_create_app_raises_when_crop_size_exceeds_resize_size() -> None:
+def test_model_is_refused_when_crop_size_exceeds_resize_size() -> None:
     with pytest.raises(ValueError, match="crop_size must be 1 to resize_size"):
-        async with running_frontend(model=dataclasses.replace(MODEL, crop_size=19)):
-            pass
+        ServedModel.image_classifier("m", "v", ("a",), ImageSizes(18, 19))

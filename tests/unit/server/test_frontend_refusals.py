@@ -86,7 +86,7 @@ async def test_predict_returns_500_and_logs_once_when_the_predictor_raises(caplo
 
 async def test_predict_returns_500_when_the_model_returns_nan() -> None:
     class Broken(ColourPredictor):
-        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
             return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
 
     async with running_frontend(Broken()) as frontend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from torch import Tensor
 from multiworld import AskError, WorldManager, ask
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.addresses import Address
-from multiworld_serving.common.wire import RELEASE, FrontendJoinRequest, JoinOffer, join
+from multiworld_serving.common.wire import RELEASE, EdgeState, FrontendJoinRequest, JoinOffer, edge_states_json, join
 from multiworld_serving.models import WeightsError
 from multiworld_serving.server.administration import (
     InvalidWeightsError,
@@ -40,12 +40,20 @@ from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.main import _answerer
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, Prediction, ServedModel
+from multiworld_serving.server.pipeline.edge_routing import EdgeRouting
+from multiworld_serving.server.predictor import (
+    EdgeSnapshot,
+    ImageSizes,
+    ModelVersion,
+    PipelineSnapshot,
+    Prediction,
+    ServedModel,
+)
 from multiworld_serving.server.settings import FrontendSettings
 from tests.waiting import until
 
 SECRET = "a-secret-of-this-test"
-MODEL = ServedModel("m", "v1", ("a", "b", "c"), 18, 16)
+MODEL = ServedModel.image_classifier("m", "v1", ("a", "b", "c"), ImageSizes(18, 16))
 IMAGE = torch.arange(3 * 16 * 16, dtype=torch.int32).to(torch.uint8).view(3, 16, 16)
 STEPS = [
     RestartStep("local-0", "s0.r0", "restarting", 1, 1),
@@ -69,9 +77,12 @@ class FakeLeader:
         self.ahead: list[int] = []
         self.cancelled = 0
 
-    async def predict(
-        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None
-    ) -> Prediction:
+    def begin(
+        self, image: Tensor, *, deadline_s: float, request_id: str, fetcher: str | None = None, key: str = ""
+    ) -> asyncio.Task[Prediction]:
+        return asyncio.create_task(self._predict(image, deadline_s, request_id))
+
+    async def _predict(self, image: Tensor, deadline_s: float, request_id: str) -> Prediction:
         self.got.append((deadline_s - time.monotonic(), request_id))
         try:
             if self.proceed is not None:
@@ -89,6 +100,9 @@ class FakeLeader:
 
     def closed_error(self) -> RequestRejected | None:
         return self.closed_by
+
+    def edges(self, frontends: Iterable[tuple[str, str, Sequence[EdgeState]]]) -> tuple[EdgeSnapshot, ...]:
+        return EdgeRouting(1).snapshot(frontends)
 
     def snapshot(self) -> PipelineSnapshot:
         return PipelineSnapshot("m", "v1", self.ready, self.closed_by is not None, 1.0, 0, len(self.got), ())
@@ -194,12 +208,14 @@ async def test_frontend_knows_the_model_and_the_state_when_it_has_joined() -> No
 async def test_leader_knows_the_load_of_its_frontends() -> None:
     async with running() as service:
         first, _ = await service.frontend("b"), await service.frontend("a")
-        service.links["b"].send_load(7, 3)
+        edge = EdgeState("10.0.0.9:4000/a1", "tcp", 5, 0.5)
+        service.links["b"].send_load(7, 3, edge_states_json([edge]))
         await until(lambda: any(each.connections == 7 for each in service.sessions.state().snapshot.frontends))
         service.sessions.state_changed()
         await until(lambda: any(each.connections == 7 for each in first.snapshot().frontends))
         found = first.snapshot().frontends
         assert [(each.name, each.connections, each.requests_in_flight) for each in found] == [("a", 0, 0), ("b", 7, 3)]
+        assert first.snapshot().edges == (EdgeSnapshot("b", "10.0.0.9:4000", "tcp", 5, 0.5),)
         assert service.metrics.registry.get_sample_value("multiworld_frontends") == 2
         await service.stop_frontend(0)
         await until(lambda: service.metrics.registry.get_sample_value("multiworld_frontends") == 1)
@@ -254,7 +270,7 @@ async def test_frontend_of_another_release_joins_when_the_protocols_are_equal() 
         (
             "model_fields",
             lambda fields: {"name": "m"},
-            "WELCOME: fields missing crop_size, labels, resize_size, version",
+            "WELCOME: fields missing dimensions, image, inputs, labels, outputs, version",
         ),
         ("state_fields", lambda fields: {**fields, "more": 1, "also": 2}, "STATE: fields unknown also, more"),
         (
@@ -387,7 +403,9 @@ FIELDS = {
     "request_id": "mine",
     "span": None,
     "timeout_s": 30.0,
-    "image": None,
+    "row": None,
+    "row_bytes": 0,
+    "key": "",
     "fetches": False,
     "unreachable": None,
 }
@@ -399,7 +417,7 @@ async def test_prediction_is_that_of_the_leader() -> None:
         pool = await service.frontend()
         found = await asyncio.gather(*(predict(pool) for _ in range(50)))
         for each in found:
-            assert torch.equal(each.probabilities, IMAGE.float().mean(dim=(1, 2)))
+            assert torch.equal(each.output, IMAGE.float().mean(dim=(1, 2)))
         assert (found[0].model, found[0].version, found[0].path, found[0].attempts) == ("m", "v1", ("w",), 1)
         assert {request_id for _, request_id in service.leader.got} == {"mine"}
         assert all(28 < left_s <= 30 for left_s, _ in service.leader.got)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -25,8 +26,15 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.predictor import FrontendSnapshot, ModelVersion, Prediction, ServedModel
-from tests.unit.server.fake_leaders import leader_state, pool_of
+from multiworld_serving.server.predictor import (
+    FrontendSnapshot,
+    ImageSizes,
+    ModelVersion,
+    Prediction,
+    ServedModel,
+    ServiceState,
+)
+from tests.unit.server.fake_leaders import MODEL, leader_state, pool_of
 from tests.waiting import until
 
 IMAGE = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(3, 4, 4)
@@ -55,7 +63,7 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
     with pool_of(1) as made:
         found = await predict(made.pool, timeout_s=30)
         await check(made.pool)
-    assert torch.equal(found.probabilities, torch.tensor([0.25, 0.75]))
+    assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
     (kind, fields, payload), (other_kind, other_fields, _) = made.leaders[0].got
     assert (kind, fields["request_id"], fields["span"], payload) == (
         FrameKind.PREDICT,
@@ -402,16 +410,25 @@ async def test_metrics_count_the_leaders_that_can_be_used() -> None:
             made.metrics.registry.get_sample_value(name)
             for name in ("multiworld_leaders", "multiworld_leaders_configured")
         ]
+        states = {
+            state: made.metrics.registry.get_sample_value("multiworld_service_state", {"state": state})
+            for state in get_args(ServiceState)
+        }
     assert values == [1, 2]
+    assert states == {"ready": 0, "degraded": 1, "not_ready": 0, "unloaded": 0, "draining": 0}
 
 
 async def test_leader_of_another_model_is_not_accepted() -> None:
     with pool_of(2) as made:
         first, second = made.leaders
-        model = ServedModel("m", "v1", ("a", "b"), 18, 16)
+        model = MODEL
         assert made.pool.accepts(model, first) is None
         assert made.pool.accepts(replace(model, version="v2"), second) is None
-        for other in (replace(model, name="n"), replace(model, labels=("a",)), replace(model, crop_size=8)):
+        for other in (
+            replace(model, name="n"),
+            replace(model, labels=("a", "c")),
+            ServedModel.image_classifier("m", "v1", ("a", "b"), ImageSizes(8, 8)),
+        ):
             why = made.pool.accepts(other, second)
             assert why is not None
             assert "use one frontend for each model" in why

@@ -16,12 +16,12 @@ from multiworld_serving.server.frontends.frames import Frame, FrameKind
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.messages import parse_rejection, prediction_fields, rejection_fields
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.predictor import KeptRow, Prediction
+from multiworld_serving.server.predictor import ImageSizes, KeptRow, Prediction, ServedModel
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, prediction
 
 IMAGE = torch.randint(0, 256, (3, 4, 4), dtype=torch.uint8)
-ANSWERS = torch.rand(2, 5)
+ANSWERS = torch.rand(2, 2)
 
 
 class EdgeLeader(FakeLeader):
@@ -46,7 +46,7 @@ class EdgeLeader(FakeLeader):
         self, kind: FrameKind, fields: Mapping[str, Any], payload: memoryview | bytes = b"", *, timeout_s: float
     ) -> Frame:
         reply = await super().request(kind, fields, payload, timeout_s=timeout_s)
-        number = fields["image"]
+        number = fields["row"]
         assert (number is None) == bool(payload)
         self.images.append(None if number is None else self.frontend.store.rows([RowRef(number, ALL_ROWS)]))
         if self.unreachable and number is not None:
@@ -63,7 +63,9 @@ class EdgeLeader(FakeLeader):
 
 def pool_with(frontend: Edges | None) -> tuple[LeaderPool, Metrics]:
     metrics = Metrics()
-    return LeaderPool(5.0, metrics, lambda _: None, edges=frontend), metrics
+    pool = LeaderPool(5.0, metrics, lambda _: None, edges=frontend)
+    pool.model.set_result(ServedModel.image_classifier("m", "v1", ("?",) * 2, ImageSizes(4, 4)))
+    return pool, metrics
 
 
 async def predict(pool: LeaderPool) -> Prediction:
@@ -82,9 +84,9 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker() -> Non
         pool.links.append(leader)
         number = worker.store.put("leader", ANSWERS)
         assert number is not None
-        leader.kept = KeptRow(worker.holder, number, 1, (5,))
+        leader.kept = KeptRow(worker.holder, number, 1, (2,))
         found = await predict(pool)
-        assert torch.equal(found.probabilities, ANSWERS[1])
+        assert torch.equal(found.output, ANSWERS[1])
         assert (found.kept, found.attempts) == (None, 1)
         [image] = leader.images
         assert image is not None
@@ -99,9 +101,9 @@ async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fe
         leader = EdgeLeader(pool, frontend)
         pool.links.append(leader)
         holder = worker.holder if gone else "127.0.0.1:1/abc"
-        leader.kept = KeptRow(holder, 99, 0, (5,))
+        leader.kept = KeptRow(holder, 99, 0, (2,))
         found = await predict(pool)
-        assert torch.equal(found.probabilities, torch.tensor([0.25, 0.75]))
+        assert torch.equal(found.output, torch.tensor([0.25, 0.75]))
         assert found.attempts == 2
         assert (leader.last_fields["fetches"], leader.last_fields["unreachable"]) == (False, None if gone else holder)
         assert resubmitted(metrics, "answer_lost") == 1
@@ -127,7 +129,7 @@ async def test_everything_is_relayed_without_edges() -> None:
         pool, _ = pool_with(None)
         leader = EdgeLeader(pool, unused)
         pool.links.append(leader)
-        leader.kept = KeptRow("x:1/y", 1, 0, (5,))
+        leader.kept = KeptRow("x:1/y", 1, 0, (2,))
         found = await predict(pool)
         assert found.kept is None
         assert leader.images == [None]

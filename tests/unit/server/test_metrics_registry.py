@@ -41,7 +41,9 @@ NAMES = {
     "multiworld_duplicate_answers_total": ("counter", set()),
     "multiworld_stage_replicas": ("gauge", {"stage", "state"}),
     "multiworld_redundancy": ("gauge", set()),
+    "multiworld_replicas_wanted": ("gauge", {"stage"}),
     "multiworld_frontends": ("gauge", set()),
+    "multiworld_service_state": ("gauge", {"state"}),
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
     "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
@@ -83,8 +85,10 @@ def tell_everything(metrics: Metrics) -> None:
     metrics.request_lost()
     metrics.duplicate_answer()
     metrics.replica_states([stage(0, "ready", "ready")])
+    metrics.replicas_wanted((1.5,))
     metrics.frontends(2)
     metrics.leaders(1, 2)
+    metrics.service_state("ready")
     metrics.resubmitted("failed")
 
 

@@ -61,10 +61,12 @@ def test_paths_need_their_permission_and_unknown_ones_a_key(path: str, need: Per
 
 
 def test_admin_port_is_open_only_for_scrapes_and_for_what_it_does_not_serve() -> None:
-    open_paths = ("/metrics", "/", "/status", "/predict", "/v2/models/m/infer")
+    open_paths = ("/metrics", "/status", "/predict", "/v2/models/m/infer")
     assert {admin_port_permission(path) for path in open_paths} == {Permission.NOTHING}
     closed = ("/admin/x", "/metrics/", "/v2/repository/models/m/load", "/v2/repository/index", "/x")
     assert {admin_port_permission(path) for path in closed} == {Permission.ADMIN}
+    page = {admin_port_permission(path) for path in ("/", "/events", "/status-page/main.js")}
+    assert page == {Permission.ANY_KEY}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncGenerator
 from html.parser import HTMLParser
 from importlib.resources import files
 
-from tests.unit.server.frontend_app import running_frontend
+import httpx
+
+from multiworld_serving.server.administration import RestartStep
+from multiworld_serving.server.api.admin import AdminRoutes
+from multiworld_serving.server.api.app import create_admin_app
+from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
+from multiworld_serving.server.observability.event_feed import EventFeed
+from multiworld_serving.server.observability.metrics import Metrics
+from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 PAGE = files("multiworld_serving.server.api") / "status_page"
@@ -48,8 +57,9 @@ async def test_page_may_load_only_its_own_existing_files() -> None:
         assert policy["default-src"] == "'none'"
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
         loads = [source for source in Page().loads if not source.startswith("data:")]
-        assert len(loads) == 2
-        for source in loads:
+        assert len(loads) == 3
+        scripts = [f"/status-page/{file.name}" for file in PAGE.iterdir() if file.name.endswith((".js", ".jpg"))]
+        for source in {*loads, *scripts}:
             answer = await frontend.client.get(source)
             assert answer.status_code == 200, source
             assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -59,10 +69,35 @@ def test_page_has_nothing_inline_and_every_reference_has_its_target() -> None:
     page = Page()
     assert not page.inline
     assert page.refers_to <= page.ids
-    script = (PAGE / "page.js").read_text()
-    assert set(re.findall(r'\$\("([\w-]+)"\)', script)) <= page.ids
-    assert "innerHTML" not in script
-    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", script + (PAGE / "page.css").read_text())
+    made_by_scripts = {"incident-age"}
+    for file in PAGE.iterdir():
+        if not file.name.endswith((".js", ".css")):
+            continue
+        text = file.read_text()
+        assert len(text.splitlines()) <= 400, file.name
+        assert set(re.findall(r'\$\("([\w-]+)"\)', text)) <= page.ids | made_by_scripts, file.name
+        assert not re.findall("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", text), file.name
+        assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text), file.name
+        for imported in re.findall(r'from "\./([\w.]+)"', text):
+            assert (PAGE / imported).is_file(), (file.name, imported)
+
+
+async def no_restart() -> AsyncGenerator[RestartStep, None]:
+    raise AssertionError
+    yield
+
+
+async def test_admin_port_serves_the_page_and_says_that_it_offers_actions() -> None:
+    metrics = Metrics()
+    page_routes = OperationsRoutes(ColourPredictor(), MODEL, OwnMetrics(metrics), EventFeed(metrics))
+    app = create_admin_app(OwnMetrics(metrics), AdminRoutes(no_restart), page=page_routes)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin") as client:
+        page = await client.get("/", headers={"Accept": BROWSER})
+        listing = await client.get("/", headers={"Accept": "application/json"})
+        script = await client.get("/status-page/main.js")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "POST /admin/rolling-restart" in listing.json()["endpoints"]
+    assert script.status_code == 200
 
 
 def test_colors_of_both_modes_have_enough_contrast() -> None:

@@ -40,13 +40,13 @@ def assert_clear(rejection: InvalidRequestError) -> None:
 
 def assert_sound(request: InferRequest, body_bytes: int) -> None:
     """The pipeline's input is valid and no larger than the body allows."""
-    assert 1 <= len(request.images) <= SIGNATURE.max_images
-    for image in request.images:
+    assert 1 <= len(request.rows) <= SIGNATURE.max_rows
+    for image in request.rows:
         if isinstance(image, Tensor):
             assert (image.dtype, tuple(image.shape)) == (torch.uint8, SIGNATURE.image_shape)
             assert image.is_contiguous()
-    assert sum(len(image) for image in request.images if isinstance(image, bytes)) <= body_bytes
-    assert 0 <= request.output.classes <= SIGNATURE.num_classes
+    assert sum(len(image) for image in request.rows if isinstance(image, bytes)) <= body_bytes
+    assert all(0 <= each.classes <= SIGNATURE.num_classes for each in request.outputs)
     assert request.timeout_s is None or request.timeout_s > 0
 
 
@@ -103,7 +103,7 @@ requests = st.fixed_dictionaries(
 
 @fuzzing
 @given(body=st.binary(max_size=2_000), json_bytes=st.none() | st.integers(0, 2_100))
-@example(body=bytes(SIGNATURE.image_values), json_bytes=0)
+@example(body=bytes(SIGNATURE.model.input_rows.max_row_bytes), json_bytes=0)
 def test_random_bytes_are_read_or_refused(body: bytes, json_bytes: int | None) -> None:
     read(body, json_bytes)
 
@@ -136,10 +136,10 @@ def test_random_binary_data_is_read_or_refused(datatype: str, shape: list[Any], 
     text = json.dumps({"inputs": [tensor]}).encode()
     request = read(text + data, len(text))
     if request is not None and datatype == "BYTES":
-        found = [image for image in request.images if isinstance(image, bytes)]
+        found = [image for image in request.rows if isinstance(image, bytes)]
         assert b"".join(struct.pack("<I", len(content)) + content for content in found) == data
     elif request is not None and datatype == "UINT8":
-        assert b"".join(image.numpy().tobytes() for image in request.images if isinstance(image, Tensor)) == data
+        assert b"".join(image.numpy().tobytes() for image in request.rows if isinstance(image, Tensor)) == data
 
 
 @fuzzing

@@ -14,11 +14,10 @@ import torch
 
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.predictor import ModelVersion, Prediction
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.v2_requests import (
     INFER,
     PACK,
-    SIDE,
     binary_tensor,
     elements,
     parts,
@@ -135,9 +134,9 @@ async def test_infer_rounds_floats_to_the_nearest_gray_level() -> None:
     seen = []
 
     class Looking(ColourPredictor):
-        async def predict(self, image: torch.Tensor, *, deadline_s: float, request_id: str) -> Any:
-            seen.append(image)
-            return await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+        async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Any:
+            seen.append(row)
+            return await super().predict(row, deadline_s=deadline_s, request_id=request_id)
 
     async with running_frontend(Looking()) as frontend:
         for noise in (-0.001, 0.0, 0.001):  # less than half a level, and beyond 0..1 at both ends
@@ -245,7 +244,7 @@ async def test_images_of_one_request_are_computed_concurrently() -> None:
 async def test_long_answer_is_complete() -> None:
     count = 6_000
     files = request(tensor("BYTES", [count], data=[base64.b64encode(image_bytes("red", (8, 8))).decode()] * count))
-    async with running_frontend(max_images=count, max_body_bytes=2**23) as frontend:
+    async with running_frontend(max_rows=count, max_body_bytes=2**23) as frontend:
         response = await frontend.client.post(INFER, **files)
         assert strongest(response) == ["red"] * count
 
@@ -260,8 +259,8 @@ class MovingPredictor(ColourPredictor):
     def version(self) -> ModelVersion:
         return ModelVersion(self.number, f"weights {self.number}")
 
-    async def predict(self, image: torch.Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-        answer = await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+    async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        answer = await super().predict(row, deadline_s=deadline_s, request_id=request_id)
         version, self.number = self.version, 2
         return dataclasses.replace(answer, version=version.name, version_number=version.number)
 

@@ -10,8 +10,8 @@ import torch
 
 from multiworld_serving.server.observability.inference_statistics import Inference, Statistics
 from multiworld_serving.server.predictor import Prediction, ReplicaState
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
-from tests.unit.server.v2_requests import INFER, SIDE, binary_tensor, elements, pixels, request
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, binary_tensor, elements, pixels, request
 
 HERE = f"/v2/models/{MODEL.name}"
 PATHS = ["", "/config", "/stats", "/ready"]
@@ -32,7 +32,7 @@ async def test_model_metadata_has_its_tensors() -> None:
     assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": [-1, 3, SIDE, SIDE]}]
     assert metadata["outputs"] == [{"name": "probabilities", "datatype": "FP32", "shape": [-1, len(MODEL.labels)]}]
     assert metadata["parameters"]["weights"] == MODEL.version
-    assert config["max_batch_size"] == int(metadata["parameters"]["max_images"]) == 64
+    assert config["max_batch_size"] == int(metadata["parameters"]["max_rows"]) == 64
     assert config["input"][0]["dims"] == [3, SIDE, SIDE]
     assert config["parameters"]["weights"] == {"string_value": MODEL.version}
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from multiworld_serving.server import errors
 from multiworld_serving.server.predictor import Prediction
-from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
-from tests.unit.server.v2_requests import INFER, PACK, SIDE, binary_tensor, elements, pixels, request, tensor, wanting
+from tests.unit.server.frontend_app import MODEL, SIDE, ColourPredictor, RunningFrontend, image_bytes, running_frontend
+from tests.unit.server.v2_requests import INFER, PACK, binary_tensor, elements, pixels, request, tensor, wanting
 
 MAX_BODY_BYTES = 200_000
 ONE = pixels("red")
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "UINT8 of 256": (request(GOOD | {"data": [256] * 768}), "values outside 0 to 255"),
     "UINT8 below 0": (request(GOOD | {"data": [-1] * 768}), "values outside 0 to 255"),
     "UINT8 enormous": (request(GOOD | {"data": [10**300] + [0] * 767}), "values outside 0 to 255"),
-    "FP32 enormous": (request(tensor("FP32", SHAPE, data=[10**400] + [0] * 767)), "values outside 0 to 1"),
+    "FP32 enormous": (request(tensor("FP32", SHAPE, data=[10**400] + [0] * 767)), "values outside the range of FP32"),
     "FP32 beyond floats": (
         text(
             json.dumps({"inputs": [tensor("FP32", SHAPE, data=[9.5] + [0] * 767)]}).encode().replace(b"9.5", b"1e999")
@@ -297,11 +297,11 @@ async def test_infer_fails_with_the_status_of_any_failed_image(failure: Exceptio
 
 async def test_other_images_are_cancelled_when_one_fails() -> None:
     class FailsOnGreen(ColourPredictor):
-        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
-            if image[1].any():
+        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+            if row[1].any():
                 await self.asked_times(2)
                 raise errors.StageError("green is not for me")
-            return await super().predict(image, deadline_s=deadline_s, request_id=request_id)
+            return await super().predict(row, deadline_s=deadline_s, request_id=request_id)
 
     predictor = FailsOnGreen(proceed=asyncio.Event())
     data = pixels("red", "green", "blue")
@@ -333,7 +333,7 @@ async def test_infer_reserves_one_place_per_image() -> None:
 
 async def test_infer_returns_500_when_the_model_returns_nan() -> None:
     class Broken(ColourPredictor):
-        async def predict(self, image: Tensor, *, deadline_s: float, request_id: str) -> Prediction:
+        async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
             return Prediction(torch.full((3,), torch.nan), MODEL.name, MODEL.version, 0, 0, 0, 1, ())
 
     async with running_frontend(Broken()) as frontend:

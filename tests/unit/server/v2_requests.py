@@ -16,10 +16,9 @@ from torch import Tensor
 
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
 from multiworld_serving.server.api.oip.metadata import Signature
-from tests.unit.server.frontend_app import MODEL
+from tests.unit.server.frontend_app import MODEL, SIDE
 
-SIGNATURE = Signature(MODEL, max_images=8)
-SIDE = MODEL.crop_size
+SIGNATURE = Signature(MODEL, max_rows=8)
 INFER = f"/v2/models/{MODEL.name}/infer"
 PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": partial(gzip.compress, mtime=0), "deflate": zlib.compress}
 """Compression functions by Content-Encoding, independent of the product's code."""

@@ -1,0 +1,233 @@
+"""The actor that owns one process of a service: it starts the process, restarts it, and tells it where the leaders are.
+
+The process is a child of the actor, which supervises it exactly as on one machine: it is restarted at once when it ends, is killed when it
+is blocked, and ends with the actor. Ray starts the actor again when it or its node is lost, perhaps on another node; a leader then has
+another address. Every worker and frontend therefore has a file of leaders' addresses, which its actor keeps up to date.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ray
+
+from multiworld_serving.common.config import UserError, configure_logging, raise_descriptor_limit
+from multiworld_serving.common.config.addresses import Address
+from multiworld_serving.common.config.sources import option
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.deploy.processes.environment import PROGRAM, worker_environment
+from multiworld_serving.deploy.processes.launcher import Role
+from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.processes.programs import Values, settings_file
+from multiworld_serving.deploy.processes.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_LOOK_UP_S = 1.0
+"""Pause between two questions for a leader's address."""
+_ANSWER_S = 10.0
+"""Longest wait for its answer. While a leader's actor is started again, there is none."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process. It travels to the node as the argument of the actor's constructor, which Ray shows to nobody.
+
+    Attributes:
+        values: its settings; secrets are `SecretStr`, so that no log shows them.
+        sockets: sockets that it inherits: for the setting that takes the descriptor, host and port to listen on.
+        leaders: names of the leaders' actors that it joins.
+        threads: compute threads.
+    """
+
+    role: Role
+    name: str
+    values: Values
+    sockets: Mapping[str, tuple[str, int]]
+    leaders: tuple[str, ...]
+    namespace: str
+    threads: int
+    stop_timeout_s: float
+    blocked_timeout_s: float
+
+
+class ProcessState(NamedTuple):
+    """What the actor knows of its process.
+
+    Attributes:
+        host: name of the node.
+        pid: None while the process waits for a restart.
+        started: the process has sent READY=1: a leader or frontend listens.
+        invalid_input: it has ended with status 2, because its settings are invalid on this node.
+        addresses: where it listens, by the setting of the socket.
+    """
+
+    host: str
+    pid: int | None
+    restarts: int
+    started: bool
+    invalid_input: bool
+    addresses: Mapping[str, str]
+
+
+class ProcessActor:
+    """Runs one process until `stop`. If the supervision itself fails, the actor ends, and Ray starts it again."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        configure_logging(spec.values["log_level"], spec.values["log_format"], process=spec.name)  # type: ignore[arg-type]
+        raise_descriptor_limit()
+        self._spec = spec
+        self._node_address = ray.util.get_node_ip_address()
+        self._host = _node_name()
+        self._stop = asyncio.Event()
+        self._notify = NotifyListener()
+        self._leaders: dict[str, str] = {}
+        self._leaders_fd = os.memfd_create("leaders")
+        self._leader_known = asyncio.Event()
+        self._supervisor: Supervisor | None = None
+        self._sockets = {name: _listen(self._bind_host(host), port) for name, (host, port) in spec.sockets.items()}
+        self._write_leaders()
+        self._loop = asyncio.new_event_loop()
+        # The kernel ends the process with the thread that started it, so this thread lives as long as the actor.
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return self._spec.name  # Ray puts it before every line of the log
+
+    def state(self) -> ProcessState:
+        """What the actor knows of its process now."""
+        group = self._supervisor
+        pid = group.pids.get(0) if group is not None else None
+        return ProcessState(
+            self._host,
+            pid,
+            group.restarts.get(0, 0) if group is not None else 0,
+            pid is not None and self._notify.heard(pid),
+            group is not None and group.invalid_input.is_set(),
+            {name: str(Address(self._node_address, sock.getsockname()[1])) for name, sock in self._sockets.items()},
+        )
+
+    def join_address(self) -> str:
+        """Where this leader listens."""
+        return str(Address(self._node_address, self._sockets["join_fd"].getsockname()[1]))
+
+    def stop(self) -> None:
+        """Stop the process: SIGTERM, and SIGKILL after the stop timeout. Returns when it has ended."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    # -- the thread of the supervisor ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._supervise())
+        except BaseException:
+            logger.exception("the supervision of %s has failed: this actor ends", self._spec.name)
+            os._exit(1)
+
+    async def _supervise(self) -> None:
+        spec = self._spec
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._notify.receiving())
+            lookups = [asyncio.create_task(self._look_up(name)) for name in spec.leaders]
+            for lookup in lookups:
+                stack.callback(lookup.cancel)
+            if spec.leaders and not await self._leader_is_known():
+                return
+            file = settings_file(stack, spec.role, {**spec.values, **self._local_values()})
+            name_option = "--leader-name" if spec.role == "leader" else "--name"
+            self._supervisor = Supervisor(
+                lambda _slot: [*PROGRAM, spec.role, name_option, spec.name, "--config", file],
+                1,
+                kind=spec.role,
+                environment=worker_environment(spec.threads, self._notify.environment),
+                stop_timeout_s=spec.stop_timeout_s,
+                fds=lambda _slot: [sock.fileno() for sock in self._sockets.values()],
+                notify=self._notify,
+                blocked_timeout_s=spec.blocked_timeout_s,
+            )
+            async with self._supervisor:
+                await self._stop.wait()
+
+    async def _leader_is_known(self) -> bool:
+        """Wait for the address of a leader. Returns False if the actor is stopped before."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._leader_known, self._stop)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return not self._stop.is_set()
+
+    def _local_values(self) -> Values:
+        """The settings that depend on the node."""
+        hosts = {name: self._bind_host(host) for name, (host, _) in self._spec.sockets.items()}
+        values: Values = {name: sock.fileno() for name, sock in self._sockets.items()}
+        if self._spec.role == "leader":
+            # Workers and frontends join at the address of the node, also if the leader listens on all.
+            return {**values, "join_host": hosts["join_fd"], "advertise_host": self.join_address()}
+        values["leaders_file"] = f"/proc/{os.getpid()}/fd/{self._leaders_fd}"
+        if self._spec.role == "frontend":
+            return {**values, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
+        return {**values, "bind_host": self._node_address, "advertise_host": self._host}
+
+    def _bind_host(self, host: str) -> str:
+        """The address to listen on: that of the node, unless the settings name one that other nodes can reach."""
+        return self._node_address if host in _LOOPBACK else host
+
+    # -- addresses of leaders --------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, name: str) -> None:
+        """Ask the actor of a leader for its address, again and again, because it may move. It keeps its last address until then."""
+        actor: Any = None
+        while True:
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    if actor is None:
+                        actor = await asyncio.to_thread(ray.get_actor, name, self._spec.namespace)
+                    address: str = await actor.join_address.remote()
+                self._on_address(name, address)
+            except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+                logger.debug("the address of %s is not known: %s", name, error)
+            await asyncio.sleep(_LOOK_UP_S)
+
+    def _on_address(self, name: str, address: str) -> None:
+        if self._leaders.get(name) == address:
+            return
+        logger.info("%s is at %s", name, address)
+        self._leaders[name] = address
+        self._write_leaders()
+        self._leader_known.set()
+
+    def _write_leaders(self) -> None:
+        """Replace the file of leaders at once, so that a process never reads a part of it."""
+        # The name of a leader that was never reached cannot be resolved (RFC 2606), so the process tries again later.
+        lines = [self._leaders.get(name, f"{name}.invalid:1") for name in self._spec.leaders]
+        with os.fdopen(os.memfd_create("leaders"), "w") as file:
+            file.write("\n".join(lines) + "\n")
+            file.flush()
+            os.dup2(file.fileno(), self._leaders_fd, inheritable=False)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket at this port, or at a free one if another process of this node uses it."""
+    try:
+        return bind(host, port, option("port"))
+    except UserError as error:
+        if not port:
+            raise
+        logger.warning("%s: using a free port", error)
+        return bind(host, 0, option("port"))
+
+
+def _node_name() -> str:
+    """The name of this node in `ray status`; by default its address."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return next(str(node["NodeName"]) for node in nodes if node["NodeID"] == own)

@@ -1,0 +1,88 @@
+"""Starts and stops the workers of a running service, as its leaders report what their load needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from types import TracebackType
+from typing import Self
+
+from multiworld_serving.common.config import UserError
+from multiworld_serving.deploy.processes.launcher import Launcher
+from multiworld_serving.deploy.processes.notify import NotifyListener
+from multiworld_serving.deploy.scaling.policy import Grow, ScalingPolicy, Stop
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.25
+_REPORT_AGE_S = 5.0
+"""A leader whose last report is older is treated like one that does not report; leaders report twice a second."""
+
+
+class Autoscaler:
+    """Performs what the policy decides inside its `async with` block. Leaving waits until a worker that is being stopped has ended.
+
+    Args:
+        notify: receives the reports of the leaders.
+    """
+
+    def __init__(self, launcher: Launcher, notify: NotifyListener, policy: ScalingPolicy) -> None:
+        self._launcher = launcher
+        self._notify = notify
+        self._policy = policy
+        self._stopping: dict[str, asyncio.Task[None]] = {}
+        """The worker that is being stopped, if there is one: the next one is chosen when it has ended."""
+        self._refused = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, *self._stopping.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._step()
+            except Exception:
+                logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def _step(self) -> None:
+        processes = await self._launcher.processes()
+        leaders = [process.pid for process in processes if process.role == "leader"]
+        workers = {process.name for process in processes if process.role == "worker"}
+        reports = [None if pid is None else self._notify.capacity(pid, _REPORT_AGE_S) for pid in leaders]
+        match self._policy.decide(reports, workers - self._stopping.keys(), time.monotonic()):
+            case Grow(count):
+                await self._grow(count, len(workers - self._stopping.keys()), len(workers & self._stopping.keys()))
+            case Stop(worker) if not self._stopping:  # otherwise later, when that one has ended
+                logger.info("autoscaling: stopping worker=%s, which the load does not need", worker)
+                self._stopping[worker] = asyncio.create_task(self._stop(worker))
+
+    async def _grow(self, count: int, running: int, stopping: int) -> None:
+        """Start workers beside those that are being stopped. A refusal is logged once, until it ends."""
+        if not self._refused:
+            logger.info("autoscaling: workers %d -> %d", running, count)
+        try:
+            await self._launcher.scale_workers(count + stopping)
+            self._refused = False
+        except UserError as error:
+            if not self._refused:
+                logger.warning("autoscaling: no more workers can be started: %s", error)
+            self._refused = True
+
+    async def _stop(self, worker: str) -> None:
+        try:
+            await self._launcher.stop_worker(worker)
+        except KeyError:
+            logger.info("autoscaling: worker=%s has ended by itself", worker)
+        finally:
+            del self._stopping[worker]

@@ -1,0 +1,133 @@
+"""Converts the input of an inference request for a model with image preprocessing to images: pixels, or files.
+
+All functions are synchronous and stateless; they run on the decoding threads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip.tensors import (
+    abbreviated,
+    check_rows,
+    given_shape,
+    json_data,
+    tensor_from_binary,
+    tensor_from_json,
+)
+from multiworld_serving.server.errors import InferenceRequestError
+
+Image = Tensor | bytes
+"""Pixels as uint8 [3, S, S], RGB, contiguous; or the bytes of a JPEG, PNG or WebP file, not yet decoded."""
+
+_LENGTH_BYTES = 4
+_HALF_GREY_LEVEL = 0.5 / 255
+
+
+def image_input(tensor: Mapping[str, Any], data: memoryview | None, signature: Signature) -> list[Image]:
+    """The images of an input: UINT8, FP32 (0 to 1), or BYTES (files; in JSON as base64).
+
+    Args:
+        data: its binary data; None: they are in the JSON.
+    Raises:
+        InferenceRequestError: the input is invalid for this model.
+    """
+    name, datatype = signature.model.inputs[0].name, tensor.get("datatype")
+    if datatype not in ("UINT8", "FP32", "BYTES"):
+        raise InferenceRequestError(
+            f"the input {name!r} has datatype {abbreviated(datatype)}; send UINT8 (0 to 255), FP32 (0 to 1) or BYTES (files)"
+        )
+    shape = given_shape(name, tensor)
+    if datatype == "BYTES":
+        if len(shape) not in (1, 2) or shape[1:] not in ([], [1]):
+            raise InferenceRequestError(
+                f"the input {name!r} of BYTES has shape {abbreviated(shape)}; expected [N] or [N, 1]"
+            )
+    elif tuple(shape[1:]) != signature.image_shape:
+        raise InferenceRequestError(_wrong_shape(name, shape, signature))
+    check_rows(name, shape[0], signature.max_rows, "images")
+    if datatype == "BYTES":
+        if data is not None:
+            return _elements(name, data, shape[0])
+        return [_from_base64(name, value, at) for at, value in enumerate(json_data(name, tensor, shape))]
+    values = (
+        tensor_from_json(name, datatype, shape, json_data(name, tensor, shape))
+        if data is None
+        else tensor_from_binary(name, datatype, shape, data)
+    )
+    pixels = values if datatype == "UINT8" else _grey_levels(name, values)
+    return [image.clone() for image in pixels] if len(pixels) > 1 else [pixels[0]]
+
+
+def image_from_raw(body: bytes, signature: Signature) -> list[Image]:
+    """The image of a request without JSON (`Inference-Header-Content-Length: 0`): UINT8, shaped as in the metadata.
+
+    Raises:
+        InferenceRequestError: its size is wrong.
+    """
+    shape, expected = list(signature.image_shape), signature.model.input_rows.max_row_bytes
+    if len(body) != expected:
+        raise InferenceRequestError(
+            f"without JSON the body is one image, UINT8 {shape}: {expected} bytes, "
+            f"not {len(body)}; send image files to /predict, or as BYTES with JSON"
+        )
+    return [tensor_from_binary(signature.model.inputs[0].name, "UINT8", shape, memoryview(body))]
+
+
+def _wrong_shape(name: str, shape: list[int], signature: Signature) -> str:
+    channels, height, width = signature.image_shape
+    hint = "resize and crop first, or send image files as BYTES"
+    if tuple(shape) == signature.image_shape:
+        hint = "put the batch dimension in front"
+    elif shape[1:] == [height, width, channels]:
+        hint = "put the channels before height and width"
+    return f"the input {name!r} has shape {abbreviated(shape)}; expected [N, {channels}, {height}, {width}]: {hint}"
+
+
+def _grey_levels(name: str, values: Tensor) -> Tensor:
+    """Convert float32 in 0..1 to uint8, rounded to the nearest of 256 levels. Overwrites `values`."""
+    low, high = (bound.item() for bound in values.aminmax())
+    if not (low >= -_HALF_GREY_LEVEL and high <= 1 + _HALF_GREY_LEVEL):  # also true for NaN
+        raise InferenceRequestError(
+            f"the input {name!r} of FP32 has values from {low:g} to {high:g}; expected 0 to 1, not normalized: the server applies "
+            "mean and standard deviation; or send 0 to 255 as UINT8"
+        )
+    return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _elements(name: str, data: memoryview, count: int) -> list[Image]:
+    found: list[Image] = []
+    at = 0
+    for number in range(count):
+        start = at + _LENGTH_BYTES
+        end = start + int.from_bytes(data[at:start], "little")
+        if start > len(data) or end > len(data):
+            raise InferenceRequestError(
+                f"element {number} of input {name!r} ends after its {len(data)} bytes of data; each element of BYTES is "
+                "its length as 4 bytes, little-endian, followed by its content"
+            )
+        found.append(bytes(data[start:end]))
+        at = end
+    if at != len(data):
+        raise InferenceRequestError(
+            f"the input {name!r} has {len(data) - at} bytes of data left over after its {count} elements"
+        )
+    return found
+
+
+def _from_base64(name: str, value: object, number: int) -> bytes:
+    try:
+        if isinstance(value, str):
+            return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        pass
+    raise InferenceRequestError(
+        f"element {number} of input {name!r} is not base64; in JSON an image file is sent as base64, in binary data as it is"
+    )

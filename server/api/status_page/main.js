@@ -1,0 +1,100 @@
+// The status page: follows GET /events and passes each message to the parts of the page.
+
+import { Chart } from "./chart.js";
+import { $, duration, number, setText } from "./dom.js";
+import { showEvent } from "./events.js";
+import { Graph } from "./graph.js";
+import { lost, noIncident, seen, showIncident, showState } from "./hero.js";
+import { startOperating } from "./operate.js";
+import { Rates } from "./rates.js";
+import { ReplicaTable } from "./replicas.js";
+import { startTrying } from "./try.js";
+
+const MOST_POINTS = 300;
+const RETRY_MS = 3000;
+
+const rates = new Rates();
+const graph = new Graph($("graph"));
+const table = new ReplicaTable($("replicas"));
+const throughput = new Chart($("throughput"), [["answered", "ok", "answered"], ["refused", "refused", "refused", false], ["failed", "failed", "failed", false]], "per second");
+const latency = new Chart($("latency"), [["p99_ms", "p99", "99th percentile"], ["p50_ms", "p50", "median"]], "ms");
+let points = [];
+let status = null;
+let incidentS = null;
+const view = { byHost: false, onlyProblems: false };
+
+function showStatus(fresh) {
+  status = fresh;
+  const ready = status.stages.map((stage) => stage.replicas.filter((replica) => replica.state === "ready").length);
+  showState(status);
+  setText($("model"), `${status.model} ${status.version}`);
+  setText($("uptime"), duration(status.uptime_s));
+  setText($("queue"), status.queue_depth);
+  setText($("flight"), status.requests_in_flight);
+  setText($("redundancy"), ready.length ? Math.min(...ready) - 1 : "–");
+  setText($("observer"), status.frontends.length > 1 ? "(requests of this frontend)" : "");
+  rates.update(status);
+  draw();
+}
+
+function draw() {
+  if (!status) return;
+  graph.show(status, rates, points.at(-1)?.answered ?? 0);
+  table.show(status, rates, view);
+}
+
+function showPoints(added) {
+  points = added.length === 1 ? points.concat(added).slice(-MOST_POINTS) : added;
+  drawCharts();
+  const last = points.at(-1);
+  if (!last) return;
+  setText($("rate"), number(last.answered));
+  setText($("p50"), last.p50_ms === null ? "–" : `${last.p50_ms.toFixed(0)} ms`);
+  setText($("p99"), last.p99_ms === null ? "–" : `${last.p99_ms.toFixed(0)} ms`);
+}
+
+function drawCharts() {
+  throughput.show(points, incidentS);
+  latency.show(points, incidentS);
+}
+
+function follow() {
+  const source = new EventSource("/events");
+  const on = (kind, show) => source.addEventListener(kind, (message) => {
+    seen();
+    show(JSON.parse(message.data));
+  });
+  on("status", showStatus);
+  on("points", (added) => {
+    noIncident();
+    showPoints(added);
+  });
+  on("incident", (incident) => {
+    incidentS = incident.at_unix_s;
+    drawCharts();
+    showIncident(incident);
+  });
+  on("event", showEvent);
+  source.addEventListener("error", () => {
+    lost();
+    if (source.readyState === EventSource.CLOSED) setTimeout(follow, RETRY_MS); // rejected: EventSource does not reconnect
+  });
+}
+
+async function start() {
+  for (const [id, option] of [["by-host", "byHost"], ["only-problems", "onlyProblems"]]) {
+    $(id).addEventListener("click", () => {
+      view[option] = !view[option];
+      $(id).setAttribute("aria-pressed", view[option]);
+      draw();
+    });
+  }
+  new ResizeObserver(() => { draw(); drawCharts(); }).observe($("graph"));
+  follow();
+  const response = await fetch("/", { headers: { Accept: "application/json" } });
+  const listing = await response.json();
+  startOperating(listing);
+  await startTrying(listing, (worlds) => graph.light(worlds));
+}
+
+start();

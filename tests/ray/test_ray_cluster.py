@@ -1,0 +1,184 @@
+"""`multiworld serve --launcher ray` and `down` on a Ray cluster of three nodes: a node is killed under load, and what is refused."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from multiworld_client import Client
+from multiworld_serving.testing.load.images import photo
+from tests.waiting import wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
+# Ray takes a node for dead after so many failed checks; by default 15 s.
+HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
+SERVE = (
+    *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
+    *("--http-port", "0", "--join-port", "0", "--metrics-port", "0"),
+)
+PHOTO = photo(width=64, height=64)
+
+
+class Cluster:
+    """See `tests.ray.cluster`."""
+
+    def __init__(self, *nodes: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.cluster", *nodes],
+            cwd=ROOT, env=ENVIRONMENT | HEALTH_CHECK, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self.address = self._answer()
+
+    def tell(self, *words: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(words) + "\n")
+        self._process.stdin.flush()
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if re.fullmatch(r"done|[\d.]+:\d+", line.strip()):  # Ray prints, too
+                return line.strip()
+        raise AssertionError("the Ray cluster has ended")
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run `multiworld` with the address of this cluster."""
+        command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments, "--ray-address", self.address]
+        return subprocess.run(
+            command, check=False, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        )
+
+    def refusal(self, *arguments: str) -> str:
+        done = self.run(*arguments)
+        assert done.returncode == 2, done.stderr
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
+        return line
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(timeout=60)
+        self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    running = Cluster("head=4", "node-1=4", "node-2=4")
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@dataclass
+class Calls:
+    """Requests of clients with all URLs."""
+
+    answered: int = 0
+    failures: list[Exception] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def load(urls: list[str], clients: int = 3) -> Iterator[Calls]:
+    calls, stop = Calls(), threading.Event()
+
+    def call(own: list[str]) -> None:
+        with Client(own, timeout_s=60) as client:
+            while not stop.wait(0.1):  # leaves CPU time for starting processes
+                try:
+                    client.predict(PHOTO)
+                    calls.answered += 1
+                except Exception as error:  # noqa: BLE001 - counted
+                    calls.failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(urls[index % 2 :] + urls[: index % 2],)) for index in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield calls
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(90)
+
+
+def status(urls: list[str]) -> dict[str, Any]:
+    """GET /status of the first that answers; empty if none does."""
+    for url in urls:
+        with contextlib.suppress(httpx.TransportError):
+            found: dict[str, Any] = httpx.get(f"{url}/status", timeout=5).json()
+            return found
+    return {}
+
+
+def hosts(found: dict[str, Any]) -> list[set[str]]:
+    """For each stage the nodes with a ready replica."""
+    return [
+        {each["host"] for each in stage["replicas"] if each["state"] == "ready"} for stage in found.get("stages", [])
+    ]
+
+
+def is_complete(found: dict[str, Any]) -> bool:
+    leaders = [leader["state"] for leader in found.get("leaders", [])]
+    return leaders == ["ready", "ready"] and [len(nodes) for nodes in hosts(found)] == [2, 2]
+
+
+def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_elsewhere(cluster: Cluster) -> None:
+    started = cluster.run(*SERVE, "--stages", "2", "--replicas", "2", "--leaders", "2", "--frontends", "2")
+    assert started.returncode == 0, started.stderr
+    try:
+        urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",")
+        wait_until(lambda: is_complete(status(urls)))
+        assert "runs already in the namespace multiworld" in cluster.refusal(*SERVE)
+        before = hosts(status(urls))
+        victim = sorted(before[0] - {"head"})[0]
+        with load(urls) as calls:
+            wait_until(lambda: calls.answered > 20 or bool(calls.failures))
+            cluster.tell("kill", victim)
+            wait_until(lambda: is_complete(now := status(urls)) and all(victim not in each for each in hosts(now)))
+            since = calls.answered
+            wait_until(lambda: calls.answered > since + 20 or bool(calls.failures))
+        assert not calls.failures
+    finally:
+        stopped = cluster.run("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not status(urls)
+    assert "no service runs in the namespace multiworld" in cluster.refusal("down")
+
+
+def test_missing_resources_are_counted_and_nothing_is_started(cluster: Cluster) -> None:
+    assert "lacks" in (line := cluster.refusal(*SERVE, "--stages", "10", "--replicas", "3"))
+    assert re.search(r"lacks \d+ CPUs: the service needs 32 CPUs", line)
+    assert "lacks 4 GPUs" in cluster.refusal(*SERVE, "--device", "cuda")
+    assert "no service runs" in cluster.refusal("down")
+
+
+def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: Cluster) -> None:
+    line = cluster.refusal(*SERVE, "--stages", "1", "--replicas", "1", "--weights", "/nowhere.pth")
+    assert re.search(r"leader-0 on \S+: the process refuses its settings", line)
+    assert "no service runs" in cluster.refusal("down")
+
+
+def test_node_with_another_version_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    metadata = tmp_path / "multiworld_serving-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: multiworld-serving\nVersion: 9.9.9\n")
+    cluster.tell("add", "other", "1", str(tmp_path))
+    try:
+        assert "have 9.9.9 on other; install the same version" in cluster.refusal(*SERVE)
+        assert "no service runs" in cluster.refusal("down")
+    finally:
+        cluster.tell("kill", "other")

@@ -1,0 +1,168 @@
+"""Rewritten stages of bundles compute what the graph says: folded, fused, in lower precision, with several tensors and variable lengths."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from multiworld_serving.models import TOLERANCE, BundleStage, Tuning, deviation, optimize, stage_specs
+from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.export.trace import capture
+from multiworld_serving.models.optimize.folding import FoldedStage
+from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
+from multiworld_serving.models.optimize.selection import example_rows
+from tests.bundles import classifier_bundle, text_bundle
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
+PRECISIONS = [torch.float32, torch.bfloat16]
+ROWS = 3
+
+
+def stages(bundle: Bundle) -> list[BundleStage]:
+    specs = stage_specs(bundle.manifest, bundle.stages)
+    return [BundleStage(spec, bundle.build(stage)) for spec, stage in zip(specs, bundle.stages, strict=True)]
+
+
+def workload_of(spec: BundleStageSpec) -> Workload:
+    return Workload(tuple(spec.example(1, ()).shape[1:]), 4, (1, 2))
+
+
+def check(stage: BundleStage, made: nn.Module, rows: Tensor, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless `made` computes what `stage` does, within the tolerance, and keeps its input."""
+    before = rows.clone()
+    with torch.inference_mode():
+        found, expected = (stage.spec.unpack_output(each(rows)) for each in (made, stage))
+    assert torch.equal(rows, before)
+    for one, two in zip(found, expected, strict=True):
+        assert one.dtype == two.dtype
+        assert one.shape == two.shape
+        limit = TOLERANCE[str(dtype).removeprefix("torch.")]
+        probabilities = stage.spec.probabilities and dtype != torch.float32
+        assert deviation(one, two, probabilities=probabilities) <= limit
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_onednn)])
+@pytest.mark.parametrize("make", [classifier_bundle, text_bundle])
+def test_rewritten_stages_of_bundles_equal_the_reference(
+    make: Callable[[Path], Bundle], dtype: torch.dtype, fused: bool, tmp_path: Path
+) -> None:
+    """Images with normalisation, and texts of variable length with several tensors at each boundary."""
+    for stage in stages(make(tmp_path / "bundle")):
+        rows = example_rows(stage.spec, ROWS, ())
+        made = FoldedStage(stage, workload_of(stage.spec), dtype, fused=fused and fusable(CPU, dtype))
+        check(stage, made, rows, dtype)
+        assert not any("batch_norm" in str(node.target) for node in made.body.graph.nodes)
+
+
+def test_auto_measures_stages_of_bundles(tmp_path: Path) -> None:
+    stage = stages(text_bundle(tmp_path / "bundle"))[1]
+    shape = workload_of(stage.spec).sample_shape
+    made = optimize(stage, shape, 2, Tuning(optimize="auto", limit_s=60), CPU)
+    assert "none/float32" in made.why
+    check(stage, made.module, example_rows(stage.spec, ROWS, ()), torch.float32)
+
+
+def test_tuning_none_computes_the_graph_as_it_is(tmp_path: Path) -> None:
+    stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
+    rows = example_rows(stage.spec, ROWS, ())
+    with torch.inference_mode():
+        expected = stage(rows)
+        made = optimize(stage, workload_of(stage.spec).sample_shape, 2, Tuning(), CPU).module
+        assert torch.equal(made(rows), expected)
+
+
+# -- patterns ---------------------------------------------------------------------------------------------------------------
+
+
+class Patterns(nn.Module):
+    """What may be fused, and tensors that an addition in place would destroy for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(8))
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+        self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        self.alone = nn.BatchNorm2d(8)
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.same_for_all_rows = nn.Parameter(torch.randn(1, 8, 6, 6))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        first = functional.relu(self.convs[0](images * 0.5 - 0.25))
+        second = functional.hardswish(self.norm(self.depthwise(first)))
+        third = functional.relu(self.convs[1](second) + first)  # first may be overwritten
+        fourth = self.convs[2](third) + second + images  # images must be kept
+        kept = functional.gelu(self.convs[3](fourth))
+        fifth = functional.relu(self.convs[4](kept) + kept)  # kept is needed below: must not be overwritten
+        viewed = fifth.flatten(2)
+        sixth = functional.silu(self.convs[5](fifth) + fifth)  # so is fifth, by its view
+        seventh = self.convs[6](sixth) + self.same_for_all_rows
+        eighth = self.alone(self.convs[7](seventh) * kept + viewed.unflatten(2, (6, 6)))
+        vectors = eighth.permute(0, 2, 3, 1)
+        hidden = functional.gelu(self.linears[0](vectors))
+        return self.linears[2](self.linears[1](hidden) + vectors), kept
+
+
+def patterns() -> BundleStage:
+    module = Patterns().eval()
+    graph, weights = capture(module, [torch.randn(2, 8, 6, 6)], ["images"], max_batch_size=8)
+    tensors = [TensorSpec(name, "float32", ("batch", *shape)) for name, shape in (("a", (6, 6, 8)), ("b", (8, 6, 6)))]
+    spec = BundleStageSpec(
+        *("patterns", "1", 0, 1),
+        inputs=(TensorSpec("images", "float32", ("batch", 8, 6, 6)),),
+        outputs=tuple(tensors),
+        dimensions={"batch": (1, 8)},
+        probabilities=False,
+        graph_sha256="0" * 64,
+    )
+    return BundleStage(spec, graph.build(weights, CPU))
+
+
+@needs_onednn
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_fused_patterns_equal_the_graph(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    if not fusable(CPU, dtype):
+        pytest.skip("not supported by this processor")
+    stage = patterns()
+    made = FoldedStage(stage, Workload((8, 6, 6), 4, (1, 2)), dtype, fused=True)
+    for rows in (1, 4):
+        batch = torch.randn(rows, 8, 6, 6, generator=torch.Generator().manual_seed(rows))
+        check(stage, made, batch.contiguous(memory_format=layout), dtype)
+
+
+@needs_onednn
+def test_additions_are_in_place_only_if_nothing_else_needs_the_tensor() -> None:
+    made = FoldedStage(patterns(), Workload((8, 6, 6), 4, (1, 2)), fused=True)
+    modules = dict(made.body.named_modules())
+    fused = [node for node in made.body.graph.nodes if node.op == "call_module"]
+    assert sum(isinstance(modules[str(node.target)], FusedConv) for node in fused) == 9
+    assert sum(isinstance(modules[str(node.target)], FusedLinear) for node in fused) == 3
+    added = {node.args[1]: modules[str(node.target)] for node in fused if len(node.args) > 1}
+    in_place = [isinstance(each, FusedConv) and each.in_place for each in added.values()]
+    assert in_place == [True, True, False, False, False]
+
+
+def test_scaling_and_normalisation_are_folded_into_weights() -> None:
+    made = FoldedStage(patterns(), Workload((8, 6, 6), 4, (1,)))
+    called = [str(node.target) for node in made.body.graph.nodes if node.op == "call_function"]
+    assert sum("batch_norm" in name for name in called) == 1  # what follows an addition
+    assert sum("mul.Tensor" in name for name in called) == 1
+
+
+def test_stage_keeps_its_graph_and_weights() -> None:
+    stage = patterns()
+    assert isinstance(stage.module, fx.GraphModule)
+    code, weights = stage.module.code, {name: each.clone() for name, each in stage.state_dict().items()}
+    FoldedStage(stage, Workload((8, 6, 6), 4, (1,)), torch.bfloat16)
+    assert stage.module.code == code
+    assert all(torch.equal(each, weights[name]) for name, each in stage.state_dict().items())

@@ -1,0 +1,164 @@
+"""The number of replicas that a load needs: arrival rates, times by batch size, the objective, and several leaders."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from multiworld_serving.server.capacity_report import CapacityReport
+from multiworld_serving.server.scheduling.batches import Attempt
+from multiworld_serving.server.scheduling.config import SchedulerConfig
+from multiworld_serving.server.scheduling.estimates.capacity import (
+    DRAIN_S,
+    UTILISATION,
+    ArrivalRate,
+    batch_size,
+    combine,
+    replicas_wanted,
+)
+from multiworld_serving.server.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.scheduling.scheduler import BatchDone, RequestArrived
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, sends
+
+
+def times_of(*measured: tuple[int, int, float], transfer_s: float = 0.0) -> ServiceTimes:
+    """Ten samples of each (stage, rows, compute_s)."""
+    times = ServiceTimes()
+    for stage, rows, compute_s in measured:
+        attempt = SimpleNamespace(
+            replica=SimpleNamespace(pool=SimpleNamespace(stage=stage)), batch=SimpleNamespace(rows=(None,) * rows)
+        )
+        for _ in range(10):
+            times.observe(cast(Attempt, attempt), compute_s + transfer_s, compute_s, transfer_s)
+    return times
+
+
+def rate_of(arrivals: list[float], now_s: float) -> float:
+    rate = ArrivalRate()
+    for at_s in arrivals:
+        rate.arrived(at_s)
+    return rate.per_s(now_s)
+
+
+def test_rate_is_zero_without_arrivals() -> None:
+    assert rate_of([], 5.0) == 0.0
+
+
+@pytest.mark.parametrize("per_s", [1, 10, 200])
+def test_rate_of_steady_arrivals_is_exact(per_s: int) -> None:
+    assert rate_of([number / per_s for number in range(100 * per_s)], 100.0) == pytest.approx(per_s, rel=0.05)
+
+
+def test_rate_follows_a_step_within_a_second_and_a_half() -> None:
+    before = [number / 10 for number in range(1000)]
+    after = [100 + number / 100 for number in range(150)]
+    assert rate_of(before + after, 101.5) == pytest.approx(100, rel=0.2)
+
+
+def test_rate_follows_a_rise_of_few_arrivals_within_two_seconds() -> None:
+    before = [number / 2 for number in range(200)]
+    after = [100 + number / 20 for number in range(40)]
+    assert rate_of(before + after, 102.0) > 12
+
+
+def test_rate_of_few_arrivals_counts_a_longer_time() -> None:
+    """Two arrivals in one second, after nothing for a long time, are no load of 2/s."""
+    assert rate_of([0.0, 60.0, 60.5], 61.0) < 0.1
+
+
+def test_rate_falls_after_the_last_arrival() -> None:
+    burst = [number / 1000 for number in range(1000)]
+    rates = [rate_of(burst, now_s) for now_s in (1.0, 2.0, 10.0, 40.0)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0
+
+
+def test_time_of_an_unknown_size_is_an_upper_bound() -> None:
+    times = times_of((0, 1, 0.010), (0, 8, 0.020))
+    assert times.compute_s(0, 1) == pytest.approx(0.010)
+    assert times.compute_s(0, 8) == pytest.approx(0.020)
+    assert times.compute_s(0, 4) == pytest.approx(0.040), "four times a batch of one"
+    assert times_of((0, 8, 0.020)).compute_s(0, 1) == pytest.approx(0.020), "as long as the larger batch"
+    assert times.compute_s(1, 1) is None
+
+
+def test_batch_is_as_large_as_the_objective_allows() -> None:
+    times = times_of(*((stage, rows, 0.010 + 0.001 * rows) for stage in (0, 1) for rows in (1, 2, 4, 8)))
+
+    def size(target_s: float | None) -> int:
+        return batch_size(times, SchedulerConfig(2, target_latency_s=target_s, batch_timeout_s=0.0))
+
+    assert [size(target_s) for target_s in (None, 0.1, 0.06, 0.05, 0.001)] == [8, 8, 4, 2, 1]
+
+
+def test_transfers_count_as_latency() -> None:
+    near, far = (times_of((0, 1, 0.01), (0, 8, 0.02), transfer_s=transfer_s) for transfer_s in (0.0, 0.05))
+    config = SchedulerConfig(1, target_latency_s=0.05)
+    assert (batch_size(near, config), batch_size(far, config)) == (8, 1)
+
+
+def test_replicas_are_load_times_cost_over_utilisation() -> None:
+    times = times_of((0, 8, 0.080), (1, 8, 0.240))
+    assert replicas_wanted(100.0, 0, times, SchedulerConfig(2)) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
+
+
+def test_a_backlog_adds_the_replicas_that_work_it_off() -> None:
+    times = times_of((0, 8, 0.080))
+    (wanted,) = replicas_wanted(100.0, 60, times, SchedulerConfig(1))
+    assert wanted == pytest.approx((100 + 60 / DRAIN_S) * 0.010 / UTILISATION)
+
+
+def test_a_shorter_objective_needs_more_replicas() -> None:
+    times = times_of((0, 1, 0.010), (0, 8, 0.020))
+    loose, strict = (
+        replicas_wanted(100.0, 0, times, SchedulerConfig(1, target_latency_s=target_s)) for target_s in (1.0, 0.03)
+    )
+    assert strict[0] == pytest.approx(4 * loose[0])
+
+
+def test_leaders_share_workers_so_their_shares_are_added_before_rounding() -> None:
+    assert combine([(1.2, 0.3)], at_least=1) == (2, 1)
+    assert combine([(1.2, 0.3), (0.7, 0.3)], at_least=1) == (2, 1)
+    assert combine([(1.2, 0.3), (0.9, 0.3)], at_least=2) == (3, 2)
+
+
+def test_scheduler_measures_load_and_times() -> None:
+    driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=1)
+    assert driver.scheduler.replicas_wanted(0.0) == (0.0, 0.0)
+    for number in range(200):
+        actions = driver.handle(RequestArrived(number, 1e9))
+        for stage_s in (0.010, 0.020):
+            (send,) = sends(actions)
+            actions = driver.handle(BatchDone(send.batch, send.replica, stage_s, 0.0), stage_s)
+        driver.now_s += 0.02
+    wanted = driver.scheduler.replicas_wanted(driver.now_s)
+    assert wanted == pytest.approx((20 * 0.010 / UTILISATION, 20 * 0.020 / UTILISATION), rel=0.05)
+
+
+def test_requests_that_are_rejected_because_of_overload_are_load() -> None:
+    driver = SchedulerHarness(replicas=1, max_batch_size=1, queue_limit=1, window=1)
+    driver.arrive(2)
+    for _ in range(100):
+        assert driver.scheduler.rejection(1e9, driver.now_s, ahead=0) is not None
+    assert driver.scheduler._state.arrivals.per_s(driver.now_s + 1.0) == pytest.approx(102)
+
+
+def test_a_backlog_is_what_exceeds_one_batch_for_each_replica() -> None:
+    driver = SchedulerHarness(replicas=2, max_batch_size=4, batch_timeout_s=100.0)
+    for _ in range(20):
+        driver.answer_all(driver.arrive(4), 0.1)
+    driver.arrive(16 + 8)  # four batches in flight
+    assert driver.scheduler.queue_depth == 8
+    (usual,) = driver.scheduler.replicas_wanted(driver.now_s)
+    driver.arrive(10)
+    assert driver.scheduler.replicas_wanted(driver.now_s) == pytest.approx(
+        (usual + 10 / DRAIN_S * 0.025 / UTILISATION,)
+    )
+
+
+def test_report_survives_its_text_and_a_cut_text_is_none() -> None:
+    report = CapacityReport((0.5, 2.25), (("local-0",), ("local-1", "local-2")))
+    text = report.to_json()
+    assert CapacityReport.from_json(text) == report
+    assert CapacityReport.from_json(text[:-4]) is None
+    assert CapacityReport.from_json('{"wanted":[1],"serving":[]}') is None

@@ -1,0 +1,54 @@
+"""The state of the service and its reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multiworld_serving.server.predictor import (
+    LeaderSnapshot,
+    PipelineSnapshot,
+    ReplicaSnapshot,
+    ReplicaState,
+    ServiceState,
+    StageSnapshot,
+)
+
+
+def pipeline(*stages: tuple[ReplicaState, ...], ready: bool = True, **more: Any) -> PipelineSnapshot:
+    made = tuple(
+        StageSnapshot(index, (), tuple(ReplicaSnapshot(slot, state) for slot, state in enumerate(states)))
+        for index, states in enumerate(stages)
+    )
+    return PipelineSnapshot("m", "v", ready, more.pop("draining", False), 1.0, 0, 0, made, **more)
+
+
+UP = ("ready", "ready")
+HERE, GONE = LeaderSnapshot("a:1", "ready", "leader-0"), LeaderSnapshot("b:1", "unreachable")
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "state", "reasons"),
+    [
+        (pipeline(UP, UP), "ready", ()),
+        (pipeline(("ready",), ("ready",)), "ready", ()),
+        (pipeline(UP, ("ready", "ready", "broken")), "ready", ()),
+        (pipeline(UP, ("ready", "broken")), "degraded", ("stage 1 has 1 of 2 replicas",)),
+        (pipeline(UP, ("left", "ready")), "degraded", ("stage 1 has 1 of 2 replicas",)),
+        (pipeline(UP, leaders=(HERE, GONE)), "degraded", ("leader b:1 is unreachable",)),
+        (pipeline(UP, leaders=(HERE, HERE)), "ready", ()),
+        (
+            pipeline(UP, ("broken", "loading"), ready=False),
+            "not_ready",
+            ("stage 1 has no ready replica (broken, loading)",),
+        ),
+        (pipeline(ready=False), "not_ready", ("the pipeline is not complete",)),
+        (pipeline(UP, ready=False, unloaded=True), "unloaded", ("an administrator has unloaded the model",)),
+        (pipeline(UP, ready=False, draining=True), "draining", ("the server is stopping",)),
+    ],
+)
+def test_state_follows_from_replicas_and_leaders(
+    snapshot: PipelineSnapshot, state: ServiceState, reasons: tuple[str, ...]
+) -> None:
+    assert (snapshot.state, snapshot.reasons) == (state, reasons)

@@ -1,0 +1,223 @@
+"""The Open Inference Protocol for models with any inputs and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES
+from multiworld_serving.server.predictor import Prediction, ServedModel
+from tests.unit.server.frontend_app import ColourPredictor, image_bytes, running_frontend
+from tests.unit.server.text_model import (
+    INFER,
+    SEGMENTS,
+    TEXT,
+    SegmentsPredictor,
+    TextPredictor,
+    binary,
+    binary_outputs,
+    tensors,
+)
+from tests.unit.server.v2_requests import elements
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 600]])
+MASK = torch.tensor([[True, True, False], [False, True, True]])
+GIVEN = [("ids", "INT64", IDS), ("mask", "BOOL", MASK)]
+SUMS = {"name": "sums"}
+
+
+async def test_rows_of_a_request_are_computed_one_by_one_and_answered_together() -> None:
+    predictor = TextPredictor()
+    async with running_frontend(predictor, TEXT) as frontend:
+        given = tensors(IDS.tolist(), MASK.tolist())
+        asked = {"inputs": given[::-1], "outputs": [{"name": "ids"}, SUMS]}
+        response = await frontend.client.post(INFER, json=asked)
+    assert response.status_code == 200, response.text
+    ids, sums = response.json()["outputs"]
+    assert (ids["name"], ids["datatype"], ids["shape"], ids["data"]) == ("ids", "INT64", [2, 3], IDS.flatten().tolist())
+    assert (sums["datatype"], sums["shape"], sums["data"]) == ("FP32", [2], [3.0, 605.0])
+    assert predictor.keys == ["3x3", "3x3"], "rows of one length share batches"
+
+
+async def test_tensors_travel_as_binary_data_in_both_directions() -> None:
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        every = await frontend.client.post(INFER, **binary(GIVEN, parameters={"binary_data_output": True}))
+        mixed = await frontend.client.post(
+            INFER, **binary(GIVEN, outputs=[{"name": "halves", "parameters": {"binary_data": True}}, SUMS])
+        )
+    found = binary_outputs(every)
+    assert found["ids"] == IDS.numpy().tobytes()
+    halves = torch.frombuffer(bytearray(found["halves"]), dtype=torch.bfloat16).view(2, 3)
+    assert torch.equal(halves, (IDS / 2).bfloat16())
+    assert mixed.status_code == 200, mixed.text
+    assert b'"data":[3.0,605.0]' in mixed.content
+
+
+async def test_metadata_describes_inputs_outputs_and_dimensions() -> None:
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        found = (await frontend.client.get("/v2/models/text")).json()
+        config = (await frontend.client.get("/v2/models/text/config")).json()
+    assert found["inputs"] == [
+        {"name": "ids", "datatype": "INT64", "shape": [-1, -1]},
+        {"name": "mask", "datatype": "BOOL", "shape": [-1, -1]},
+    ]
+    assert [(each["name"], each["datatype"]) for each in found["outputs"]] == [
+        ("sums", "FP32"),
+        ("halves", "BF16"),
+        ("ids", "INT64"),
+    ]
+    assert found["parameters"]["dimension.tokens"] == "2..6"
+    assert config["input"][0] == {
+        "name": "ids",
+        "data_type": "TYPE_INT64",
+        "dims": [-1],
+        "format": "FORMAT_NONE",
+        "optional": False,
+    }
+
+
+def _wrong(at: int, **fields: Any) -> list[dict[str, Any]]:
+    given = tensors(IDS.tolist())
+    given[at] |= fields
+    return given
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a missing input": ({"json": {"inputs": tensors([[1, 2]])[:1]}}, "'mask' is given 0 times"),
+    "an unknown input": (
+        {"json": {"inputs": _wrong(0, name="x")}},
+        "no input 'x'; the model's only inputs are 'ids', 'mask'",
+    ),
+    "another datatype": (
+        {"json": {"inputs": _wrong(0, datatype="INT32")}},
+        "'ids' has datatype 'INT32'; the model takes INT64",
+    ),
+    "another rank": (
+        {"json": {"inputs": _wrong(0, shape=[6], data=[0] * 6)}},
+        "'ids' has shape [6]; expected [N, tokens]",
+    ),
+    "too long": ({"json": {"inputs": tensors([[0] * 7])}}, "the length 7 in the dimension 'tokens'; expected 2 to 6"),
+    "too short": ({"json": {"inputs": tensors([[0]])}}, "the length 1 in the dimension 'tokens'"),
+    "lengths that differ": (
+        {"json": {"inputs": [tensors([[1, 2]])[0], tensors([[1, 2, 3]])[1]]}},
+        "do not fit together: the dimension 'tokens'",
+    ),
+    "rows that differ": (
+        {"json": {"inputs": [tensors([[1, 2]])[0], tensors([[1, 2], [1, 2]])[1]]}},
+        "different numbers of rows",
+    ),
+    "no rows": ({"json": {"inputs": _wrong(0, shape=[0, 3], data=[])}}, "0 rows; expected 1 to"),
+    "many rows": ({"json": {"inputs": tensors([[1, 2]] * 65)}}, "65 rows; expected 1 to 64"),
+    "numbers for BOOL": ({"json": {"inputs": _wrong(1, data=[1] * 6)}}, "true or false for BOOL, and has int"),
+    "truth for INT64": ({"json": {"inputs": _wrong(0, data=[True] * 6)}}, "numbers for INT64, and has bool"),
+    "beyond 64 bits": ({"json": {"inputs": _wrong(0, data=[2**63] * 6)}}, "values outside -9223372036854775808 to"),
+    "BOOL of 2": (
+        binary([GIVEN[0], ("mask", "BOOL", MASK.to(torch.uint8) * 2)], outputs=[SUMS]),
+        "bytes other than 0 and 1",
+    ),
+    "too few bytes": (
+        binary([GIVEN[0], ("mask", "BOOL", MASK)], outputs=[SUMS])
+        | {"headers": {"Inference-Header-Content-Length": "20"}},
+        "not valid JSON",
+    ),
+    "BF16 as JSON": ({"json": {"inputs": tensors(IDS.tolist())}}, "'halves' is BF16, which JSON cannot express"),
+    "an unknown output": (
+        {"json": {"inputs": tensors(IDS.tolist()), "outputs": [{"name": "y"}]}},
+        "no output 'y'; the model's only outputs are 'sums', 'halves', 'ids'",
+    ),
+    "classes without labels": (
+        {
+            "json": {
+                "inputs": tensors(IDS.tolist()),
+                "outputs": [{"name": "sums", "parameters": {"classification": 1}}],
+            }
+        },
+        "needs labels",
+    ),
+    "raw": (
+        {"content": bytes(48), "headers": {"Inference-Header-Content-Length": "0"}},
+        "inputs are 'ids', 'mask': describe them in JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_request_that_does_not_fit_the_model_is_refused_with_what_was_expected(name: str) -> None:
+    arguments, says = REFUSED[name]
+    if "json" in arguments and "outputs" not in arguments["json"] and name != "BF16 as JSON":
+        arguments["json"]["outputs"] = [SUMS]
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        response = await frontend.client.post(INFER, **arguments)
+    assert response.status_code == 400, response.text
+    assert says in response.json()["error"]
+
+
+@pytest.mark.parametrize("dtype", DATATYPES)
+async def test_every_element_type_is_read_and_written(dtype: str) -> None:
+    spec, datatype = TensorSpec("x", dtype, ("batch", 2)), DATATYPES[dtype]
+    model = ServedModel("echo", "v1", (spec,), (spec,))
+
+    class Echo(ColourPredictor):
+        async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+            assert (row.dtype, row.shape, key) == (getattr(torch, dtype), (2,), "")
+            return Prediction(row, "echo", "v1", 0, 0, 0, 1, ("w",))
+
+    values = torch.tensor([[0, 1], [1, 1]]).to(getattr(torch, dtype))
+    given = {"name": "x", "datatype": datatype, "shape": [2, 2], "data": values.tolist()}
+    async with running_frontend(Echo(), model) as frontend:
+        path = "/v2/models/echo/infer"
+        sent = binary([("x", datatype, values)], parameters={"binary_data_output": True})
+        found = binary_outputs(await frontend.client.post(path, **sent))
+        assert torch.equal(torch.frombuffer(bytearray(found["x"]), dtype=values.dtype), values.flatten())
+        raw = values[:1].view(torch.uint8).numpy().tobytes()
+        answer = await frontend.client.post(path, content=raw, headers={"Inference-Header-Content-Length": "0"})
+        assert binary_outputs(answer)["x"] == raw
+        outputs = [{"name": "x", "parameters": {"binary_data": datatype in BINARY_ONLY}}]
+        response = await frontend.client.post(path, json={"inputs": [given], "outputs": outputs})
+    if datatype in BINARY_ONLY:
+        assert "which JSON cannot express; send its data after the JSON" in response.json()["error"]
+    else:
+        assert response.json()["outputs"][0]["data"] == values.flatten().tolist()
+
+
+async def test_values_that_json_cannot_express_are_answered_in_binary_only() -> None:
+    class Infinite(SegmentsPredictor):
+        async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+            return Prediction(torch.full((2, 2), torch.inf), "segments", "v1", 0, 0, 0, 1, ("w",))
+
+    image = {"name": "image", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}
+    path = "/v2/models/segments/infer"
+    async with running_frontend(Infinite(), SEGMENTS) as frontend:
+        refused = await frontend.client.post(path, json={"inputs": [image]})
+        answered = await frontend.client.post(
+            path, json={"inputs": [image], "parameters": {"binary_data_output": True}}
+        )
+    assert (refused.status_code, answered.status_code) == (400, 200)
+    assert "not finite" in refused.json()["error"]
+
+
+async def test_images_without_labels_are_answered_with_tensors_and_not_at_predict() -> None:
+    async with running_frontend(SegmentsPredictor(), SEGMENTS) as frontend:
+        given = ("image", "BYTES", torch.frombuffer(bytearray(elements(image_bytes("white"))), dtype=torch.uint8))
+        sent = binary([given])
+        head, _, data = sent["content"].partition(b"}}]}")
+        sent["content"] = head.replace(f"[{len(given[2])}]".encode(), b"[1]") + b"}}]}" + data
+        sent["headers"]["Inference-Header-Content-Length"] = str(len(sent["content"]) - len(data))
+        answer = await frontend.client.post("/v2/models/segments/infer", **sent)
+        refused = await frontend.client.post("/predict", files={"image": image_bytes()})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"] == [{"name": "out", "datatype": "FP32", "shape": [1, 2, 2], "data": [255.0] * 4}]
+    assert (refused.status_code, refused.json()["reason"]) == (404, "wrong_path")
+    assert "does not have labels; send its inputs to /v2/models/segments/infer" in refused.json()["error"]
+
+
+async def test_predict_names_the_right_path_for_a_model_without_images() -> None:
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        refused = await frontend.client.post("/predict", files={"image": image_bytes()})
+        document = (await frontend.client.get("/openapi.json")).json()
+    assert refused.status_code == 404
+    assert "/v2/models/text/infer" in refused.json()["error"]
+    assert "/predict" not in document["paths"]

@@ -1,0 +1,96 @@
+"""A model with several inputs and outputs and a variable dimension, computed by a fake pipeline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
+from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from tests.unit.server.frontend_app import ColourPredictor
+
+TEXT = ServedModel(
+    "text",
+    "v1",
+    (TensorSpec("ids", "int64", ("batch", "tokens")), TensorSpec("mask", "bool", ("batch", "tokens"))),
+    (
+        TensorSpec("sums", "float32", ("batch",)),
+        TensorSpec("halves", "bfloat16", ("batch", "tokens")),
+        TensorSpec("ids", "int64", ("batch", "tokens")),
+    ),
+    {"batch": (1, 8), "tokens": (2, 6)},
+)
+INFER = "/v2/models/text/infer"
+SEGMENTS = ServedModel(
+    "segments",
+    "v1",
+    (TensorSpec("image", "uint8", ("batch", 3, 16, 16)),),
+    (TensorSpec("out", "float32", ("batch", 2, 2)),),
+    {},
+    ImageSizes(18, 16),
+)
+
+
+class TextPredictor(ColourPredictor):
+    """Sums the ids where the mask is set, halves them, and returns them. Remembers the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+
+    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        self.keys.append(key)
+        ids, mask = TEXT.input_rows.unpack(row[None])
+        outputs = ((ids * mask).sum(1).float(), (ids / 2).bfloat16(), ids)
+        return Prediction(TEXT.output_rows.pack(outputs)[0], "text", "v1", 0, 0, 0, 1, ("w",))
+
+
+class SegmentsPredictor(ColourPredictor):
+    """Says how bright an image is."""
+
+    async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+        assert row.shape == (3, 16, 16)
+        return Prediction(torch.full((2, 2), row.float().mean().item()), "segments", "v1", 0, 0, 0, 1, ("w",))
+
+
+def tensors(ids: list[list[int]], mask: list[list[bool]] | None = None) -> list[dict[str, Any]]:
+    """The inputs as JSON."""
+    mask = mask if mask is not None else [[True] * len(row) for row in ids]
+    shape = [len(ids), len(ids[0])]
+    return [
+        {"name": "ids", "datatype": "INT64", "shape": shape, "data": ids},
+        {"name": "mask", "datatype": "BOOL", "shape": shape, "data": mask},
+    ]
+
+
+def binary(inputs: list[tuple[str, str, Tensor]], **fields: Any) -> dict[str, Any]:
+    """The arguments for `client.post` with binary data."""
+    contents = [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, _, tensor in inputs]
+    described = [
+        {
+            "name": name,
+            "datatype": datatype,
+            "shape": list(tensor.shape),
+            "parameters": {"binary_data_size": len(content)},
+        }
+        for (name, datatype, tensor), content in zip(inputs, contents, strict=True)
+    ]
+    head = json.dumps({"inputs": described, **fields}).encode()
+    return {"content": head + b"".join(contents), "headers": {HEADER_LENGTH: str(len(head))}}
+
+
+def binary_outputs(response: httpx.Response) -> dict[str, bytes]:
+    """The binary data of each output."""
+    assert response.status_code == 200, response.text
+    length = int(response.headers[HEADER_LENGTH])
+    data, found = response.content[length:], {}
+    for output in json.loads(response.content[:length])["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        found[output["name"]], data = data[:size], data[size:]
+    assert not data
+    return found
