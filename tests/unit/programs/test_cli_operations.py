@@ -30,7 +30,7 @@ class Port(BaseHTTPRequestHandler):
     other_port: ClassVar[int] = 0
     serves: ClassVar[tuple[str, ...]] = ()
     steps: ClassVar[list[dict[str, Any]]] = []
-    status_asked: ClassVar[threading.Event]
+    status_asked: ClassVar[threading.Semaphore]
     interrupts: ClassVar[bool] = False
 
     def do_GET(self) -> None:
@@ -45,11 +45,12 @@ class Port(BaseHTTPRequestHandler):
             self._answer(404, {"error": "elsewhere", "other_port": self.other_port})
         elif self.path == "/status":
             self._answer(200, STATUS)
-            self.status_asked.set()
+            self.status_asked.release()
         elif self.path == "/v2/repository/index":
             self._answer(200, [{"name": "resnet18"}])
         elif self.path.endswith("/load"):
-            self.status_asked.wait(30)
+            for _ in range(2):  # the first answer was shown when the second question comes
+                self.status_asked.acquire(timeout=30)
             if self.interrupts:
                 main_thread = threading.main_thread().ident
                 assert main_thread is not None
@@ -75,7 +76,7 @@ class Port(BaseHTTPRequestHandler):
 def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[str, str]]:
     """The URLs of the HTTP API and of the admin port of a service."""
     with contextlib.ExitStack() as stack:
-        asked = threading.Event()
+        asked = threading.Semaphore(0)
         http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
         own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
         operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})

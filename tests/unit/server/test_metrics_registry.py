@@ -65,7 +65,9 @@ def stage(index: int, *states: ReplicaState) -> StageSnapshot:
 def tell_everything(metrics: Metrics) -> None:
     metrics.declare_closing_reasons(("idle",))
     metrics.request_started()
-    metrics.request_finished(model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=0.01)
+    metrics.request_finished(
+        model="m", version="v", protocol="predict", code=200, reason="ok", duration_s=0.01, images=1
+    )
     metrics.queue_depth(3)
     metrics.queued(0.001)
     metrics.batch_formed(8)
@@ -154,8 +156,8 @@ def test_world_names_its_worker_and_no_former_one(metrics: Metrics) -> None:
     metrics.world_worker("s0.r0", "other-13", "other")
     text = metrics.exposition()[0].decode()
     assert {line for line in text.splitlines() if line.startswith("multiworld_world_worker{")} == {
-        'multiworld_world_worker{world="s0.r0",worker="other-13",host="other"} 1.0',
-        'multiworld_world_worker{world="s0.r1",worker="vm-12",host="vm"} 1.0',
+        'multiworld_world_worker{world="s0.r0",worker="other-13",host="other"} 1',
+        'multiworld_world_worker{world="s0.r1",worker="vm-12",host="vm"} 1',
     }
 
 
