@@ -89,7 +89,7 @@ def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[
             stack.callback(server.shutdown)
             servers.append(server)
         http.other_port = servers[1].server_port
-        operations.other_port = servers[0].server_port  # type: ignore[attr-defined]
+        operations.other_port = servers[0].server_port
         yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)  # type: ignore[misc]
 
 
