@@ -90,7 +90,8 @@ def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[
             servers.append(server)
         http.other_port = servers[1].server_port
         operations.other_port = servers[0].server_port
-        yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)  # type: ignore[misc]
+        http_url, admin_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+        yield http_url, admin_url
 
 
 @pytest.fixture(autouse=True)

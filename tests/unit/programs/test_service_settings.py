@@ -35,6 +35,8 @@ OTHERS: dict[str, Any] = {
     "labels": 'a "quoted"\\path\n',
     "hedge_floor_s": 1e-07,
     "mean": "0.5,0.25,0.125",
+    "target_latency_ms": 50.0,
+    "autoscale": None,  # excludes external_workers
     "std": "0.5,0.25,1",
     "token": None,  # with token_file, only one of them may be given
     "api_keys": None,
