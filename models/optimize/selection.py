@@ -118,8 +118,38 @@ def optimize(
     elif compiled is not None:
         makers.append((compiled_mode(tuning, device), lambda: compiled))
     if len(makers) == 1:
+        if isinstance(stage, BundleStage) and modes[0] != UNOPTIMIZED:
+            return _or_as_written(
+                stage, *makers[0], example, device, partial(_make, UNOPTIMIZED, stage, workload, device)
+            )
         return OptimizedStage(makers[0][1](), modes[0], "asked for")
     return choose(makers, stage, stage.spec, example, device, tuning.limit_s)
+
+
+def _or_as_written(
+    stage: BundleStage,
+    mode: ExecutionMode,
+    make: Callable[[], nn.Module],
+    example: Tensor,
+    device: torch.device,
+    as_written: Callable[[], nn.Module],
+) -> OptimizedStage:
+    """The mode; or the stage as written, if its graph cannot be rewritten or is not accurate enough then. Graphs may be of any model."""
+    try:
+        with torch.inference_mode():
+            expected = stage(example)
+        trial = Trial(mode, make())
+        with torch.inference_mode():
+            trial.deviation = _deviation(trial, stage.spec, example, expected, device)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - rewrites and operators raise many types
+        why = f"{mode} cannot be built ({str(error).strip().partition(chr(10))[0]})"
+    else:
+        if trial.is_accurate:
+            return OptimizedStage(trial.module, mode, f"asked for; {trial.deviation:.1g} off")
+        why = str(trial)
+    return OptimizedStage(as_written(), UNOPTIMIZED, why)
 
 
 def choose(

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from multiworld_serving.models import TOLERANCE, BundleStage, Tuning, deviation, optimize, stage_specs
+from multiworld_serving.models import TOLERANCE, UNOPTIMIZED, BundleStage, Tuning, deviation, optimize, stage_specs
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.export.trace import capture
+from multiworld_serving.models.optimize import selection
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, FusedLinear, Workload, fusable
 from multiworld_serving.models.optimize.selection import example_rows
-from tests.bundles import classifier_bundle, text_bundle
+from tests.bundles import SIZE, classifier_bundle, text_bundle
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch has no usable oneDNN")
@@ -177,3 +178,24 @@ def test_stage_keeps_its_graph_and_weights() -> None:
     FoldedStage(stage, Workload((8, 6, 6), 4, (1,)), torch.bfloat16)
     assert stage.module.code == code
     assert all(torch.equal(each, weights[name]) for name, each in stage.state_dict().items())
+
+
+@pytest.mark.parametrize("fault", ["raises", "lies"])
+def test_bundle_is_computed_as_written_when_a_rewrite_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    bundle = classifier_bundle(tmp_path / "bundle")
+
+    class Wrong(FoldedStage):
+        def forward(self, rows: Tensor) -> Tensor:
+            if fault == "raises":
+                raise IndexError("of a rewrite")
+            return torch.full_like(super().forward(rows), float("nan"))
+
+    monkeypatch.setattr(selection, "FoldedStage", Wrong)
+    stage = stages(bundle)[0]
+    rows = example_rows(stage.spec, ROWS, (3, SIZE, SIZE))
+    found = optimize(stage, (3, SIZE, SIZE), 4, Tuning("float32", "eager"), CPU)
+    assert found.mode == UNOPTIMIZED
+    assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
+    check(stages(bundle)[0], found.module, rows, torch.float32)
