@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -14,6 +14,7 @@ from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
+from multiworld_client.tensors import infer_request, outputs
 
 
 class AsyncClient:
@@ -81,6 +82,14 @@ class AsyncClient:
         request = inference_request(encoded, await self._model_for(call, encoded), top_k, request_id)
         return predictions(await self._send(call, request), call.tries)
 
+    async def infer(
+        self, inputs: Mapping[str, object], *, timeout_s: float | None = None, request_id: str | None = None
+    ) -> dict[str, Any]:
+        """As `Client.infer`."""
+        call = self._call(timeout_s)
+        request = infer_request(inputs, await self._model_name(call), request_id)
+        return outputs(await self._send(call, request))
+
     async def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
         for url in self._servers.in_order():
@@ -97,10 +106,13 @@ class AsyncClient:
 
     async def _model_for(self, call: Call, image: object) -> str:
         """The model's name, which only tensor inputs need; requested once."""
-        if self._model is None and isinstance(image, TensorInput):
+        return await self._model_name(call) if isinstance(image, TensorInput) else ""
+
+    async def _model_name(self, call: Call) -> str:
+        if self._model is None:
             self._model = model_name(await self._send(call, REPOSITORY_INDEX))
             call.tries = 0
-        return self._model or ""
+        return self._model
 
     async def _send(self, call: Call, request: PreparedRequest) -> httpx.Response:
         while True:

@@ -50,12 +50,8 @@ def inference_request(
     image: FileInput | TensorInput, model: str, top_k: int | None, request_id: str | None
 ) -> PreparedRequest:
     """The request for one or more images. Raises InputError if `request_id` is invalid."""
-    if request_id is not None and not _ID.fullmatch(request_id):
-        raise InputError(
-            f"invalid request id {request_id[:140]!r}: expected 1 to 128 printable ASCII characters without spaces"
-        )
-    headers = {"X-Request-Id": request_id or uuid.uuid4().hex}
     if isinstance(image, FileInput):
+        headers = _id_header(request_id)
         params = {} if top_k is None else {"top_k": top_k}
         return PreparedRequest("/predict", image.content, headers | {"Content-Type": image.media_type}, params)
     tensor = {
@@ -65,9 +61,26 @@ def inference_request(
         "parameters": {"binary_data_size": len(image.content)},
     }
     output = {"name": "probabilities", "parameters": {"classification": top_k or 5}}
-    header = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
-    headers |= {"Inference-Header-Content-Length": str(len(header)), "Content-Type": "application/octet-stream"}
-    return PreparedRequest(f"/v2/models/{quote(model, safe='')}/infer", header + image.content, headers)
+    return tensor_request(
+        model, json.dumps({"inputs": [tensor], "outputs": [output]}).encode(), image.content, request_id
+    )
+
+
+def tensor_request(model: str, head: bytes, content: bytes, request_id: str | None) -> PreparedRequest:
+    """A request of the Open Inference Protocol with binary data. Raises InputError if `request_id` is invalid."""
+    headers = _id_header(request_id) | {
+        "Inference-Header-Content-Length": str(len(head)),
+        "Content-Type": "application/octet-stream",
+    }
+    return PreparedRequest(f"/v2/models/{quote(model, safe='')}/infer", head + content, headers)
+
+
+def _id_header(request_id: str | None) -> dict[str, str]:
+    if request_id is not None and not _ID.fullmatch(request_id):
+        raise InputError(
+            f"invalid request id {request_id[:140]!r}: expected 1 to 128 printable ASCII characters without spaces"
+        )
+    return {"X-Request-Id": request_id or uuid.uuid4().hex}
 
 
 def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
@@ -81,7 +94,7 @@ def predictions(response: httpx.Response, tries: int) -> list[Prediction]:
         common = (model, unquote(headers["x-model-version"]), headers["x-request-id"], path, int(headers["x-attempts"]))
         return [Prediction(each, *common, tries) for each in labels]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise _protocol_error(response, error) from error
+        raise protocol_error(response, error) from error
 
 
 def model_name(response: httpx.Response) -> str:
@@ -89,10 +102,11 @@ def model_name(response: httpx.Response) -> str:
     try:
         return str(response.json()[0]["name"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise _protocol_error(response, error) from error
+        raise protocol_error(response, error) from error
 
 
-def _protocol_error(response: httpx.Response, error: Exception) -> ProtocolError:
+def protocol_error(response: httpx.Response, error: Exception) -> ProtocolError:
+    """The error for an answer that cannot be parsed."""
     return ProtocolError(
         f"the answer from {response.url} is not from a multiworld service ({error!r}); check the URL of the client"
     )

@@ -52,7 +52,7 @@ def encode_image(image: object) -> FileInput | TensorInput:
     Raises:
         InputError: it is none of these.
     """
-    if (array := _as_array(image)) is not None:
+    if (array := as_array(image)) is not None:
         return _tensor(array[None] if array.ndim == 3 else array, given=array.shape, single=True)
     return FileInput(_content(image))
 
@@ -63,7 +63,7 @@ def encode_batch(images: object) -> TensorInput:
     Raises:
         InputError: it is neither, or it is empty.
     """
-    if (array := _as_array(images)) is not None:
+    if (array := as_array(images)) is not None:
         return _tensor(array, given=array.shape)
     if not isinstance(images, Sequence) or isinstance(images, str | bytes) or not images:
         raise InputError(
@@ -73,7 +73,7 @@ def encode_batch(images: object) -> TensorInput:
     return TensorInput("BYTES", (len(files),), b"".join(struct.pack("<I", len(file)) + file for file in files))
 
 
-def _as_array(value: object) -> Any | None:
+def as_array(value: object) -> Any | None:
     """The numpy array of a numpy array or torch tensor; None for other types."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):

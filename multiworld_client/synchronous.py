@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -14,6 +14,7 @@ from multiworld_client.codec import REPOSITORY_INDEX, PreparedRequest, inference
 from multiworld_client.inputs import TensorInput, encode_batch, encode_image
 from multiworld_client.results import Prediction
 from multiworld_client.retries import Call, Retries, Servers
+from multiworld_client.tensors import infer_request, outputs
 
 
 class Client:
@@ -99,6 +100,24 @@ class Client:
         request = inference_request(encoded, self._model_for(call, encoded), top_k, request_id)
         return predictions(self._send(call, request), call.tries)
 
+    def infer(
+        self, inputs: Mapping[str, object], *, timeout_s: float | None = None, request_id: str | None = None
+    ) -> dict[str, Any]:
+        """Compute a batch of samples of any model; all by one version, or the request fails.
+
+        Args:
+            inputs: the inputs of the model by name, as numpy arrays or torch tensors with the batch dimension first. Their types and
+                shapes are those of GET /v2/models/NAME.
+            timeout_s, request_id: as for `predict`.
+        Returns:
+            The outputs by name, as numpy arrays; bfloat16 becomes float32.
+        Raises:
+            ClientError: a subclass, see `multiworld_client.errors`.
+        """
+        call = self._call(timeout_s)
+        request = infer_request(inputs, self._model_name(call), request_id)
+        return outputs(self._send(call, request))
+
     def is_ready(self) -> bool:
         """Whether the service is ready (`/readyz` at any of the URLs), without retries. Each URL gets an equal part of the timeout."""
         for url in self._servers.in_order():
@@ -115,10 +134,13 @@ class Client:
 
     def _model_for(self, call: Call, image: object) -> str:
         """The model's name, which only tensor inputs need; requested once."""
-        if self._model is None and isinstance(image, TensorInput):
+        return self._model_name(call) if isinstance(image, TensorInput) else ""
+
+    def _model_name(self, call: Call) -> str:
+        if self._model is None:
             self._model = model_name(self._send(call, REPOSITORY_INDEX))
             call.tries = 0
-        return self._model or ""
+        return self._model
 
     def _send(self, call: Call, request: PreparedRequest) -> httpx.Response:
         while True:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from multiworld_client import InputError
-from multiworld_client.inputs import _as_array, _content
+from multiworld_client.inputs import _content, as_array
 from multiworld_serving.server.api.images import image_tensor
 
 
@@ -52,4 +52,4 @@ def test_pillow_image_is_converted_like_its_file(kind: str) -> None:
 
 def test_tensor_raises_input_error_when_numpy_has_no_such_dtype() -> None:
     with pytest.raises(InputError, match="bfloat16"):
-        _as_array(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16))
+        as_array(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16))

@@ -80,7 +80,7 @@ def faulty(tmp_path: Path) -> Path:
 
 
 async def test_tokenizer_of_the_guide_answers_texts(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (code,) = re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL)
     file = tmp_path / "tokenizer.py"
     file.write_text(code)
     async with serving(file) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.infer_response import HEADER_LENGTH
-from multiworld_serving.server.predictor import ImageSizes, Prediction, ServedModel
+from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, Prediction, ServedModel
 from tests.unit.server.frontend_app import ColourPredictor
 
 TEXT = ServedModel(
@@ -42,6 +43,9 @@ class TextPredictor(ColourPredictor):
     def __init__(self) -> None:
         super().__init__()
         self.keys: list[str] = []
+
+    def snapshot(self) -> PipelineSnapshot:
+        return replace(super().snapshot(), model=TEXT.name, version=TEXT.version)
 
     async def predict(self, row: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
         self.keys.append(key)
