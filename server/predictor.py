@@ -285,9 +285,9 @@ class PipelineSnapshot:
     frontends: tuple[FrontendSnapshot, ...] = ()
     edges: tuple[EdgeSnapshot, ...] = ()
     """At most 16 of each consumer."""
-    state: ServiceState = field(init=False)
+    state: ServiceState = field(init=False, default="not_ready")
     """Follows from the other fields."""
-    reasons: tuple[str, ...] = field(init=False)
+    reasons: tuple[str, ...] = field(init=False, default=())
     """Why the state is not `ready`, as parts of a sentence."""
 
     def __post_init__(self) -> None:

@@ -29,9 +29,7 @@ def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_req
             service.wait_for(lambda line: "joining" in line.message and line["worker"] == "local-1", WAIT_S)
         with run_load(service.url, requests, rate_hz=2.0) as light:
             service.wait_for(lambda line: line.message.startswith("autoscaling: stopping worker=local-"), WAIT_S)
-            service.wait_for(
-                lambda line: line.message.startswith("worker slot=") and "stopped status=0" in line.message, WAIT_S
-            )
+            service.wait_for(lambda line: "draining->" in line.message and "cause=left" in line.message, WAIT_S)
             assert answers(service, 5) == [200] * 5
         assert_nothing_lost(service, load)
         assert_nothing_lost(service, light)

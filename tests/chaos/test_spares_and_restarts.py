@@ -39,7 +39,7 @@ def test_spare_takes_over_each_stage_when_its_only_replica_is_killed(service: Lo
             seen, replica = len(service.lines), service.status()["stages"][stage]["replicas"][0]
             os.kill(replica["pid"], signal.SIGKILL)
             taken = service.wait_for(lambda x: "spare promoted" in x.message, WAIT_S, after=seen)
-            assert taken["stage"] == str(stage)
+            assert taken["stage"] == stage
         until_a_spare_is_ready(service)
     assert_nothing_lost(service, load)
 

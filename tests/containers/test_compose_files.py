@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ("frontend", "leader-a", "leader-b", "worker")
 PROFILES = ("--profile", "alertmanager", "--profile", "grafana")
 FIXED = {
+    "leaders_file",
     "host",
     "http_port",
     "join_host",
