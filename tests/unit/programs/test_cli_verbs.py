@@ -66,6 +66,8 @@ SNAPSHOT = {
     "queue_depth": 5,
     "requests_in_flight": 7,
     "stages": [{"index": 0, "blocks": ["stem"], "replicas": [REPLICA, ABSENT]}],
+    "state": "ready",
+    "reasons": [],
     "spares": [{"worker": "local-4", "state": "ready"}],
     "leaders": [
         {"name": "leader-0", "address": "127.0.0.1:8001", "state": "ready"},

@@ -45,12 +45,12 @@ async def kills(monkeypatch: pytest.MonkeyPatch, steps_s: list[float]) -> list[t
     made = Supervisor(lambda _: [], 1, notify=child, blocked_timeout_s=10.0)  # type: ignore[arg-type]
     made._slots[0].child = child  # type: ignore[assignment]
 
-    async def stopped_within(delay_s: float) -> bool:
+    async def stopped_within(_: object, delay_s: float) -> bool:
         step_s = next(steps, None)
         child.now_s += step_s or 0
         return step_s is None
 
-    monkeypatch.setattr(made, "_stopped_within", stopped_within)
+    monkeypatch.setattr(supervisor, "_set_within", stopped_within)
     await made._kill_blocked()
     return child.signals
 
