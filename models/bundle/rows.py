@@ -134,7 +134,9 @@ class RowFormat:
         size = count * _LENGTH_BYTES
         if rows.dim() != 2 or not len(rows) or rows.shape[1] < size or rows.dtype != torch.uint8:
             raise BundleError(f"packed rows have {list(rows.shape)} bytes; expected at least {size} in each row")
-        heads = rows[:, :size].cpu().contiguous().view(torch.int64).view(-1, count)
+        heads = (
+            rows[:, :size].cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.int64).view(-1, count)
+        )
         if not bool((heads == heads[0]).all()):
             raise BundleError("the rows of a batch have different lengths; expected equal ones")
         found = tuple(heads[0].tolist())
