@@ -56,10 +56,14 @@ class Cluster:
         raise AssertionError("the Ray cluster has ended")
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run `multiworld` with the address of this cluster."""
+        """Run `multiworld` with the address of this cluster.
+
+        Not in the checkout: Ray puts the folder of this command first into the search path of every node, and a checkout that was
+        installed has the metadata of its version there.
+        """
         command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments, "--ray-address", self.address]
         return subprocess.run(
-            command, check=False, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+            command, check=False, cwd="/", env=ENVIRONMENT, capture_output=True, text=True, timeout=240
         )
 
     def refusal(self, *arguments: str) -> str:
