@@ -6,7 +6,8 @@ worker needs to optimise the model when it joins.
 
     python -m benchmarks.stage_speed
     python -m benchmarks.stage_speed --model resnet18 --batch-sizes 1 4 --rounds 3
-    python -m benchmarks.stage_speed --bundle vit/            # what `multiworld export` has written
+    python -m benchmarks.stage_speed --bundle vit/            # what `multiworld export` has written; int8, too, if it is calibrated
+    python -m benchmarks.stage_speed --bundle vit/ --compiled # code of inductor, too, which takes minutes and is cached
     python -m benchmarks.stage_speed --device cuda:0 --batch-sizes 1 8 32     # compiled code and CUDA graphs, too; never run so far
 
 All variants are measured in turn in each round, so that other load on the machine affects all of them. Figures are the median and the
@@ -16,7 +17,6 @@ minimum over the rounds. Precisions that the processor emulates are skipped with
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 from pathlib import Path
@@ -26,49 +26,56 @@ from torch import Tensor, nn
 
 from multiworld_serving.models import (
     AnyStage,
-    BundleStage,
+    CompiledStageCache,
+    CompileRequest,
     Tuning,
+    compiled_mode,
     deviation,
     load_model,
+    load_stage,
     optimize,
     read_bundle,
-    reference_stage,
-    split_model,
-    stage_input_shape,
-    stage_specs,
 )
-from multiworld_serving.models.optimize.execution_modes import has_native_bfloat16
-from multiworld_serving.models.optimize.selection import example_rows
+from multiworld_serving.models.optimize.execution_modes import has_fast_int8, has_native_bfloat16
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan, make_plan
 
 
-def ways(device: torch.device, emulated: bool) -> list[Tuning]:
+def ways(device: torch.device, emulated: bool, compiled: bool, calibrated: bool) -> list[Tuning]:
     found = [Tuning(), Tuning(optimize="eager")]
     if emulated or has_native_bfloat16(device):
         found.append(Tuning("bfloat16", "eager"))
     if emulated:
         found.append(Tuning("float16", "eager"))
+    if compiled:
+        found += [Tuning(each.precision, "compile") for each in found[1:]]
+    if calibrated and has_fast_int8(device):
+        found.append(Tuning("int8", "eager"))
     if device.type == "cuda":
         found += [Tuning("float16", "eager"), Tuning("float16", "compile"), Tuning("auto", "auto")]
     return list(dict.fromkeys(found))
 
 
-def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[AnyStage, tuple[int, ...]]:
-    """A model as one stage, and the shape of a row of its input."""
+def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[StagePlan, bytearray]:
+    """A model as one stage, and the file of weights that a worker receives."""
     if bundle is None:
-        model = load_model(name, "random:0", image_size=image_size)
-        spec = split_model(model, 1)[0]
-        return reference_stage(model, spec), stage_input_shape(spec, image_size)
-    read = read_bundle(bundle)
-    described = stage_specs(read.manifest, [read.graph])[0]
-    return BundleStage(described, read.build(read.graph)), tuple(described.example(1, ()).shape[1:])
+        (plan,) = make_plan(load_model(name, "random:0", image_size=image_size), 1)
+    else:
+        (plan,) = make_bundle_plan(read_bundle(bundle), 1)
+    return plan, bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
 
 
 def made(
-    stage: AnyStage, sample_shape: tuple[int, ...], tuning: Tuning, batch_size: int, device: torch.device
+    plan: StagePlan, weights: bytearray, tuning: Tuning, batch_size: int, device: torch.device
 ) -> tuple[str, nn.Module, float]:
-    """Name of the variant, optimised module, and seconds for the optimisation."""
+    """Name of the variant, optimised module, and seconds for loading and optimising, as in a worker."""
+    shape, compiled = plan.input_shape, None
+    if tuning.optimize == "compile" and device.type == "cpu":
+        request = CompileRequest(plan.spec, shape, batch_size, compiled_mode(tuning, device).precision, weights)
+        cache = CompiledStageCache()
+        cache.compile(request)
+        compiled = cache.load(request)
     started_s = time.perf_counter()
-    optimized = optimize(copy.deepcopy(stage), sample_shape, batch_size, tuning, device)
+    optimized = optimize(load_stage(plan.spec, bytearray(weights)), shape, batch_size, tuning, device, compiled)
     return str(optimized.mode), optimized.module, time.perf_counter() - started_s
 
 
@@ -80,7 +87,6 @@ def timed_ms(module: nn.Module, batch: Tensor) -> float:
     return (time.perf_counter() - started_s) * 1e3 / len(batch)
 
 
-@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
@@ -90,16 +96,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--compiled", action="store_true", help="code of inductor, too, on a CPU")
     parser.add_argument("--emulated", action="store_true", help="precisions that this processor lacks, too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    stage, sample_shape = whole_model(arguments.model, arguments.bundle, arguments.image_size)
+    plan, weights = whole_model(arguments.model, arguments.bundle, arguments.image_size)
+    calibrated = arguments.bundle is not None and read_bundle(arguments.bundle).manifest.int8 is not None
     candidates = [
-        made(stage, sample_shape, tuning, max(arguments.batch_sizes), arguments.device)
-        for tuning in ways(arguments.device, arguments.emulated)
+        made(plan, weights, tuning, max(arguments.batch_sizes), arguments.device)
+        for tuning in ways(arguments.device, arguments.emulated, arguments.compiled, calibrated)
     ]
-    rows = example_rows(stage.spec, max(arguments.batch_sizes), sample_shape)
+    stage = load_stage(plan.spec, bytearray(weights))
+    rows = plan.self_test_input.repeat(max(arguments.batch_sizes), *[1] * (plan.self_test_input.dim() - 1))
     print(f"{'way':>16} {'batch':>6} {'ms/image':>9} {'least':>7} {'made_s':>7} {'deviation':>10}")
+    with torch.inference_mode():
+        show(arguments, candidates, stage, rows)
+
+
+def show(
+    arguments: argparse.Namespace, candidates: list[tuple[str, nn.Module, float]], stage: AnyStage, rows: Tensor
+) -> None:
     for batch_size in arguments.batch_sizes:
         batch = rows[:batch_size].to(arguments.device)
         rounds = [[timed_ms(module, batch) for _, module, _ in candidates] for _ in range(arguments.rounds + 1)][1:]

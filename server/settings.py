@@ -158,10 +158,11 @@ class LeaderSettings(_ServiceSettings):
         "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background and "
         "caches the code on disk; auto measures these at warm-up, and compiled code if it is cached.",
     )
-    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
+    precision: Literal["float32", "bfloat16", "float16", "int8", "auto"] = setting(
         "float32",
         "Pipeline",
-        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
+        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster. int8 needs a "
+        "bundle that was exported with --calibration.",
     )
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32",
@@ -308,8 +309,10 @@ class LeaderSettings(_ServiceSettings):
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
+        if self.optimize == "none" and self.precision in ("bfloat16", "float16", "int8"):
             raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
+        if self.optimize == "compile" and self.precision == "int8":
+            raise ValueError("precision int8 is not compiled; choose optimize eager or auto")
         return self
 
 

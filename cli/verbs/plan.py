@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,12 +109,15 @@ def _plan_bundle(path: Path, num_stages: int, batch_size: int, repeats: int, *, 
     rows_per_s = 1 / max(cut.stage_s)
     if as_json:
         facts = {"model": bundle.manifest.name, "stages": stage_facts(cut, sizes), "rows_per_s": rows_per_s}
-        print(json.dumps(facts | {"balance": cut.balance}))
+        int8 = None if bundle.manifest.int8 is None else asdict(bundle.manifest.int8)
+        print(json.dumps(facts | {"balance": cut.balance, "int8": int8}))
         return
     out = console()
     out.print(f"{bundle.manifest.name} {bundle.manifest.version}, times and bytes per row", style="bold")
     out.print(stage_table(cut, sizes))
     out.print(f"{rows_per_s:.1f} rows/s with one device per stage; balance {cut.balance:.2f}")
+    if bundle.manifest.int8 is not None:
+        out.print(str(bundle.manifest.int8))
 
 
 def _facts(found: "PartitionPlan", model: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from multiworld_serving.models.optimize.fusing import Workload, fuse
+from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
 from multiworld_serving.models.optimize.precision import lower
+from multiworld_serving.models.optimize.quantizing import quantize_layers
 from multiworld_serving.models.optimize.tracing import (
     add_constant,
     aten,
@@ -17,6 +18,7 @@ from multiworld_serving.models.optimize.tracing import (
     graph_of,
     only_user,
     propagate,
+    range_of,
     value_of,
 )
 from multiworld_serving.models.stage_kinds import AnyStage
@@ -43,10 +45,17 @@ class FoldedStage(nn.Module):
         stage: not changed; it may share weights that nothing is folded into.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
+        int8: also compute layers in int8 whose input has a range (see `quantizing`; check `quantizable` first).
     """
 
     def __init__(
-        self, stage: AnyStage, workload: Workload, dtype: torch.dtype = torch.float32, *, fused: bool = False
+        self,
+        stage: AnyStage,
+        workload: Workload,
+        dtype: torch.dtype = torch.float32,
+        *,
+        fused: bool = False,
+        int8: bool = False,
     ) -> None:
         super().__init__()
         self.spec = stage.spec
@@ -61,8 +70,11 @@ class FoldedStage(nn.Module):
             if dtype != torch.float32:
                 lower(module, dtype)
             _lay_out_weights(module)
-            if fused:
+            if int8:
+                quantize_layers(module, workload, _SHAPE_ROWS)
+            elif fused:
                 fuse(module, workload, _SHAPE_ROWS)
+            add_in_place(module)
             module.graph.eliminate_dead_code()
             self.body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
             _own_memory(self.body)
@@ -102,6 +114,7 @@ def fold_batch_norm(module: fx.GraphModule) -> None:
             scale = gamma * scale
         offset = (0.0 if beta is None else beta.double()) - mean * scale
         _scale_output(module, layer, scale, offset)
+        layer.meta["range"] = range_of(picked)
         picked.replace_all_uses_with(layer)
         module.graph.erase_node(picked)
         if legit:
@@ -160,8 +173,12 @@ def _fold_scaling(module: fx.GraphModule) -> None:
                     mean = mean - by
         if node is conv.args[0]:
             continue
+        bounds = range_of(conv.args[0])
         if bool(mean.any()):
             node = _subtract(module, conv, node, mean)
+        if bounds is not None:
+            ends = [0.0, *(end / each for end in bounds for each in scale.tolist())]
+            node.meta.setdefault("range", (min(ends), max(ends)))
         scaled = add_constant(module, conv, weight * scale.to(weight.dtype).view(1, -1, 1, 1))
         conv.args = (node, scaled, *conv.args[2:])
 
@@ -210,7 +227,7 @@ def _use_channels_last(module: fx.GraphModule) -> None:
             with module.graph.inserting_after(node):
                 kwargs: dict[str, Any] = {"memory_format": torch.channels_last}
                 converted = module.graph.call_function(aten.contiguous.default, (node,), kwargs)
-            converted.meta["val"] = value
+            converted.meta = dict(node.meta)
             node.replace_all_uses_with(converted, delete_user_cb=lambda user, made=converted: user is not made)
 
 

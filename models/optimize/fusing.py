@@ -40,10 +40,30 @@ _ACTIVATIONS: dict[Any, str] = {
     aten.silu.default: "swish",
     aten.gelu.default: "gelu",
 }
-_Activation = tuple[str, list[float], str]
+Activation = tuple[str, list[float], str]
 """Name in oneDNN, scalars, and algorithm."""
-_NO_ACTIVATION: _Activation = ("none", [], "")
-_NEW_TENSORS = frozenset(_ACTIVATIONS) | {aten.max_pool2d.default, aten.add.Tensor, aten.mul.Tensor}
+_NO_ACTIVATION: Activation = ("none", [], "")
+_LEVELS = 255
+
+
+def quantize(values: Tensor, scale: float, zero: int) -> Tensor:
+    """float32 to uint8 of the same shape and layout: `values` divided by `scale`, plus `zero`."""
+    rounding = torch.tensor(zero + 0.5, dtype=values.dtype)
+    return torch.add(rounding, values, alpha=1 / scale).clamp_(0, _LEVELS).to(torch.uint8)
+
+
+def dequantize(values: Tensor, scale: float, zero: int) -> Tensor:
+    """The inverse of `quantize`."""
+    return values.to(torch.float32).sub_(zero).mul_(scale)
+
+
+_NEW_TENSORS = frozenset(_ACTIVATIONS) | {
+    aten.max_pool2d.default,
+    aten.add.Tensor,
+    aten.mul.Tensor,
+    quantize,
+    dequantize,
+}
 """Operators whose result shares no memory with their input."""
 
 
@@ -89,7 +109,7 @@ def fusable(device: torch.device, dtype: torch.dtype) -> bool:
     return hasattr(operations, supported) and bool(getattr(operations, supported)())
 
 
-class _Weight:
+class PackedWeight:
     """Weights in each preferred layout. Not a parameter: such tensors can be neither saved nor moved.
 
     Args:
@@ -140,7 +160,7 @@ class FusedConv(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
         window: tuple[Any, ...],
-        activation: _Activation,
+        activation: Activation,
         workload: Workload,
         shape: Sequence[int],
         rows: int,
@@ -154,7 +174,7 @@ class FusedConv(nn.Module):
             packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(weight, *window, (images, *shape[1:]))
             return packed
 
-        self.weight = _Weight(reorder, workload)
+        self.weight = PackedWeight(reorder, workload)
         self.in_place = False
 
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
@@ -184,7 +204,7 @@ class FusedLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, activation: _Activation, workload: Workload, count: int
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, workload: Workload, count: int
     ) -> None:
         super().__init__()
         self._bias, self._activation, self._one, self._features = bias, activation, count, weight.shape[1]
@@ -194,7 +214,7 @@ class FusedLinear(nn.Module):
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, vectors)
             return packed
 
-        self.weight = _Weight(reorder, workload)
+        self.weight = PackedWeight(reorder, workload)
 
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
         """The activation of the linear layer, or its sum with `other`."""
@@ -208,24 +228,82 @@ class FusedLinear(nn.Module):
         return output
 
 
-def fuse(module: fx.GraphModule, workload: Workload, rows: int) -> None:
-    """Replace convolutions and linear layers with fixed weights, and what follows them, by fused ones.
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or linear layer with fixed weights, and what follows it.
+
+    Attributes:
+        node: of the convolution or linear layer.
+        weight, bias: its weights.
+        activation: in oneDNN's terms.
+        given: a tensor like its input, without data, for `rows` samples.
+    """
+
+    node: fx.Node
+    weight: Tensor
+    bias: Tensor | None
+    activation: Activation
+    given: Tensor
+    workload: Workload
+    rows: int
+
+    @property
+    def is_conv(self) -> bool:
+        return self.node.target == _CONV
+
+    @property
+    def window(self) -> tuple[Any, ...]:
+        """Padding, stride, dilation and groups of a convolution."""
+        found: tuple[Any, ...] = self.node.args[3:]
+        stride, padding, dilation, groups = found + _DEFAULT_WINDOW[len(found) :]
+        return padding, stride, dilation, groups
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors that a linear layer takes for one sample."""
+        return max(self.given.numel() // self.weight.shape[1] // self.rows, 1)
+
+
+def fused_layer(layer: Layer) -> nn.Module:
+    """A module that computes the layer, and takes its input and the tensor to add, if any."""
+    arguments = (layer.weight, layer.bias)
+    if layer.is_conv:
+        return FusedConv(*arguments, layer.window, layer.activation, layer.workload, layer.given.shape, layer.rows)
+    return FusedLinear(*arguments, layer.activation, layer.workload, layer.vectors)
+
+
+def fuse(
+    module: fx.GraphModule, workload: Workload, rows: int, make: Callable[[Layer], nn.Module] = fused_layer
+) -> None:
+    """Replace convolutions and linear layers with fixed weights, and what follows them, by modules.
 
     Args:
         module: folded, channels-last, with values of `rows` samples (see `propagate`).
+        make: makes a module from a layer. Call `add_in_place` next.
     """
     for node in list(module.graph.nodes):
         if node.target in (_CONV, _LINEAR) and (weight := constant(module, node.args[1])) is not None:
-            _fuse_layer(module, node, weight, workload, rows)
+            _fuse_layer(module, node, weight, workload, rows, make)
+
+
+def add_in_place(module: fx.GraphModule) -> None:
+    """Let convolutions overwrite the tensor that they add, where nothing else needs it."""
     order = {node: position for position, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         if node.op == "call_module" and len(node.args) == 2:
-            fused = module.get_submodule(str(node.target))
-            if isinstance(fused, FusedConv):
-                fused.in_place = _may_overwrite(node, node.args[1], order)
+            made = module.get_submodule(str(node.target))
+            if hasattr(made, "in_place"):
+                made.in_place = _may_overwrite(node, node.args[1], order)
 
 
-def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload: Workload, rows: int) -> None:
+def _fuse_layer(
+    module: fx.GraphModule,
+    layer: fx.Node,
+    weight: Tensor,
+    workload: Workload,
+    rows: int,
+    make: Callable[[Layer], nn.Module],
+) -> None:
     bias_node = layer.args[2] if len(layer.args) > 2 else None
     bias, given = constant(module, bias_node), value_of(layer.args[0])
     is_conv = layer.target == _CONV
@@ -238,17 +316,9 @@ def _fuse_layer(module: fx.GraphModule, layer: fx.Node, weight: Tensor, workload
         following = only_user(following) if is_conv else None
     if following is not None and (activation := _activation(following, after_add=other is not None)) is not None:
         chain.append(following)
-    then = activation or _NO_ACTIVATION
-    made: nn.Module
     bias = None if bias is None else bias.clone()  # see `_own_memory`
-    if is_conv:
-        given_window: tuple[Any, ...] = layer.args[3:]
-        stride, padding, dilation, groups = given_window + _DEFAULT_WINDOW[len(given_window) :]
-        made = FusedConv(weight, bias, (padding, stride, dilation, groups), then, workload, given.shape, rows)
-    else:
-        made = FusedLinear(weight, bias, then, workload, max(given.numel() // weight.shape[1] // rows, 1))
     name = f"fused_{layer.name}"
-    module.add_module(name, made)
+    module.add_module(name, make(Layer(layer, weight, bias, activation or _NO_ACTIVATION, given, workload, rows)))
     with module.graph.inserting_before(chain[-1]):
         call = module.graph.call_module(name, (layer.args[0],) if other is None else (layer.args[0], other))
     call.meta = dict(chain[-1].meta)
@@ -267,7 +337,7 @@ def _added(layer: fx.Node, following: fx.Node) -> fx.Node | None:
     return others[0] if same and isinstance(others[0], fx.Node) else None
 
 
-def _activation(node: fx.Node, *, after_add: bool) -> _Activation | None:
+def _activation(node: fx.Node, *, after_add: bool) -> Activation | None:
     name = _ACTIVATIONS.get(node.target)
     if name is None or (after_add and name != "relu"):
         return None

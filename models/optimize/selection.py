@@ -1,5 +1,6 @@
 """Chooses the fastest execution mode of a stage on this device among those whose output is accurate enough, by measuring."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.execution_modes import (
+    NO_INT8,
     UNOPTIMIZED,
     ExecutionMode,
     Tuning,
@@ -24,7 +26,9 @@ from multiworld_serving.models.optimize.padded_stage import PaddedStage
 from multiworld_serving.models.optimize.tracing import place
 from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3, "int8": 2e-1}
 """Largest `deviation` that a worker accepts for an execution mode, by precision. Measured for ResNet-18 to -152: 1e-6 in float32, 6e-3 in
 bfloat16 and 1e-3 in float16."""
 
@@ -104,6 +108,8 @@ def optimize(
         threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
     """
     modes = candidates(tuning, device)
+    if tuning.precision == "int8" and modes[0].precision != "int8":
+        logger.warning("stage=%d is computed in %s: %s", stage.spec.index, modes[0].precision, NO_INT8)
     workload = Workload(sample_shape, max_batch_size, threads or (torch.get_num_threads(),))
     makers: list[tuple[ExecutionMode, Callable[[], nn.Module]]] = [
         (mode, partial(_make, mode, stage, workload, device)) for mode in modes
@@ -217,7 +223,7 @@ def _make(mode: ExecutionMode, stage: AnyStage, workload: Workload, device: torc
         if isinstance(stage, BundleStage):
             place(stage.module, device)
         return stage.to(device)
-    folded = FoldedStage(stage, workload, mode.dtype, fused=mode.method == "fused")
+    folded = FoldedStage(stage, workload, mode.dtype, fused=mode.method == "fused", int8=mode.precision == "int8")
     place(folded.body, device)
     return (
         record_cuda_graphs(folded, workload.sample_shape, workload.max_batch_size, device)

@@ -32,7 +32,7 @@ from multiworld_serving.server.versions.stage_weights import FileRange, StageWei
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
+_TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2, "int8": 2.5e-1}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
 execution mode (models.TOLERANCE) is stricter, so that a worker never chooses a mode that fails here."""
@@ -150,8 +150,12 @@ def make_plan(
         number: the number of this version of the model.
         specs: the partition; None: balanced by the counted costs of the blocks.
     Raises:
-        ModelError: there are more stages than blocks, or the model computes NaN or infinity.
+        ModelError: there are more stages than blocks, the model computes NaN or infinity, or is to compute in int8.
     """
+    if tuning.precision == "int8":
+        raise WeightsError(
+            f"int8 needs a bundle: multiworld export {model.name} --calibration …, then serve --model BUNDLE"
+        )
     image_size = model.preprocessing.crop_size
     generator = torch.Generator().manual_seed(0)
     activation = torch.randint(0, 256, (1, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
@@ -187,8 +191,12 @@ def make_bundle_plan(
     computed here.
 
     Raises:
-        ModelError: the model can be cut into fewer stages, or computes NaN or infinity.
+        ModelError: the model can be cut into fewer stages, computes NaN or infinity, or is to compute in int8 without calibration.
     """
+    if tuning.precision == "int8" and bundle.manifest.int8 is None:
+        raise BundleError(
+            f"{bundle.manifest.name} has no calibration for int8; export it with --calibration, or choose another --precision"
+        )
     stages, outputs = _stages_of(bundle, num_stages)
     specs = stage_specs(bundle.manifest, stages)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]

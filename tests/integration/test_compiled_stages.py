@@ -1,7 +1,7 @@
-"""Stages compiled by the C++ compiler: equal to the reference, cached on disk, compiled in a separate process."""
+"""Stages of bundles compiled by the C++ compiler: equal to the reference, cached on disk, compiled in a separate process."""
 
 import asyncio
-import copy
+import dataclasses
 import logging
 import os
 import subprocess
@@ -10,33 +10,33 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 from multiworld_serving.models import (
     TOLERANCE,
+    BundleStage,
     CompiledStageCache,
     CompileError,
     CompileRequest,
     StageError,
-    StageSpec,
     Tuning,
     deviation,
+    load_stage,
     optimize,
-    reference_stage,
-    split_model,
-    stage_input_shape,
-    stage_weights,
 )
 from multiworld_serving.models.optimize import compiling
 from multiworld_serving.models.optimize.padded_stage import batch_sizes
+from multiworld_serving.models.optimize.selection import example_rows
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
-from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
+from tests.bundles import classifier_bundle, two_outputs_bundle
+from tests.integration.stage_plans import sent_weights
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -44,22 +44,30 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-STAGE = 3
-"""Of ten blocks: one residual block."""
+STAGE = 1
+"""Of two: takes what another stage has computed."""
 LARGEST = 4
 """Batch size; there is no compiled code for 3."""
 
 
-def spec_of() -> StageSpec:
-    return split_model(loaded("resnet18"), 10)[STAGE]
+@cache
+def plans() -> tuple[StagePlan, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        return make_bundle_plan(classifier_bundle(Path(folder) / "bundle"), 2)
+
+
+def request_for(plan: StagePlan) -> CompileRequest:
+    return CompileRequest(plan.spec, plan.input_shape, LARGEST, "float32", bytearray(sent_weights(plan)))
 
 
 def request_of() -> CompileRequest:
-    model, spec = loaded("resnet18"), spec_of()
-    shape = stage_input_shape(spec, IMAGE_SIZE)
-    return CompileRequest(
-        spec, shape, LARGEST, "float32", bytearray(safetensors.torch.save(stage_weights(model, spec)))
-    )
+    return request_for(plans()[STAGE])
+
+
+def stage_of(request: CompileRequest) -> BundleStage:
+    stage = load_stage(request.spec, bytearray(request.weights))
+    assert isinstance(stage, BundleStage)
+    return stage
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +80,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStageCache:
 
 @torch.inference_mode()
 def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStageCache) -> None:
-    request, model = request_of(), loaded("resnet18")
-    compiled, stage = packages.load(request), reference_stage(model, spec_of())
+    request = request_of()
+    compiled, stage = packages.load(request), stage_of(request)
     assert compiled is not None
     for rows in (1, 2, 3, 4):
         batch = torch.rand(rows, *request.sample_shape)
@@ -88,15 +96,34 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: Comp
         compiled(torch.zeros(1, *request.sample_shape, dtype=torch.uint8))
 
 
+@torch.inference_mode()
+def test_stages_of_images_and_of_several_tensors_are_compiled(tmp_path: Path) -> None:
+    """In bfloat16 where the stage takes images; packed rows where it returns two tensors."""
+    packages = CompiledStageCache(tmp_path / "compiled")
+    images = dataclasses.replace(request_for(plans()[0]), precision="bfloat16", max_batch_size=1)
+    several = request_for(make_bundle_plan(two_outputs_bundle(tmp_path / "bundle"), 1)[0])
+    for request in (images, dataclasses.replace(several, max_batch_size=1)):
+        packages.compile(request)
+        compiled, stage = packages.load(request), stage_of(request)
+        assert compiled is not None
+        rows = example_rows(request.spec, 1, request.sample_shape)
+        outputs = (request.spec.unpack_output(each(rows)) for each in (compiled, stage))
+        for output, expected in zip(*outputs, strict=True):
+            assert output.dtype == expected.dtype
+            assert deviation(output, expected) <= TOLERANCE[request.precision]
+
+
 def test_compiled_stage_is_used_when_its_output_matches(packages: CompiledStageCache) -> None:
-    request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), spec_of()))
+    request = request_of()
+    stage = stage_of(request)
     compiled = packages.load(request)
     made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(made.mode) == "compiled/float32"
     auto = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
     assert "compiled/float32" in auto.why
     with torch.no_grad():
-        next(stage.parameters()).mul_(2)  # now it differs
+        for weight in stage.buffers():
+            weight.mul_(2)  # now it differs
     other = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(other.mode) != "compiled/float32"
     packages_of_others = CompileRequest(request.spec, request.sample_shape, LARGEST, "float32", request.weights + b" ")
