@@ -19,6 +19,7 @@ from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
@@ -43,7 +44,6 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)

@@ -33,10 +33,10 @@ from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tunin
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
 from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from multiworld_serving.cli.options import settings_command, value
 from multiworld_serving.common.config import UserError, configure_logging
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 if TYPE_CHECKING:

@@ -11,8 +11,11 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+
+from multiworld_serving.common.threads import thread_while
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,8 @@ async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
         try:
             with contextlib.ExitStack() as stack:
                 if interval_s and on_thread:
-                    stack.enter_context(_heartbeats_of_thread(sock, address, interval_s))
+                    send = partial(_send_heartbeats_until, sock, address, interval_s)
+                    stack.enter_context(thread_while(send, "watchdog"))
                 elif interval_s:
                     stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
                 yield
@@ -137,21 +141,9 @@ async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float)
         await asyncio.sleep(interval_s)
 
 
-@contextlib.contextmanager
-def _heartbeats_of_thread(sock: socket.socket, address: str, interval_s: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def send() -> None:
-        while not ended.wait(interval_s):
-            _notify(sock, address, "WATCHDOG=1")
-
-    thread = threading.Thread(target=send, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _send_heartbeats_until(sock: socket.socket, address: str, interval_s: float, ended: threading.Event) -> None:
+    while not ended.wait(interval_s):
+        _notify(sock, address, "WATCHDOG=1")
 
 
 def _notify(sock: socket.socket, address: str, state: str) -> None:

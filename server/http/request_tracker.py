@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, internal_error_response
-from multiworld_serving.server.observability.metrics import InferenceProtocol
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.observability.request_recorder import RequestOutcome, RequestRecorder
 from multiworld_serving.server.observability.request_traces import RequestTraces

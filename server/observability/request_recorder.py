@@ -8,7 +8,8 @@ from typing import Protocol
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
-from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 
 _NOT_FOR_THE_MODEL = (404, 405)
 MAX_VERSIONS = 8

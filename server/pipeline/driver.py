@@ -21,6 +21,7 @@ from multiworld_serving.server.errors import (
     RequestRejected,
     StageError,
 )
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_counts import BatchCounts
 from multiworld_serving.server.pipeline.batch_tensors import (
@@ -56,7 +57,6 @@ from multiworld_serving.server.scheduling.events import (
     Tick,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.server.settings import LeaderSettings
 
 logger = logging.getLogger(__name__)
 

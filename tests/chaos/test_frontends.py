@@ -15,6 +15,7 @@ from multiworld_serving.cli.main import main
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, run_load
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -23,16 +24,7 @@ PHOTO = photo()
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
-    with LocalService(
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=2,
-        replicas=1,
-        frontends=2,
-        heartbeat_timeout_s=3,
-        hang_timeout_s=30,
-    ) as running:
+    with small_service(stages=2, frontends=2, heartbeat_timeout_s=3, hang_timeout_s=30) as running:
         for name in ("frontend-0", "frontend-1"):
             wait_until_serving(running, name, 0)
         yield running
@@ -197,9 +189,7 @@ def test_loaded_and_unloaded_version_reach_all_frontends(service: LocalService) 
 
 
 def test_all_processes_end_when_the_supervisor_is_killed() -> None:
-    with LocalService(
-        model="resnet18", weights="random:0", image_size=32, stages=1, replicas=1, frontends=2
-    ) as service:
+    with small_service(frontends=2) as service:
         for name in ("frontend-0", "frontend-1"):
             wait_until_serving(service, name, 0)
         ends = select.poll()

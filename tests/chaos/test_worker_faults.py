@@ -16,6 +16,7 @@ from multiworld_serving.common.wire import JoinOffer, JoinRequest
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.chaos.relay import Relay
+from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,12 +33,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def leader(token_file: Path, **settings: Any) -> LocalService:
-    return LocalService(
-        wait_until_ready=False,
-        external_workers=True,
-        token_file=token_file,
-        **{"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 2, "replicas": 2, **settings},
-    )
+    return service_for_workers(token_file, **{"stages": 2, "replicas": 2, **settings})
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.certificates import Authority
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,13 +64,8 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "alice.key").write_text(KEYS["alice"] + "\n")
     (folder / "ops.key").write_text(KEYS["ops"] + "\n")
     (folder / "photo.jpg").write_bytes(photo())
-    with LocalService(
+    with small_service(
         credentials=ClientCredentials(KEYS["alice"], authority.file, folder / "client.pem"),
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
         frontends=request.param,
         api_keys_file=folder / "api.keys",
         admin_keys_file=folder / "admin.keys",

@@ -13,13 +13,13 @@ import pytest
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.clients import run_load as slow_load_on
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService
 from tests import dashboard_queries as written
 from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
 from tests.programs import program
+from tests.services import small_service
 from tests.worker_process import metered_service
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,15 +49,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """One worker was killed and one frozen under load, and both were replaced. A worker of a second service has a metrics port."""
     program("prometheus")
     with (
-        LocalService(
-            model="resnet18",
-            weights="random:0",
-            stages=2,
-            replicas=2,
-            image_size=32,
-            frontends=2,
-            heartbeat_timeout_s=3,  # on a busy machine no other worker may be taken for frozen
-        ) as service,
+        # 3 s: on a busy machine no other worker may be taken for frozen.
+        small_service(stages=2, replicas=2, frontends=2, heartbeat_timeout_s=3) as service,
         metered_service(tmp_path_factory.mktemp("worker")) as (other, worker_url),
         running_prometheus(
             tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker_url

@@ -14,6 +14,7 @@ from multiworld_serving.common.config import ClientCredentials
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,15 +31,8 @@ expected-statuses = ["2xx", "4xx", 503, 504]
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[LocalService]:
     (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
-    with LocalService(
-        credentials=ClientCredentials(KEY),
-        api_keys_file=tmp_path / "api.keys",
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        max_body_bytes=100_000,
+    with small_service(
+        credentials=ClientCredentials(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000
     ) as running:
         yield running
         assert running.stop() == 0

@@ -20,10 +20,10 @@ from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.messages import recv_view, send_message
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
-from multiworld.transport.connection import Transfer
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
 from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedMemoryConnection
+from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import (
     HEAD,
     IN_PLACE,

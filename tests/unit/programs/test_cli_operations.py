@@ -5,13 +5,13 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.verbs import admin
+from tests.http_server import QuietHandler, serving
 
 STATUS = {
     "model": "resnet18",
@@ -24,7 +24,7 @@ RESTARTING = {"worker": "w0", "slot": "s0.r0", "state": "restarting", "number": 
 RESTARTED = {**RESTARTING, "state": "restarted", "left_s": 0.5, "back_s": 2.5}
 
 
-class Port(BaseHTTPRequestHandler):
+class Port(QuietHandler):
     """One port of a service. Requests for the other one get 404 with its number."""
 
     other_port: ClassVar[int] = 0
@@ -62,35 +62,18 @@ class Port(BaseHTTPRequestHandler):
             self._answer(200, *self.steps)
 
     def _answer(self, status: int, *lines: object) -> None:
-        body = "\n".join(map(json.dumps, lines)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.answer(status, "\n".join(map(json.dumps, lines)).encode())
 
 
 @contextlib.contextmanager
 def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[str, str]]:
     """The URLs of the HTTP API and of the admin port of a service."""
-    with contextlib.ExitStack() as stack:
-        asked = threading.Semaphore(0)
-        http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
-        own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
-        operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})
-        servers = []
-        for handler in (http, operations):
-            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            servers.append(server)
-        http.other_port = servers[1].server_port
-        operations.other_port = servers[0].server_port
-        http_url, admin_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    asked = threading.Semaphore(0)
+    http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
+    own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
+    operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})
+    with serving(http) as http_url, serving(operations) as admin_url:
+        http.other_port, operations.other_port = (int(url.rpartition(":")[2]) for url in (admin_url, http_url))
         yield http_url, admin_url
 
 

@@ -17,7 +17,8 @@ from multiworld_serving.common.config import Settings, SettingsError, load
 from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
