@@ -77,13 +77,6 @@ def collector() -> Iterator[Collector]:
         yield made
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two frontends"])
-def frontends(request: pytest.FixtureRequest) -> int:
-    """The number of frontends of the service."""
-    found: int = request.param
-    return found
-
-
 @pytest.fixture(scope="module", autouse=True)
 def spans_sent_often() -> Iterator[None]:
     """OpenTelemetry's default interval of 5 s would dominate the duration of these tests."""
@@ -93,12 +86,12 @@ def spans_sent_often() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def service(frontends: int, collector: Collector) -> Iterator[LocalService]:
+def service(collector: Collector) -> Iterator[LocalService]:
     with small_service(
         image_size=64,
         stages=2,
         replicas=2,
-        frontends=frontends,
+        frontends=2,
         otlp_endpoint=collector.url,
         trace_ratio=0,
         hedge_factor=0,
