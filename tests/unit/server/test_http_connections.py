@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 import struct
+import time
 import weakref
 
 import pytest
@@ -494,11 +495,12 @@ async def test_connection_leaves_the_table_when_it_is_reset() -> None:
 
 @pytest.mark.parametrize("after", ["close", "keep-alive"])
 async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 2.0)
+    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 1.0)
     size = 20_000_000
-    async with http_port(app=Response(bytes(size)), stall_timeout_s=2.0) as port:
+    async with http_port(app=Response(bytes(size)), stall_timeout_s=1.0) as port:
         client = await port.open()
         await client.say(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % after.encode())
+        began_s = time.monotonic()
         async with asyncio.timeout(60):
             head = await client.reader.readuntil(b"\r\n\r\n")
             taken = 0
@@ -507,6 +509,7 @@ async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: 
                 await asyncio.sleep(0.02)
         assert head.startswith(b"HTTP/1.1 200")
         assert taken == size
+        assert time.monotonic() - began_s > 1.0, "shorter than the limits"
 
 
 class Told:
