@@ -181,6 +181,7 @@ class Leader:
             spares=self._registry.spares(),
             version_number=self.version.number,
             version_loading=self._rollout.loading,
+            rollout=self._rollout.progress,
             unloaded=self._unloaded,
         )
 
