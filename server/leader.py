@@ -102,7 +102,13 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
+            self,
+            self._registry.placement,
+            self._versions,
+            loader,
+            settings.join_timeout_s,
+            self._exclusive,
+            self._states_changed,
         )
         self.open_requests = OpenRequests()
         self.weights: str | None = None

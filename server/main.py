@@ -38,6 +38,7 @@ from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
+from multiworld_serving.server.versions.model_source import bundle_path, check_model_source
 from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_loader import VersionLoader
@@ -75,20 +76,20 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
+    check_model_source(settings)
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
         if settings.model in MODEL_NAMES:
             return _prepare_resnet(settings, tuning)
-        return open_bundle(_bundle_path(settings), settings, tuning)
+        return open_bundle(_bundle(settings), settings, tuning)
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
 
 
-def _bundle_path(settings: LeaderSettings) -> Path:
-    path = Path(settings.model)
-    if path.exists() or len(path.parts) > 1 or path.suffix:
+def _bundle(settings: LeaderSettings) -> Path:
+    if (path := bundle_path(settings)) is not None:
         return path
     # Importing it takes a second.
     from multiworld_serving.models.export.published import exported  # noqa: PLC0415

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -49,6 +49,7 @@ class VersionRollout:
 
     Args:
         timeout_s: longest wait for one worker to load its stage.
+        on_progress: called when `progress` has changed.
 
     Attributes:
         loading: the name of the version that workers are loading; None if there is none.
@@ -63,6 +64,7 @@ class VersionRollout:
         loader: Loader | None,
         timeout_s: float,
         exclusive: ExclusiveOperation,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.loading: str | None = None
         self.progress: RolloutProgress | None = None
@@ -72,6 +74,7 @@ class VersionRollout:
         self._loader = loader
         self._timeout_s = timeout_s
         self._exclusive = exclusive
+        self._on_progress = on_progress
         self._retired = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._changes: set[asyncio.Task[ModelVersion]] = set()
@@ -123,18 +126,22 @@ class VersionRollout:
             finally:
                 self.loading = None
             self._switch.switch_to(plan)
-            self.progress = replace(self._progress_of(plan), phase="ending")
+            self._report(replace(self._progress_of(plan), phase="ending"))
             await self._until_retired()
             logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
             return plan.version
 
     @contextlib.contextmanager
     def _showing_progress(self) -> Iterator[None]:
-        self.progress = RolloutProgress("reading")
+        self._report(RolloutProgress("reading"))
         try:
             yield
         finally:
-            self.progress = None
+            self._report(None)
+
+    def _report(self, progress: RolloutProgress | None) -> None:
+        self.progress = progress
+        self._on_progress()
 
     def _progress_of(self, plan: VersionPlan) -> RolloutProgress:
         """The workers that have loaded it already, while none is loading."""
@@ -194,7 +201,7 @@ class VersionRollout:
         number = plan.version.number
         while (link := next((link for link in self._links() if number not in link.loaded_versions), None)) is not None:
             self._raise_if_cancelled()
-            self.progress = replace(self._progress_of(plan), worker=link.worker, world=link.world_name)
+            self._report(replace(self._progress_of(plan), worker=link.worker, world=link.world_name))
             try:
                 await self._load(link, plan)
             except LinkEndedError as error:
@@ -202,7 +209,7 @@ class VersionRollout:
                     continue  # it leaves on purpose: the version is not the reason
                 raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
             finally:
-                self.progress = self._progress_of(plan)
+                self._report(self._progress_of(plan))
 
     async def _load(self, link: WorkerLink, plan: VersionPlan) -> None:
         began_s = time.monotonic()
