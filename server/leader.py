@@ -102,7 +102,13 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
+            self,
+            self._registry.placement,
+            self._versions,
+            loader,
+            settings.join_timeout_s,
+            self._exclusive,
+            self._states_changed,
         )
         self.open_requests = OpenRequests()
         self.weights: str | None = None
@@ -181,6 +187,7 @@ class Leader:
             spares=self._registry.spares(),
             version_number=self.version.number,
             version_loading=self._rollout.loading,
+            rollout=self._rollout.progress,
             unloaded=self._unloaded,
         )
 

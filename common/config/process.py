@@ -11,7 +11,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
 _PR_SET_PDEATHSIG = 1
+SAME_STOP_S = 0.5
+"""Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
 
 
 def raise_descriptor_limit() -> None:
@@ -48,6 +50,27 @@ def exit_with_parent() -> None:
     standard_input.register(0, 0)  # POLLHUP is always reported
     if any(event & select.POLLHUP for _, event in standard_input.poll(0)):
         raise SystemExit(0)
+
+
+def on_stop_signal(stop: Callable[[], object]) -> None:
+    """Call `stop` at the first SIGTERM or SIGINT that this process receives from now on. Call it inside the event loop.
+
+    A later signal ends the process at once, unless it arrives within SAME_STOP_S of the first one.
+    """
+    loop = asyncio.get_running_loop()
+    first_s: float | None = None
+
+    def receive(signum: signal.Signals) -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = loop.time()
+            stop()
+        elif loop.time() - first_s >= SAME_STOP_S:
+            loop.remove_signal_handler(signum)
+            signal.raise_signal(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, receive, signum)
 
 
 def check_memory(needed_bytes: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
@@ -99,8 +99,7 @@ class _Service:
     async def run(self) -> int:
         """Run all processes until a signal, or until one of them ends because of invalid settings. Returns the exit status."""
         settings, loop = self._settings, asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        on_stop_signal(self._begin_stop)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._notify.receiving())
             fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
@@ -133,12 +132,8 @@ class _Service:
             logger.info("stopped")
             return INVALID_INPUT if any(group.invalid_input.is_set() for group in groups) else 0
 
-    def _on_signal(self, signum: signal.Signals) -> None:
-        """The first signal stops the service; the second one ends it at once, and the kernel ends its processes with it."""
-        if self._stop.is_set():
-            asyncio.get_running_loop().remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        logger.info("stopping")
+    def _begin_stop(self) -> None:
+        logger.info("stopping; a second signal ends all processes at once")
         self._stop.set()
 
     def _reload(self, groups: list[Supervisor]) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import time
 
@@ -17,7 +16,7 @@ import uvloop
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address, local_host
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges import EdgeMetrics, Edges
 from multiworld_serving.common.http.connection_table import ConnectionTable
@@ -137,9 +136,8 @@ class _Frontend:
         self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
 
     async def serve(self) -> int:
-        settings, loop = self._settings, asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        settings = self._settings
+        on_stop_signal(self._stop.set)
         warn_if_unprotected(settings, self._credentials)
         try:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
@@ -253,10 +251,3 @@ class _Frontend:
             for link in self._pool.links:
                 link.send_load(self._connections, self._pool.open_requests.count, edges)
             await asyncio.sleep(_LOAD_INTERVAL_S)
-
-    def _on_signal(self, signum: signal.Signals) -> None:
-        """The first signal stops the frontend; the second one ends the process."""
-        if self._stop.is_set():
-            asyncio.get_running_loop().remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        self._stop.set()

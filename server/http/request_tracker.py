@@ -15,7 +15,7 @@ from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, interna
 from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.observability.request_recorder import RequestOutcome, RequestRecorder
-from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.observability.request_traces import RequestTraces, current_span_ids
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,9 @@ class RequestTracker:
                 record.reason = "cancelled"
             times = record.inference.times if record.inference else None
             duration_s = time.monotonic() - record.started_s
+            trace_id, _ = current_span_ids() or (None, None)
             self._recorder.request_ended(
-                number, RequestOutcome(record.version, protocol, code, record.reason, duration_s, times)
+                number, RequestOutcome(record.version, protocol, code, record.reason, duration_s, times, trace_id)
             )
 
 

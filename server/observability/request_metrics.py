@@ -173,6 +173,7 @@ class RequestMetrics(ProgramMetrics):
         reason: str,
         duration_s: float,
         images: int = 0,
+        trace_id: int | None = None,
     ) -> None:
         """An inference request has ended; `reason` is "ok" or the error's. `images` is the number that was answered."""
         self._requests_in_flight.dec()
@@ -181,7 +182,7 @@ class RequestMetrics(ProgramMetrics):
             self._durations.append(duration_s)
         if images:
             self._images.labels(model, version).inc(images)
-        self._request_duration.labels(model, protocol, code).observe(duration_s)
+        self._request_duration.labels(model, protocol, code).observe(duration_s, trace_id)
 
     def queue_depth(self, images: int) -> None:
         """Set the number of images that are accepted and not in flight."""

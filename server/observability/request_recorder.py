@@ -25,6 +25,7 @@ class RequestOutcome:
         code: HTTP status; `CLIENT_CLOSED_REQUEST` if the client disconnected.
         reason: "ok", or the error's.
         times: None = no prediction.
+        trace_id: None = it was not traced.
     """
 
     version: str
@@ -33,6 +34,7 @@ class RequestOutcome:
     reason: str
     duration_s: float
     times: InferenceTimes | None
+    trace_id: int | None = None
 
 
 class RequestRecorder(Protocol):
@@ -87,6 +89,7 @@ class LocalRequestRecorder:
             reason=outcome.reason,
             duration_s=outcome.duration_s,
             images=0 if times is None else len(times.images),
+            trace_id=outcome.trace_id,
         )
 
     def _use(self, version: str) -> None:
