@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from multiworld_serving.cli.main import app
-from multiworld_serving.cli.options import PROGRAMS
+from multiworld_serving.cli.settings_reference import TITLES
 
 _HEAD = """# Reference: the command line
 
@@ -46,17 +46,15 @@ def _verb(name: str, command: Any) -> Iterator[str]:
     examples = re.findall(r"^(?:\S+=\S+ )*(?:multiworld|curl) .*$", _plain(command.epilog or ""), re.MULTILINE)
     if examples:
         yield from ("```sh", *examples, "```", "")
-    if name in {cls.section for cls in PROGRAMS}:
-        yield from (f"The options are the settings: see [settings](serving.md#settings-of-{_ANCHORS[name]}).", "")
+    if name in TITLES:
+        anchor = f"settings-of-{TITLES[name].replace(' ', '-')}"
+        yield from (f"The options are the settings: see [settings](settings.md#{anchor}).", "")
         return
     yield from ("| | default | meaning |", "|---|---|---|")
     for parameter in command.params:
         if parameter.name != "help" and not getattr(parameter, "hidden", False):
             yield _row(parameter)
     yield ""
-
-
-_ANCHORS = {"serve": "the-service", "leader": "a-leader", "frontend": "a-frontend", "worker": "a-worker"}
 
 
 def _row(parameter: Any) -> str:
