@@ -16,7 +16,7 @@ from multiworld import Cause
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.predictor import ModelVersion, ReplicaState, ServiceState, StageSnapshot
 
-InferenceProtocol = Literal["predict", "v2"]
+InferenceProtocol = Literal["predict", "v2", "grpc"]
 """The inference API of a request."""
 HedgeOutcome = Literal["won", "lost", "wasted"]
 """Which copy of a hedged batch answered first: won = the second, lost = the first; wasted = the second failed or was not needed."""
