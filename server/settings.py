@@ -3,6 +3,7 @@
 `serve` has the settings of all programs that it starts; those of leaders are in leader_settings.py.
 """
 
+import importlib.util
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -25,6 +26,13 @@ JOIN_PORT_STEP = 100
 def _admin_port() -> Any:
     text = "Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."
     return setting(8002, "Network", text, ge=0, le=65535)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that contains it
+        return False
 
 
 class HttpSettings(ServiceSettings):
@@ -59,6 +67,14 @@ class HttpSettings(ServiceSettings):
         "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
     )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
+    grpc_port: int | None = setting(
+        None,
+        "Network",
+        "Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the "
+        "extra grpc.",
+        ge=0,
+        le=65535,
+    )
     metrics_port: int = _admin_port()
     metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
     api_keys_file: Path | None = setting(
@@ -146,6 +162,9 @@ class HttpSettings(ServiceSettings):
     metrics_fd: int | None = setting(
         None, "Network", "Descriptor of a listening socket for the admin port.", hidden=True
     )
+    grpc_fd: int | None = setting(
+        None, "Network", "Descriptor of a socket that is bound to the gRPC port and does not listen.", hidden=True
+    )
     supervisor_metrics_file: Path | None = setting(
         None, "Process", "File with the metrics of the supervisor.", hidden=True
     )
@@ -168,6 +187,15 @@ class HttpSettings(ServiceSettings):
     def admin_host(self) -> str:
         """Address of the admin port."""
         return self.host if self.metrics_host is None else self.metrics_host
+
+    @model_validator(mode="after")
+    def _grpc_is_installed(self) -> Self:
+        missing = [name for name in ("grpc", "google.protobuf") if not _is_installed(name)]
+        if self.grpc_port is not None and missing:
+            raise ValueError(
+                f"grpc_port needs {' and '.join(missing)}, which this Python does not have; install multiworld-serving[grpc]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
@@ -305,6 +333,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        if self.grpc_port is not None:
+            ports["grpc_port"] = self.grpc_port
         if self.join_port:
             ports |= {f"join_port of leader {index}": self.join_port_of(index) for index in range(1, self.leaders)}
         if (last := max(ports.values())) > _MAX_PORT:

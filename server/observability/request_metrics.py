@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.server.predictor import ModelVersion, ServiceState
 
-InferenceProtocol = Literal["predict", "v2"]
+InferenceProtocol = Literal["predict", "v2", "grpc"]
 """The inference API of a request."""
 
 # Bucket bounds in seconds, dense around typical values and above the timeout that bounds the wait.

@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
@@ -159,6 +161,20 @@ async def test_openapi_describes_bodies_answers_and_errors() -> None:
     assert _schema(document["paths"]["/readyz"]["get"]["responses"]["503"]) == "#/components/schemas/NotReady"
     assert "/metrics" in document["paths"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+async def test_openapi_covers_every_route_but_the_files_of_the_status_page() -> None:
+    async with running_frontend() as frontend:
+        paths = (await frontend.client.get("/openapi.json")).json()["paths"]
+        routes = {
+            (route.path, method)
+            for route in frontend.app.routes
+            if isinstance(route, Route | APIRoute)
+            for method in (route.methods or set()) - {"HEAD"}
+        }
+    documented = {(path, method.upper()) for path, methods in paths.items() for method in methods}
+    assert {path for path, _ in routes - documented if not path.startswith("/status-page/")} == {"/openapi.json", "/"}
+    assert documented <= routes
 
 
 def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]) -> str:
