@@ -8,7 +8,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,11 +18,11 @@ _FLOCK = struct.Struct("hhqqi4x")
 _OVERSUBSCRIBED = 2
 """More runnable threads than this per processor count as oversubscribed."""
 
-_MUCH_WAITING, _LITTLE_WAITING = 0.15, 0.03
-"""Share of a batch's time spent waiting for a core, above which contention begins and below which it ends."""
-_NEWEST = 0.1
-"""Weight of the newest batch in the average of that share."""
-
+_NEWEST = 0.2
+"""Weight of the newest batch in the mean time of a number of threads."""
+_FIRST_TRIAL, _LAST_TRIAL = 16, 128
+"""Batches until the slower number of threads is tried again: at first, and after it was slower several times."""
+_MAX_MEANS = 512
 
 def oversubscribed() -> bool:
     """Whether other programs compete for the cores. Threads that synchronise with each other then also wait to be scheduled, and one
@@ -33,41 +33,41 @@ def oversubscribed() -> bool:
     return False
 
 
-def run_queue_ns() -> int:
-    """Nanoseconds that the calling thread was ready to run and waited for a core; always 0 if the kernel does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    return 0
+class ThreadChoice:
+    """Learns which of two numbers of threads computes the same kind of work in less time.
 
-
-class CoreContention:
-    """Whether other programs take the cores from a thread while it computes.
-
-    Args:
-        waited_ns: returns how long the calling thread has waited for a core.
-        clock_ns: returns the time.
+    Threads of one operation wait for each other. When other programs use the cores, or when operations are small, one thread may be faster
+    than two, and this depends on the model and on the batch size. So the time of batches decides: the faster number is used, and the other
+    one is tried again now and then.
     """
 
-    def __init__(
-        self, waited_ns: Callable[[], int] = run_queue_ns, clock_ns: Callable[[], int] = time.perf_counter_ns
-    ) -> None:
-        self.high = False
-        """Whether the thread has waited for much of its time in the last batches."""
-        self._waited_ns = waited_ns
-        self._clock_ns = clock_ns
-        self._share = 0.0
+    def __init__(self) -> None:
+        self._mean_s: dict[tuple[Hashable, int], float] = {}
+        """Seconds per unit of work, by kind of work and number of threads."""
+        self._waits: dict[Hashable, tuple[int, int]] = {}
+        """By kind of work: batches until the next trial, and the number that this was set to."""
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure one batch, computed by the calling thread in the block."""
-        waited_ns, began_ns = self._waited_ns(), self._clock_ns()
-        try:
-            yield
-        finally:
-            took_ns = max(1, self._clock_ns() - began_ns)
-            share = min(1.0, (self._waited_ns() - waited_ns) / took_ns)
-            self._share += _NEWEST * (share - self._share)
-            self.high = self._share > (_LITTLE_WAITING if self.high else _MUCH_WAITING)
+    def choose(self, work: Hashable, most: int, fewest: int) -> int:
+        """`most` or `fewest`, whichever to use for the next batch of this kind."""
+        if most == fewest:
+            return most
+        if len(self._mean_s) >= _MAX_MEANS:  # versions that are not served any more are among them
+            self._mean_s.clear()
+            self._waits.clear()
+        means = {threads: self._mean_s.get((work, threads), 0.0) for threads in (most, fewest)}
+        faster = min(means, key=means.__getitem__)  # `most` if they are equal: both are unknown at first
+        left, interval = self._waits.get(work, (_FIRST_TRIAL, _FIRST_TRIAL))
+        if left:
+            self._waits[work] = left - 1, interval
+            return faster
+        interval = min(2 * interval, _LAST_TRIAL)
+        self._waits[work] = interval, interval
+        return most + fewest - faster
+
+    def measured(self, work: Hashable, threads: int, unit_s: float) -> None:
+        """So many threads have computed a batch of this kind, in this time per unit of work."""
+        mean_s = self._mean_s.get((work, threads), unit_s)
+        self._mean_s[work, threads] = mean_s + _NEWEST * (unit_s - mean_s)
 
 
 class SharedCores:
@@ -80,9 +80,7 @@ class SharedCores:
         index: this worker's byte, from 0 to `workers` - 1, unique per process.
         workers: number of workers that share.
         total: number of cores to share.
-        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle. The same is done, with at
-            most half of the cores, while other programs take the cores from this worker's thread: two threads that wait for each other
-            after every operation use several times the CPU time of one then.
+        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle.
     Raises:
         OSError: the file cannot be opened.
     """
@@ -94,13 +92,14 @@ class SharedCores:
         workers: int,
         total: int,
         oversubscribed: Callable[[], bool] = oversubscribed,
-        contention: CoreContention | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._index = index
         self._others = [other for other in range(workers) if other != index]
         self._total = total
         self._oversubscribed = oversubscribed
-        self._contention = contention or CoreContention()
+        self._clock_s = clock_s
+        self._choice = ThreadChoice()
         # Opened once: closing any descriptor of a file releases all locks that the process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -114,17 +113,23 @@ class SharedCores:
         return max(2, len(self._others) + 1)
 
     @contextmanager
-    def acquire_cores(self) -> Iterator[int]:
-        """Count as computing while the block runs. Yields how many threads to use: an equal share, at least 1."""
+    def acquire_cores(self, stage: Hashable, elements: int) -> Iterator[int]:
+        """Count as computing while the block runs. Yields how many threads to use: at most an equal share, at least 1.
+
+        Args:
+            stage: what is computed.
+            elements: size of the batch, at least 1. Batches of one stage and about the same size take about the same time per element.
+        """
+        work = stage, elements.bit_length()
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
-            if self._contention.high:
-                shares = self._most_shares
-            else:
-                shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
-            with self._contention.measure():
-                yield max(1, self._total // shares)
+            shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
+            least = max(1, self._total // self._most_shares)
+            threads = self._choice.choose(work, max(least, self._total // shares), least)
+            began_s = self._clock_s()
+            yield threads
+            self._choice.measured(work, threads, (self._clock_s() - began_s) / elements)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -113,12 +113,15 @@ class Engine:
         return sorted(shapes, reverse=True)
 
     @contextmanager
-    def acquire_cores(self) -> Iterator[None]:
-        """Use this worker's share of the cores while the block runs. Called on the engine's thread."""
+    def acquire_cores(self, stage: Hashable, elements: int) -> Iterator[None]:
+        """Use this worker's share of the cores while the block runs. Called on the engine's thread.
+
+        Args: see `SharedCores.acquire_cores`.
+        """
         if self._cores is None:
             yield
             return
-        with self._cores.acquire_cores() as threads:
+        with self._cores.acquire_cores(stage, elements) as threads:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
             yield
@@ -255,8 +258,8 @@ class EngineQueue:
 
         def compute() -> tuple[Tensor, int, int]:
             started_ns = time.perf_counter_ns()
-            with self._engine.acquire_cores():
-                loaded = self._stages[version, stage]
+            loaded = self._stages[version, stage]
+            with self._engine.acquire_cores((version, stage), batch.numel()):
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
