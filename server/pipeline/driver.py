@@ -170,7 +170,9 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None), output)
+        others_s = min(message.others_ns / 1e9, took_s)
+        done = BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None, others_s)
+        self.submit_event(done, output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""

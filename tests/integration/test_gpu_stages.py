@@ -68,7 +68,7 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
     answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))
     expected = reference_stage(model, spec)
-    for batch, (output, _, _) in zip(batches, answers, strict=True):
+    for batch, answer in zip(batches, answers, strict=True):
         with torch.inference_mode():
-            assert deviation(output, expected(batch)) <= 100 * TOLERANCE["float32"]
+            assert deviation(answer.output, expected(batch)) <= 100 * TOLERANCE["float32"]
     engine.close()

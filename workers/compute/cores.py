@@ -24,6 +24,7 @@ _FIRST_TRIAL, _LAST_TRIAL = 16, 128
 """Batches until the slower number of threads is tried again: at first, and after it was slower several times."""
 _MAX_MEANS = 512
 
+
 def oversubscribed() -> bool:
     """Whether other programs compete for the cores. Threads that synchronise with each other then also wait to be scheduled, and one
     thread is faster than two."""
