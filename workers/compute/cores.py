@@ -18,11 +18,15 @@ _FLOCK = struct.Struct("hhqqi4x")
 _OVERSUBSCRIBED = 2
 """More runnable threads than this per processor count as oversubscribed."""
 
-_NEWEST = 0.2
-"""Weight of the newest batch in the mean time of a number of threads."""
+_FIRST_BATCHES = 3
+"""Batches with each number of threads before they are compared."""
+_NEWEST, _NEWEST_OF_TRIAL = 0.2, 0.5
+"""Weight of the newest batch in the mean time of a number of threads: of the one in use, and of the other one."""
+_CLEARLY = 0.9
+"""Fewer threads are used if they take less than this part of the time."""
 _FIRST_TRIAL, _LAST_TRIAL = 16, 128
-"""Batches until the slower number of threads is tried again: at first, and after it was slower several times."""
-_MAX_MEANS = 512
+"""Batches until the other number of threads is tried again: at first, and after it was slower several times."""
+_MOST_KINDS = 256
 
 
 def oversubscribed() -> bool:
@@ -35,7 +39,7 @@ def oversubscribed() -> bool:
 
 
 class ThreadChoice:
-    """Learns which of two numbers of threads computes the same kind of work in less time.
+    """Learns which of two numbers of threads computes one kind of work in less time.
 
     Threads of one operation wait for each other. When other programs use the cores, or when operations are small, one thread may be faster
     than two, and this depends on the model and on the batch size. So the time of batches decides: the faster number is used, and the other
@@ -43,32 +47,31 @@ class ThreadChoice:
     """
 
     def __init__(self) -> None:
-        self._mean_s: dict[tuple[Hashable, int], float] = {}
-        """Seconds per unit of work, by kind of work and number of threads."""
-        self._waits: dict[Hashable, tuple[int, int]] = {}
-        """By kind of work: batches until the next trial, and the number that this was set to."""
+        self._mean_s: dict[int, float] = {}
+        """Seconds per unit of work, by number of threads."""
+        self._batches: dict[int, int] = {}
+        """Batches computed, by number of threads."""
+        self._used = 0
+        self._until_trial = self._interval = _FIRST_TRIAL
 
-    def choose(self, work: Hashable, most: int, fewest: int) -> int:
-        """`most` or `fewest`, whichever to use for the next batch of this kind."""
-        if most == fewest:
-            return most
-        if len(self._mean_s) >= _MAX_MEANS:  # versions that are not served any more are among them
-            self._mean_s.clear()
-            self._waits.clear()
-        means = {threads: self._mean_s.get((work, threads), 0.0) for threads in (most, fewest)}
-        faster = min(means, key=means.__getitem__)  # `most` if they are equal: both are unknown at first
-        left, interval = self._waits.get(work, (_FIRST_TRIAL, _FIRST_TRIAL))
-        if left:
-            self._waits[work] = left - 1, interval
-            return faster
-        interval = min(2 * interval, _LAST_TRIAL)
-        self._waits[work] = interval, interval
-        return most + fewest - faster
+    def choose(self, most: int, fewest: int) -> int:
+        """`most` or `fewest`, whichever to use for the next batch."""
+        for threads in (most, fewest):
+            if self._batches.get(threads, 0) < _FIRST_BATCHES:
+                return threads
+        self._used = fewest if self._mean_s[fewest] < _CLEARLY * self._mean_s[most] else most
+        if self._until_trial:
+            self._until_trial -= 1
+            return self._used
+        self._until_trial = self._interval = min(2 * self._interval, _LAST_TRIAL)
+        return most + fewest - self._used
 
-    def measured(self, work: Hashable, threads: int, unit_s: float) -> None:
-        """So many threads have computed a batch of this kind, in this time per unit of work."""
-        mean_s = self._mean_s.get((work, threads), unit_s)
-        self._mean_s[work, threads] = mean_s + _NEWEST * (unit_s - mean_s)
+    def measured(self, threads: int, unit_s: float) -> None:
+        """So many threads have computed a batch, in this time per unit of work."""
+        self._batches[threads] = batches = self._batches.get(threads, 0) + 1
+        newest = 1 / batches if batches <= _FIRST_BATCHES else _NEWEST if threads == self._used else _NEWEST_OF_TRIAL
+        mean_s = self._mean_s.get(threads, unit_s)
+        self._mean_s[threads] = mean_s + newest * (unit_s - mean_s)
 
 
 class SharedCores:
@@ -100,7 +103,8 @@ class SharedCores:
         self._total = total
         self._oversubscribed = oversubscribed
         self._clock_s = clock_s
-        self._choice = ThreadChoice()
+        self._choices: dict[Hashable, ThreadChoice] = {}
+        """By stage and size of batch."""
         # Opened once: closing any descriptor of a file releases all locks that the process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -121,18 +125,22 @@ class SharedCores:
             stage: what is computed.
             elements: size of the batch, at least 1. Batches of one stage and about the same size take about the same time per element.
         """
-        work = stage, elements.bit_length()
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
             shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
             least = max(1, self._total // self._most_shares)
-            threads = self._choice.choose(work, max(least, self._total // shares), least)
-            began_s = self._clock_s()
-            yield threads
-            self._choice.measured(work, threads, (self._clock_s() - began_s) / elements)
+            choice, began_s = self._choice(stage, elements), self._clock_s()
+            yield (threads := choice.choose(max(least, self._total // shares), least))
+            choice.measured(threads, (self._clock_s() - began_s) / elements)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
+
+    def _choice(self, stage: Hashable, elements: int) -> ThreadChoice:
+        work = stage, elements.bit_length()
+        if work not in self._choices and len(self._choices) >= _MOST_KINDS:
+            self._choices.clear()  # most are of versions that are not served any more
+        return self._choices.setdefault(work, ThreadChoice())
 
     def close(self) -> None:
         """Close the file, which releases the lock."""

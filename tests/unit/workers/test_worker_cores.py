@@ -106,12 +106,12 @@ def test_faster_number_of_threads_is_learned_for_each_stage_and_size_and_learned
                 now_s += size * (took_s["four"] if threads == 4 else took_s["two"])
         return used
 
-    assert batches(2, 8, four=1.0, two=2.0) == [4, 2], "each is tried"
+    assert batches(6, 8, four=1.0, two=2.0) == [4, 4, 4, 2, 2, 2], "each is tried"
     assert batches(1000, 8, four=1.0, two=2.0).count(2) < 15
     assert batches(1000, 100, four=2.0, two=1.0).count(4) < 15, "a larger batch, for which two threads are faster"
     assert batches(1, 8, four=1.0, two=2.0) == [4], "the smaller batch is still known"
     assert batches(100, 8, four=5.0, two=2.0)[-50:].count(4) < 5, "another program uses the cores"
-    assert batches(1000, 8, four=1.0, two=2.0)[-200:].count(2) < 5, "it has ended"
+    assert batches(2000, 8, four=1.0, two=2.0)[-200:].count(2) < 5, "it has ended"
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:
