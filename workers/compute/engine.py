@@ -92,10 +92,10 @@ class Engine:
         with self._changed:
             return time.monotonic() - self._current_since_s if self._current is queue else 0.0
 
-    def others_ns(self, queue: "EngineQueue") -> int:
+    def others_us(self, queue: "EngineQueue") -> int:
         """About how long this queue's next batch waits for those of other queues: for one of each that has jobs."""
         with self._changed:
-            return sum(other.computed_ns for other in self._jobs.owners() if other is not queue)
+            return sum(other.computed_ns // 1000 for other in self._jobs.owners() if other is not queue)
 
     def waits_for_others(self, queue: "EngineQueue") -> bool:
         """Whether jobs of this queue wait while a job of another queue runs."""
@@ -186,13 +186,13 @@ class Computed:
 
     Attributes:
         output: on the CPU.
-        compute_ns, waited_ns, others_ns: see `Message`.
+        compute_ns, waited_us, others_us: see `Message`.
     """
 
     output: Tensor
     compute_ns: int
-    waited_ns: int
-    others_ns: int
+    waited_us: int
+    others_us: int
 
 
 class EngineQueue:
@@ -288,7 +288,7 @@ class EngineQueue:
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
             self.computed_ns = time.perf_counter_ns() - started_ns
-            return Computed(output, self.computed_ns, started_ns - asked_ns, self._engine.others_ns(self))
+            return Computed(output, self.computed_ns, (started_ns - asked_ns) // 1000, self._engine.others_us(self))
 
         result: Computed = await self._engine.run(self, compute, is_batch=True)
         return result
