@@ -111,8 +111,8 @@ async def test_engine_serves_cached_compiled_code_immediately(packages: Compiled
         made = await queue.load(request.spec, request.weights, request.sample_shape, LARGEST, tuning)
         queue.serve(1, LoadedStage(request.spec, made))
         assert str(made.mode) == "compiled/float32"
-        output, _, _ = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
-        assert len(output) == 2
+        computed = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
+        assert len(computed.output) == 2
     finally:
         engine.close()
 
