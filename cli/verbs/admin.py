@@ -233,12 +233,10 @@ def _load_done(observer: "httpx.Client") -> str:
     if status is None:
         return "the service cancels the load; its status is unknown"
     rollout, serves = status.get("rollout"), f"{status.get('model')} answers with {status.get('version')}"
-    match rollout and rollout["phase"]:
-        case "loading":
-            return f"{_passed(rollout)}; the service cancels the load; {serves}"
-        case "ending":
-            return f"the load is complete; {serves}"
-    return f"the service cancels the load; {serves}"
+    if rollout is not None and rollout["phase"] == "ending":
+        return f"the load is complete; {serves}"
+    passed = f"{_passed(rollout)}; " if rollout is not None and rollout["phase"] == "loading" else ""
+    return f"{passed}the service cancels the load; {serves}"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from multiworld_serving.cli.options import PROGRAMS, AsJson, assignments, flag, 
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.common.config.settings import allowed, declaration, effective_settings, fields_of
 from multiworld_serving.common.config.sources import option, refuse_unknown_options, variable
-from multiworld_serving.server.settings import HttpSettings, LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import HttpSettings
 
 EPILOG = """
 [bold]Examples[/bold]

@@ -47,7 +47,8 @@ from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, 
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import Statistics
-from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import Pipeline, Predictor, ServedModel

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from multiworld_serving.models import MODEL_NAMES, BundleError, LabelsError, StageError, WeightsError, block_names
 from multiworld_serving.models.weights.checkpoints import SUFFIXES
-from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
 
 
 def check_model_source(settings: LeaderSettings) -> None:

@@ -41,7 +41,8 @@ def served() -> Iterator[LocalService]:
         heartbeat_timeout_s=5,
     ) as running:
         for name in ("frontend-0", "frontend-1"):
-            running.wait_for(lambda line, name=name: line.message.startswith(f"{name} serves"), 60.0)
+            text = f"{name} serves"
+            running.wait_for(lambda line, text=text: str(line.message).startswith(text), 60.0)  # type: ignore[misc]
         yield running
         assert running.stop() == 0
         assert not [line.message for line in running.lines if line["level"] is None], "the log is JSON only"
@@ -147,9 +148,9 @@ async def test_killed_workers_cost_no_request(
             group.create_task(ask())
         for stage in range(2):
             status = await asyncio.to_thread(served.wait_until_complete, 60.0)
-            seen = answered
+            wanted = answered + 50
             os.kill(status["stages"][stage]["replicas"][0]["pid"], signal.SIGKILL)
-            await until(lambda seen=seen: answered > seen + 50)
+            await until(lambda wanted=wanted: answered > wanted)  # type: ignore[misc]
         stop.set()
     assert not failed, failed[:3]
     counted = served.metric("multiworld_requests_total", protocol="grpc", code="200") - before

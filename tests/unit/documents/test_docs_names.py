@@ -11,8 +11,9 @@ import typer
 from multiworld_serving.cli.main import app
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
+from tests.dashboard_queries import recorded_names
 from tests.documents import ROOT, documents
-from tests.unit.programs.test_dashboards import recorded_names, told
+from tests.unit.programs.test_dashboards import told
 
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCED = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)", re.MULTILINE | re.DOTALL)
@@ -37,7 +38,7 @@ FOREIGN_IDENTIFIERS = {
 PAGES = {str(page.relative_to(ROOT)): page for page in documents()}
 
 
-@pytest.fixture(params=PAGES.values(), ids=PAGES)
+@pytest.fixture(params=list(PAGES.values()), ids=list(PAGES))
 def page(request: pytest.FixtureRequest) -> str:
     """The text of a page."""
     text: str = request.param.read_text(encoding="utf-8")

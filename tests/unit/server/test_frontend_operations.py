@@ -17,6 +17,7 @@ from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ReplicaState
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
+from tests.unit.server.text_model import TEXT, TextPredictor
 
 
 async def no_steps() -> AsyncGenerator[RestartStep, None]:
@@ -90,6 +91,14 @@ async def test_index_lists_existing_endpoints() -> None:
             method, path = endpoint.split()
             if method == "GET" and path != "/events":  # that one continues until its client disconnects
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
+
+
+async def test_index_has_no_predict_for_a_model_that_classifies_no_images() -> None:
+    async with running_frontend() as frontend:
+        listed = (await frontend.client.get("/")).json()["endpoints"]
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        without = (await frontend.client.get("/")).json()["endpoints"]
+    assert listed.keys() - without.keys() == {"POST /predict"}
 
 
 async def test_metrics_are_the_same_on_both_ports() -> None:

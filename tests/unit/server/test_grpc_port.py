@@ -206,7 +206,6 @@ async def test_keys_are_required_as_over_http() -> None:
         assert strongest(await port.stub.ModelInfer(colours("red"), metadata=metadata)) == ["red"]
         assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
         assert (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
-        port.predictor.asked = asyncio.Semaphore(0)
 
 
 async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from dataclasses import replace
@@ -27,7 +26,6 @@ from multiworld_serving.server.frontends import leader_pool, version_agreement
 from multiworld_serving.server.frontends.frames import FrameKind
 from multiworld_serving.server.frontends.leader_link import LeaderLostError
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
-from multiworld_serving.server.frontends.messages import LeaderState
 from multiworld_serving.server.predictor import (
     FrontendSnapshot,
     ImageSizes,
@@ -399,7 +397,6 @@ async def test_snapshot_has_the_rollout_of_the_leader_that_loads() -> None:
         assert second.state is not None
         second.tells(snapshot=replace(second.state.snapshot, version_loading="v2", rollout=progress))
         found = made.pool.snapshot()
-        assert second.state == LeaderState.parse(json.loads(json.dumps(second.state.fields())))
     assert (found.version_loading, found.rollout) == ("v2", replace(progress, leader="leader-1"))
 
 

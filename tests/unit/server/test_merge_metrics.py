@@ -66,7 +66,9 @@ def test_exemplars_are_kept_in_openmetrics_only() -> None:
             sample.exemplar.labels["trace_id"],
             sample.exemplar.value,
         )
-        for family in openmetrics.text_string_to_metric_families(merge_metrics(parts, openmetrics=True))
+        for family in openmetrics.text_string_to_metric_families(  # type: ignore[no-untyped-call]
+            merge_metrics(parts, openmetrics=True)
+        )
         for sample in family.samples
         if sample.exemplar is not None
     }
