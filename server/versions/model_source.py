@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from multiworld_serving.models import MODEL_NAMES, BundleError, LabelsError, StageError, WeightsError, block_names
@@ -40,4 +41,4 @@ def check_model_source(settings: LeaderSettings) -> None:
 def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
     path = Path(settings.model)
-    return path if path.exists() or len(path.parts) > 1 or path.suffix else None
+    return path if path.exists() or os.sep in settings.model or path.suffix else None
