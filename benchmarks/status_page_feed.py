@@ -1,6 +1,6 @@
 """A feed of 64 workers for pictures of the status page: 64 processes would need more memory and cores than most machines have.
 
-The page is the real one; its EventSource is replaced by one that is fed from here.
+It loads the real status page, and replaces its EventSource by one that receives the data of this script.
 """
 
 from __future__ import annotations

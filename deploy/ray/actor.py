@@ -181,7 +181,7 @@ class ProcessActor:
         return {**values, "bind_host": self._node_address, "advertise_host": self._host}
 
     def _bind_host(self, host: str) -> str:
-        """The address to listen on: that of the node, unless the settings name one that other nodes can reach."""
+        """The address to listen on: the host of the settings if other nodes can reach it, else the address of the node."""
         return self._node_address if host in _LOOPBACK else host
 
     # -- addresses of leaders --------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> d
 
 
 def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
-    """What the actors know; without those that do not answer now."""
+    """The processes of the actors that answer now."""
     asked = {name: actor.state.remote() for name, actor in actors.items()}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
