@@ -11,7 +11,6 @@ from multiworld_serving.models.optimize.compiling import compile_unavailable_rea
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.bundles import classifier_bundle
-from tests.services import small_service
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -29,7 +28,9 @@ def test_service_compiles_while_serving_and_reuses_the_code_after_a_restart(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     classifier_bundle(tmp_path / "bundle")  # small: compiling a ResNet-18 takes a minute
-    with small_service(model=tmp_path / "bundle", max_batch_size=1, optimize="compile") as service:
+    with LocalService(
+        model=str(tmp_path / "bundle"), stages=1, replicas=1, max_batch_size=1, optimize="compile"
+    ) as service:
         first = service.wait_for(lambda line: "execution_mode=" in line.message, 60)
         assert "compiled" not in first.message
         before = top(service)  # already serving
