@@ -244,7 +244,7 @@ def test_operator_sees_which_worker_loads_a_version(small_service: LocalService,
     answers: list[playwright.Route] = []
     page = chromium.new_page()
     page.set_default_timeout(WAIT_MS)
-    page.route("**/load", answers.append)
+    page.route("**/load", lambda route: answers.append(route))  # noqa: PLW0108 (playwright marks the function)
     page.route(
         "**/events",
         lambda route: route.fulfill(
