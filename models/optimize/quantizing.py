@@ -24,8 +24,8 @@ from multiworld_serving.models.optimize.fusing import (
 from multiworld_serving.models.optimize.tracing import aten, only_user, range_of
 
 _NEEDED = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
-_PASSING = (aten.max_pool2d.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape.default)
-"""Operators that return values of their input only, and that take uint8."""
+_PASSING = (aten.contiguous.default, aten.flatten.using_ints, aten.reshape.default)
+"""Operators that return values of their input only, and that take uint8. Max pooling takes only small images of uint8."""
 _CONV_ACTIVATIONS, _LINEAR_ACTIVATIONS = ("none", "relu", "hardswish", "swish"), ("none", "relu", "gelu")
 _LEVELS, _WEIGHT_LEVELS = 255, 127
 _LEAST_SCALE = 1e-12
@@ -139,10 +139,11 @@ def quantize_layers(module: fx.GraphModule, workload: Workload, rows: int) -> No
     for node in list(module.graph.nodes):
         if _quantized_layer(module, node) is not None:
             node.update_arg(0, _uint8(node.args[0]))
-    _quantize_early(module.graph)
-    for node in reversed(list(module.graph.nodes)):
+    for node in reversed(list(module.graph.nodes)):  # so that the users of a value come first
         layer = _quantized_layer(module, node)
-        if layer is not None and any(user.target is quantize for user in node.users):
+        if node.target in _PASSING:
+            _quantize_early(node)
+        elif layer is not None and any(user.target is quantize for user in node.users):
             _return_uint8(layer, node)
 
 
@@ -183,14 +184,13 @@ def _uint8(node: Any) -> fx.Node:
     return made
 
 
-def _quantize_early(graph: fx.Graph) -> None:
-    """Convert before operators that pass values on, if all that follows takes uint8."""
-    for node in reversed([node for node in graph.nodes if node.target in _PASSING]):
-        after = only_user(node)
-        if after is not None and after.target is quantize:
-            node.update_arg(0, _uint8(node.args[0]))
-            after.replace_all_uses_with(node)
-            graph.erase_node(after)
+def _quantize_early(node: fx.Node) -> None:
+    """Convert before an operator that passes values on, if all that follows takes uint8."""
+    after = only_user(node)
+    if after is not None and after.target is quantize:
+        node.update_arg(0, _uint8(node.args[0]))
+        after.replace_all_uses_with(node)
+        node.graph.erase_node(after)
 
 
 def _return_uint8(layer: _QuantizedLayer, node: fx.Node) -> None:
