@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models import (
-    AnyStage,
     BundleStage,
     Tuning,
     deviation,
@@ -52,7 +51,7 @@ def ways(device: torch.device, emulated: bool) -> list[Tuning]:
     return list(dict.fromkeys(found))
 
 
-def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[AnyStage, tuple[int, ...]]:
+def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[BundleStage, tuple[int, ...]]:
     """A model as one stage, and the shape of a row of its input."""
     if bundle is None:
         model = load_model(name, "random:0", image_size=image_size)
@@ -64,7 +63,7 @@ def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[AnySta
 
 
 def made(
-    stage: AnyStage, sample_shape: tuple[int, ...], tuning: Tuning, batch_size: int, device: torch.device
+    stage: BundleStage, sample_shape: tuple[int, ...], tuning: Tuning, batch_size: int, device: torch.device
 ) -> tuple[str, nn.Module, float]:
     """Name of the variant, optimised module, and seconds for the optimisation."""
     started_s = time.perf_counter()

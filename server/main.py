@@ -9,8 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,18 +28,15 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
-from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tuning, load_model, split_model
+from multiworld_serving.models import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
+from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
 from multiworld_serving.server.settings import LeaderSettings
-from multiworld_serving.server.versions.bundle_loader import open_bundle
-from multiworld_serving.server.versions.partition_plan import measure_partition
-from multiworld_serving.server.versions.stage_plan import make_plan
-from multiworld_serving.server.versions.version_loader import VersionLoader
+from multiworld_serving.server.versions.bundle_loader import open_model
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
@@ -79,40 +75,9 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
-        if settings.model in MODEL_NAMES:
-            return _prepare_resnet(settings, tuning)
-        return open_bundle(_bundle_path(settings), settings, tuning)
+        return open_model(settings, tuning)
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
-
-
-def _bundle_path(settings: LeaderSettings) -> Path:
-    path = Path(settings.model)
-    if path.exists() or len(path.parts) > 1 or path.suffix:
-        return path
-    # Importing it takes a second.
-    from multiworld_serving.models.export.published import exported  # noqa: PLC0415
-
-    return exported(settings.model, settings.weights)
-
-
-def _prepare_resnet(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, Loader, VersionPlan]:
-    model = load_model(
-        settings.model,
-        settings.weights,
-        labels=settings.labels,
-        image_size=settings.image_size,
-        mean=settings.channel_means,
-        std=settings.channel_stds,
-    )
-    logger.debug("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
-    specs: Sequence[StageSpec] = split_model(model, settings.stages)
-    if settings.cut == "measured":
-        found = measure_partition(model, settings.stages, batch_size=min(settings.max_batch_size, 8), repeats=3)
-        logger.info("measured: the slowest stage takes %.1f ms per image", 1e3 * max(found.stage_s))
-        specs = found.specs
-    plan = VersionPlan.of(make_plan(model, settings.stages, tuning, specs=specs))
-    return _served_model(model), VersionLoader.compatible_with(model, specs, settings), plan
 
 
 async def _serve(
@@ -219,12 +184,6 @@ def _stop_signal() -> asyncio.Event:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, ask, signum)
     return stop
-
-
-def _served_model(model: LoadedModel) -> ServedModel:
-    sizes = model.preprocessing
-    image = ImageSizes(sizes.resize_size, sizes.crop_size)
-    return ServedModel.image_classifier(model.name, model.version, model.labels, image)
 
 
 class _SnapshotListeners:

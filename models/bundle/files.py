@@ -59,6 +59,10 @@ class Bundle:
         with self.weights_file.tensors() as file:
             return {key: file.get_tensor(key) for key in dict.fromkeys(keys)}
 
+    @property
+    def weights_bytes(self) -> int:
+        return _weights_bytes(self.graph)
+
     def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
         """A module that computes a stage of `graph`, or all of it, on this device."""
         wanted = torch.device(device)
@@ -91,6 +95,14 @@ class WeightsFile:
             if key != "__metadata__"
             for begin, end in (entry["data_offsets"],)
         }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> WeightsFile:
+        """Tensors that are in memory, in a temporary file that has no name."""
+        with tempfile.TemporaryDirectory(prefix="multiworld-weights-") as folder:
+            path = Path(folder) / WEIGHTS
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+            return cls(path)
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, fuse
 from multiworld_serving.models.optimize.precision import lower
 from multiworld_serving.models.optimize.tracing import (
@@ -19,7 +20,6 @@ from multiworld_serving.models.optimize.tracing import (
     propagate,
     value_of,
 )
-from multiworld_serving.models.stage_kinds import AnyStage
 
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _TO_FLOAT = (aten.to.dtype, aten._to_copy.default)
@@ -46,7 +46,7 @@ class FoldedStage(nn.Module):
     """
 
     def __init__(
-        self, stage: AnyStage, workload: Workload, dtype: torch.dtype = torch.float32, *, fused: bool = False
+        self, stage: BundleStage, workload: Workload, dtype: torch.dtype = torch.float32, *, fused: bool = False
     ) -> None:
         super().__init__()
         self.spec = stage.spec

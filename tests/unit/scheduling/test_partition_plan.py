@@ -5,11 +5,11 @@ import json
 import random
 
 import pytest
+from multiworld_serving.server.versions.partition_plan import PartitionPlan, local_link_bytes_per_s, partition_for
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.models import split_model
 from multiworld_serving.models.partition import partition
-from multiworld_serving.server.versions.partition_plan import PartitionPlan, local_link_bytes_per_s, partition_for
 from tests.unit.models.models_loaded import loaded
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
+from multiworld_serving.server.versions.version_loader import VersionLoader
 
 from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
@@ -16,7 +17,6 @@ from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOper
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.versions.stage_plan import StagePlan
-from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
