@@ -1,7 +1,7 @@
 """Compute time of a worker by optimisation and precision: milliseconds per image, whole model as one stage, no network.
 
 Claim: `--optimize eager` (the default) is not slower than the unoptimised model at any batch size, and its results differ by less than
-1e-5. Stages of bundles get the same rewrites as ResNets, so an exported ResNet is as fast as the built-in one. `made_s` is the time that a
+1e-5. `made_s` is the time that a
 worker needs to optimise the model when it joins.
 
     python -m benchmarks.stage_speed
@@ -25,19 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models import (
+    Bundle,
     BundleStage,
     Tuning,
+    classifier_bundle,
     deviation,
     load_model,
     optimize,
     read_bundle,
-    reference_stage,
-    split_model,
-    stage_input_shape,
     stage_specs,
 )
 from multiworld_serving.models.optimize.execution_modes import has_native_bfloat16
 from multiworld_serving.models.optimize.selection import example_rows
+
+MAX_BATCH_SIZE = 64
 
 
 def ways(device: torch.device, emulated: bool) -> list[Tuning]:
@@ -51,15 +52,15 @@ def ways(device: torch.device, emulated: bool) -> list[Tuning]:
     return list(dict.fromkeys(found))
 
 
-def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[BundleStage, tuple[int, ...]]:
-    """A model as one stage, and the shape of a row of its input."""
-    if bundle is None:
-        model = load_model(name, "random:0", image_size=image_size)
-        spec = split_model(model, 1)[0]
-        return reference_stage(model, spec), stage_input_shape(spec, image_size)
-    read = read_bundle(bundle)
+def whole_model(name: str, bundle: Path | None, image_size: int | None) -> tuple[BundleStage, tuple[int, ...]]:
+    """A ResNet with random weights, or a bundle, as one stage, and the shape of a row of its input."""
+    read = read_bundle(bundle) if bundle is not None else _resnet(name, image_size)
     described = stage_specs(read.manifest, [read.graph])[0]
     return BundleStage(described, read.build(read.graph)), tuple(described.example(1, ()).shape[1:])
+
+
+def _resnet(name: str, image_size: int | None) -> Bundle:
+    return classifier_bundle(load_model(name, "random:0", image_size=image_size), MAX_BATCH_SIZE)
 
 
 def made(

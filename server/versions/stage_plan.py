@@ -156,21 +156,21 @@ def cuts_of(bundle: Bundle, num_stages: int, *, measured: bool = False) -> tuple
 
 
 def make_bundle_plan(
-    bundle: Bundle, cuts: Sequence[int], tuning: Tuning = NO_TUNING, number: int = 1
+    bundle: Bundle, stages: int | Sequence[int], tuning: Tuning = NO_TUNING, number: int = 1
 ) -> tuple[StagePlan, ...]:
     """Split a bundle into stages. The weights stay in its file.
 
     Args:
-        cuts: see `cuts_of`. If they are not the bundle's own, the reference outputs are computed here.
+        stages: how many, or the positions of the cuts. If these are not the bundle's own, the reference outputs are computed here.
         number: the number of this version of the model.
     Raises:
         ModelError: the model cannot be cut there, or computes NaN or infinity.
     """
-    stages, outputs = _stages_of(bundle, cuts)
-    specs = stage_specs(bundle.manifest, stages)
+    graphs, outputs = _stages_of(bundle, cuts_of(bundle, stages) if isinstance(stages, int) else stages)
+    specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
-    for spec, stage, output in zip(specs, stages, outputs, strict=True):
+    for spec, stage, output in zip(specs, graphs, outputs, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}

@@ -1,7 +1,6 @@
 """Stages compiled by the C++ compiler: equal to the reference, cached on disk, compiled in a separate process."""
 
 import asyncio
-import copy
 import logging
 import os
 import subprocess
@@ -10,10 +9,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
 from multiworld_serving.models import (
@@ -22,21 +21,18 @@ from multiworld_serving.models import (
     CompileError,
     CompileRequest,
     StageError,
-    StageSpec,
     Tuning,
     deviation,
     optimize,
-    reference_stage,
-    split_model,
-    stage_input_shape,
-    stage_weights,
 )
 from multiworld_serving.models.optimize import compiling
 from multiworld_serving.models.optimize.padded_stage import batch_sizes
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
-from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
+from tests.resnets import plan_of, sent_stage, sent_weights
+from tests.unit.models.models_loaded import loaded
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -50,16 +46,13 @@ LARGEST = 4
 """Batch size; there is no compiled code for 3."""
 
 
-def spec_of() -> StageSpec:
-    return split_model(loaded("resnet18"), 10)[STAGE]
+@cache
+def plan() -> StagePlan:
+    return plan_of(loaded("resnet18"), 10)[STAGE]
 
 
 def request_of() -> CompileRequest:
-    model, spec = loaded("resnet18"), spec_of()
-    shape = stage_input_shape(spec, IMAGE_SIZE)
-    return CompileRequest(
-        spec, shape, LARGEST, "float32", bytearray(safetensors.torch.save(stage_weights(model, spec)))
-    )
+    return CompileRequest(plan().spec, plan().input_shape, LARGEST, "float32", sent_weights(plan()))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +65,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> CompiledStageCache:
 
 @torch.inference_mode()
 def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: CompiledStageCache) -> None:
-    request, model = request_of(), loaded("resnet18")
-    compiled, stage = packages.load(request), reference_stage(model, spec_of())
+    request = request_of()
+    compiled, stage = packages.load(request), sent_stage(plan())
     assert compiled is not None
     for rows in (1, 2, 3, 4):
         batch = torch.rand(rows, *request.sample_shape)
@@ -89,14 +82,14 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: Comp
 
 
 def test_compiled_stage_is_used_when_its_output_matches(packages: CompiledStageCache) -> None:
-    request, stage = request_of(), copy.deepcopy(reference_stage(loaded("resnet18"), spec_of()))
+    request, stage = request_of(), sent_stage(plan())
     compiled = packages.load(request)
     made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(made.mode) == "compiled/float32"
     auto = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
     assert "compiled/float32" in auto.why
     with torch.no_grad():
-        next(stage.parameters()).mul_(2)  # now it differs
+        next(stage.buffers()).mul_(2)  # now it differs
     other = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(other.mode) != "compiled/float32"
     packages_of_others = CompileRequest(request.spec, request.sample_shape, LARGEST, "float32", request.weights + b" ")

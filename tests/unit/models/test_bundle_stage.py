@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.models import BundleError, ModelError, StageError, load_bundle_stage, BundleStageSpec
+from multiworld_serving.models import BundleError, ModelError, StageError, load_bundle_stage
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec

@@ -10,7 +10,7 @@ print(*sys.modules)
 """
 _NOT_IN_A_FRONTEND = (
     "multiworld_serving.models.optimize",
-    "multiworld_serving.models.stages",
+    "multiworld_serving.models.export",
     "multiworld_serving.models.weights.loading",
     "multiworld_serving.server.leader",
     "multiworld_serving.server.pipeline",
