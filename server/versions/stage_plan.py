@@ -15,6 +15,7 @@ from multiworld_serving.models import (
     BundleStageSpec,
     Graph,
     Tuning,
+    WeightsError,
     cut_graph,
     deviation,
     measure_nodes,
@@ -185,7 +186,7 @@ def make_bundle_plan(
 
 def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:
     """The stages, and the reference output of each."""
-    if tuple(cuts) == bundle.manifest.cuts:
+    if tuple(cuts) == bundle.manifest.cuts and "boundary.0.0" in bundle.self_test:
         stages = bundle.stages
         return stages, [
             tuple(bundle.self_test[f"boundary.{index}.{place}"] for place in range(len(stage.outputs)))
@@ -198,7 +199,9 @@ def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], 
         with torch.inference_mode():
             values = bundle.build(stage)(*values)
         if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
-            raise BundleError(f"stage {len(outputs)} computes infinity or NaN for the example; export other weights")
+            raise WeightsError(
+                f"invalid weights {bundle.manifest.version}: stage {len(outputs)} computes infinity or NaN for a test input; use other weights"
+            )
         outputs.append(values)
     return stages, outputs
 

@@ -20,6 +20,7 @@ from multiworld_serving.models.export.classifier import _MULTIPLY_ADDS_PER_S, bl
 from multiworld_serving.models.export.layers import capture_layers
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.weights.loading import LoadedModel
+from tests.resnets import plan_of
 from tests.unit.models.models_loaded import IMAGE_SIZE, loaded
 
 
@@ -70,7 +71,9 @@ def test_module_with_another_layer_is_not_captured() -> None:
 def test_bundle_can_be_written_and_read(tmp_path: Path) -> None:
     bundle = bundle_of("resnet18")
     weights = bundle.weights(node.target for node in bundle.graph.weights)
-    write_bundle(tmp_path / "resnet", bundle.manifest, bundle.graph, weights, bundle.self_test)
+    (output,) = bundle.build(bundle.graph)(bundle.self_test["input.input"])
+    self_test = {**bundle.self_test, "boundary.0.0": output}
+    write_bundle(tmp_path / "resnet", bundle.manifest, bundle.graph, weights, self_test)
     read = read_bundle(tmp_path / "resnet")
     assert read.graph == bundle.graph
     assert read.manifest.version == "random:1"
@@ -131,4 +134,4 @@ def test_weights_that_compute_no_number_are_refused(value: float) -> None:
     with torch.no_grad():
         bias[0] = value
     with pytest.raises(WeightsError, match="infinity or NaN"):
-        classifier_bundle(model, 8)
+        plan_of(model, 1)
