@@ -200,7 +200,7 @@ def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], 
             values = bundle.build(stage)(*values)
         if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
             raise WeightsError(
-                f"invalid weights {bundle.manifest.version}: stage {len(outputs)} computes infinity or NaN for a test input; use other weights"
+                f"invalid weights {bundle.manifest.version}: stage {len(outputs)} computes infinity or NaN for a test input"
             )
         outputs.append(values)
     return stages, outputs
