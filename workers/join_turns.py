@@ -21,7 +21,7 @@ class JoinTurns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._parts: dict[Joining, list[str]] = {}
-        """Parts that leaders have assigned, by connection; see `StageSpec.part`."""
+        """Parts that leaders have assigned, by connection; see `BundleStageSpec.part`."""
         self._last_parts: list[str] = []
 
     @contextlib.contextmanager

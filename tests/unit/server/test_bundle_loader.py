@@ -56,7 +56,7 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
 
 @pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
 def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
-    _, loader, plan = open_model(settings(folder / "one"), NO_TUNING)
+    _, loader, plan = open_model(settings(folder, weights_dir=folder / "one"), NO_TUNING)
     with pytest.raises(ModelError) as refused:
         loader.load(name, VersionTable(plan))
     assert "\n" not in str(refused.value)
