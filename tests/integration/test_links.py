@@ -506,7 +506,7 @@ def none_left(needed_bytes: int) -> None:
 
 BAD_VERSIONS = {
     "other weights than the reference's": "the join self-test failed",
-    "weights that do not load": "conv1.weight",
+    "weights that do not load": "the graph of stage 0 has",
     "no memory": "5 are left",
 }
 
@@ -546,7 +546,7 @@ async def test_load_ends_when_the_link_breaks(
     await answered(pair, link, 1, version=1)
     link.fail(Cause.HANG, "no answer")
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(LinkEndedError, match="was lost while it loaded"):
+        with pytest.raises(LinkEndedError, match="was lost"):
             await loading
         with pytest.raises(LinkEndedError, match="broken"):
             await link.load(second[:1])

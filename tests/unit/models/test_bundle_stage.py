@@ -51,7 +51,7 @@ def test_stages_of_a_text_model_compute_what_the_model_computes(
     plans = make_bundle_plan(text, num_stages)
     ids = torch.randint(0, 50, (count, tokens))
     mask = ids > 10
-    values = plans[0].spec.input_rows.pack([ids, mask])  # type: ignore[union-attr]
+    values = plans[0].spec.input_rows.pack([ids, mask])
     with torch.inference_mode():
         for plan in plans:
             values = received(plan)(values)
@@ -181,7 +181,7 @@ def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
 def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
     plan = make_bundle_plan(text, 1)[0]
     vector, count = plan.spec.unpack_output(plan.self_test_output)
-    rows_format = plan.spec.output_rows  # type: ignore[union-attr]
+    rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])
     assert plan.check_self_test(other) == "an integer differs from the reference"
     lower = dataclasses.replace(plan, tuning=dataclasses.replace(plan.tuning, precision="bfloat16", optimize="eager"))
