@@ -18,6 +18,8 @@ from multiworld_serving.models.preprocessing import Normalize
 
 _ROWS = 2
 _SIZE = "batch_size"
+_WRAPPED = "model_"
+"""Part of the names of all layers inside an `ImageModel`. People see the names of what crosses a cut."""
 _LEAVES = (
     *(Normalize, nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d),
     *(nn.Linear, nn.Softmax),
@@ -58,18 +60,19 @@ class _Capture:
         found: dict[Any, Value] = {}
         with torch.no_grad():
             for node in _Tracer().trace(self._module).nodes:
+                name = node.name.removeprefix(_WRAPPED)
                 match node.op:
                     case "placeholder":
                         found[node] = Value(self._input)
                     case "call_module":
                         layer = self._module.get_submodule(str(node.target))
-                        found[node] = self._layer(node.name, str(node.target), layer, found[node.args[0]])
+                        found[node] = self._layer(name, str(node.target), layer, found[node.args[0]])
                     case "call_function" if node.target in (operator.add, operator.iadd):
-                        found[node] = self._call(node.name, aten.add.Tensor, *(found[each] for each in node.args))
+                        found[node] = self._call(name, aten.add.Tensor, *(found[each] for each in node.args))
                     case "call_function" if node.target is torch.flatten and node.args[1:] == (1,):
                         images = found[node.args[0]]
                         size = (Value(_SIZE), self._values[images.name][0].numel())
-                        found[node] = self._call(node.name, aten.view.default, images, size)
+                        found[node] = self._call(name, aten.view.default, images, size)
                     case "output":
                         return Graph(tuple(self._nodes), (found[node.args[0]].name,)), self._weights
                     case _:

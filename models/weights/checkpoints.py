@@ -20,7 +20,7 @@ from multiworld_serving.models.errors import WeightsError
 
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
 MAX_FILE_BYTES = 4 * 2**30
-"""The largest model has 0.24 GB of weights, and less than this limit with gradients and optimiser state."""
+"""The largest model has 0.5 GB of weights, and less than this limit with gradients and optimiser state."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
