@@ -114,6 +114,14 @@ def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["", "{", "null", "5", "[]", "{}", '{"kind": "bundle"}', "[" * 100_000])
+def test_text_that_is_no_description_is_refused_with_one_line(text: str) -> None:
+    with pytest.raises(StageError, match="stage description is") as error:
+        BundleStageSpec.from_json(text)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize("case", HOSTILE)
 def test_worker_refuses_a_hostile_graph_before_it_computes_anything(case: str) -> None:
     graph = json.dumps(HOSTILE[case])
