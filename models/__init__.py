@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         optimize,
         torch_threads,
     )
-    from multiworld_serving.models.preprocessing import ImageModel, Normalize, Preprocessing
+    from multiworld_serving.models.preprocessing import Normalize, Preprocessing
     from multiworld_serving.models.weights.loading import LoadedModel, load_model
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
     "CompiledStageCache",
     "ExecutionMode",
     "Graph",
-    "ImageModel",
     "LabelsError",
     "LoadedModel",
     "ModelError",
