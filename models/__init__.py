@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multiworld_serving.models.architectures import MODEL_NAMES
+    from multiworld_serving.models.architectures import MODEL_NAMES, count_blocks
     from multiworld_serving.models.bundle.cutting import cut_graph, measure_nodes, times_of_blocks
     from multiworld_serving.models.bundle.files import Bundle, read_bundle
     from multiworld_serving.models.bundle.graph import Graph
@@ -76,6 +76,7 @@ __all__ = [
     "WeightsError",
     "classifier_bundle",
     "compiled_mode",
+    "count_blocks",
     "cut_graph",
     "deviation",
     "load_bundle_stage",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from multiworld_serving.models.errors import ModelError
 
@@ -33,3 +34,13 @@ def meta_model(name: str, num_classes: int) -> nn.Module:
         model = torchvision.models.get_model(name, weights=None, num_classes=num_classes)
     assert isinstance(model, nn.Module)
     return model.eval().requires_grad_(False)
+
+
+def residual_blocks(model: nn.Module) -> list[BasicBlock | Bottleneck]:
+    """The residual blocks of a ResNet."""
+    return [module for module in model.modules() if isinstance(module, BasicBlock | Bottleneck)]
+
+
+def count_blocks(name: str) -> int:
+    """Number of blocks between which a model can be cut: the residual blocks, and the layers before and after them."""
+    return len(residual_blocks(meta_model(name, 1000))) + 2

@@ -23,7 +23,7 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify, notify_systemd
+from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
@@ -32,10 +32,10 @@ from multiworld_serving.models import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_model
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
@@ -83,7 +83,8 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan
 async def _serve(
     settings: LeaderSettings, model: ServedModel, loader: Loader, plan: VersionPlan, tracing: Tracing | None
 ) -> int:
-    stop = _stop_signal()
+    stop = asyncio.Event()
+    on_stop_signal(stop.set)
     metrics = Metrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
@@ -168,22 +169,6 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-def _stop_signal() -> asyncio.Event:
-    """An event that the first SIGTERM or Ctrl-C sets; the second one ends the process immediately."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ask(signum: signal.Signals) -> None:
-        if stop.is_set():
-            loop.remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        stop.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, ask, signum)
-    return stop
 
 
 class _SnapshotListeners:

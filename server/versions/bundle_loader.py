@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from multiworld_serving.models import Bundle, BundleError, Tuning
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ServedModel
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.model_source import ModelSource, source_of
 from multiworld_serving.server.versions.stage_plan import cuts_of, make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,15 +12,18 @@ from multiworld_serving.models import (
     MODEL_NAMES,
     Bundle,
     BundleError,
+    LabelsError,
     LoadedModel,
+    StageError,
     WeightsError,
     classifier_bundle,
+    count_blocks,
     load_model,
     read_bundle,
 )
 from multiworld_serving.models.weights.checkpoints import SUFFIXES
 from multiworld_serving.models.weights.labels import read_labels
-from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
 
 _COPIES_OF_WEIGHTS = 4
@@ -53,15 +57,49 @@ def source_of(settings: LeaderSettings) -> ModelSource:
     Raises:
         models.ModelError: there is no such model.
     """
-    path = Path(settings.model)
+    check_model_source(settings)
+    if (path := bundle_path(settings)) is not None:
+        return BundleSource(settings, path)
     if settings.model in MODEL_NAMES:
         return TorchvisionSource(settings)
-    if path.exists() or len(path.parts) > 1 or path.suffix:
-        return BundleSource(settings, path)
     # Importing it takes a second.
     from multiworld_serving.models.export.published import exported  # noqa: PLC0415
 
     return BundleSource(settings, exported(settings.model, settings.weights))
+
+
+def check_model_source(settings: LeaderSettings) -> None:
+    """Check what these settings name, without loading it.
+
+    Raises:
+        models.ModelError: there is no such model or file, or it has fewer blocks than stages.
+    """
+    if (path := bundle_path(settings)) is not None:
+        if not path.exists():
+            raise BundleError(
+                f"--model {settings.model}: there is no such file or folder; expected the path of a bundle that "
+                "`multiworld export` wrote, or a name such as resnet50"
+            )
+        return
+    if Path(settings.weights).suffix.lower() in SUFFIXES and not Path(settings.weights).is_file():
+        raise WeightsError(f"--weights {settings.weights}: there is no such file")
+    if settings.labels is not None and not Path(settings.labels).is_file():
+        raise LabelsError(f"--labels {settings.labels}: there is no such file")
+    if settings.model not in MODEL_NAMES:
+        # Importing it takes a second.
+        from multiworld_serving.models.export.published import check_name  # noqa: PLC0415
+
+        check_name(settings.model)
+    elif settings.stages > (count := count_blocks(settings.model)):
+        raise StageError(
+            f"--stages {settings.stages}: {settings.model} has {count} blocks; expected 1 to {count} stages"
+        )
+
+
+def bundle_path(settings: LeaderSettings) -> Path | None:
+    """The bundle that `--model` names by its path; None if it is the name of a model."""
+    path = Path(settings.model)
+    return path if path.exists() or os.sep in settings.model or path.suffix else None
 
 
 @dataclass(frozen=True)

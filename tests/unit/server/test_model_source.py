@@ -7,8 +7,8 @@ import safetensors.torch
 
 from multiworld_serving.models import NO_TUNING, ModelError, WeightsError, load_model
 from multiworld_serving.models.weights.random_weights import random_model
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import BundleLoader, open_model
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
