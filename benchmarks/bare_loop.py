@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
-from multiworld_serving.models import Tuning, build_stage, load_model, optimize, split_model, stage_weights
+from benchmarks.stage_speed import whole_model
+from multiworld_serving.models import Tuning, optimize
 
 
 class BareLoop:
@@ -58,15 +59,11 @@ def main() -> None:
     parser.add_argument("--on-demand", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    model = load_model(chosen.model, "random:0")
-    spec = split_model(model, 1)[0]
-    stage = build_stage(spec)
-    stage.load_state_dict(stage_weights(model, spec))
-    size = model.preprocessing.crop_size
+    stage, shape = whole_model(chosen.model, None)
     tuning = Tuning(chosen.precision, chosen.optimize)
-    made = optimize(stage, (3, size, size), chosen.batch_size, tuning, torch.device("cpu")).module
+    made = optimize(stage, shape, chosen.batch_size, tuning, torch.device("cpu")).module
     noise = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (chosen.batch_size, 3, size, size), dtype=torch.uint8, generator=noise)
+    images = torch.randint(0, 256, (chosen.batch_size, *shape), dtype=torch.uint8, generator=noise)
     for seconds in map(float, sys.stdin) if chosen.on_demand else [chosen.seconds]:
         count, began_s = 0, time.perf_counter()
         with torch.inference_mode():

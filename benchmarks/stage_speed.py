@@ -1,7 +1,7 @@
 """Compute time of a worker by optimisation and precision: milliseconds per image, whole model as one stage, no network.
 
 Claim: `--optimize eager` (the default) is not slower than the unoptimised model at any batch size, and its results differ by less than
-1e-5. Stages of bundles get the same rewrites as ResNets, so an exported ResNet is as fast as the built-in one. `made_s` is the time that a
+1e-5. `made_s` is the time that a
 worker needs to optimise the model when it joins.
 
     python -m benchmarks.stage_speed
@@ -25,19 +25,23 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models import (
-    AnyStage,
+    Bundle,
+    BundleStage,
     CompiledStageCache,
     CompileRequest,
     Tuning,
+    classifier_bundle,
     compiled_mode,
     deviation,
+    load_bundle_stage,
     load_model,
-    load_stage,
     optimize,
     read_bundle,
 )
 from multiworld_serving.models.optimize.execution_modes import has_fast_int8, has_native_bfloat16
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan, make_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
+
+MAX_BATCH_SIZE = 64
 
 
 def ways(device: torch.device, emulated: bool, compiled: bool, calibrated: bool) -> list[Tuning]:
@@ -55,13 +59,21 @@ def ways(device: torch.device, emulated: bool, compiled: bool, calibrated: bool)
     return list(dict.fromkeys(found))
 
 
-def whole_model(name: str, bundle: Path | None, image_size: int) -> tuple[StagePlan, bytearray]:
-    """A model as one stage, and the file of weights that a worker receives."""
-    if bundle is None:
-        (plan,) = make_plan(load_model(name, "random:0", image_size=image_size), 1)
-    else:
-        (plan,) = make_bundle_plan(read_bundle(bundle), 1)
+def whole_model(name: str, image_size: int | None) -> tuple[BundleStage, tuple[int, ...]]:
+    """A ResNet with random weights as one stage, as a worker loads it, and the shape of a row of its input."""
+    plan, weights = whole_plan(name, None, image_size)
+    return load_bundle_stage(plan.spec, weights), plan.input_shape
+
+
+def whole_plan(name: str, bundle: Path | None, image_size: int | None) -> tuple[StagePlan, bytearray]:
+    """A ResNet with random weights, or a bundle, as one stage, and the file of weights that a worker receives."""
+    read = read_bundle(bundle) if bundle is not None else _resnet(name, image_size)
+    (plan,) = make_bundle_plan(read, 1)
     return plan, bytearray(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
+
+
+def _resnet(name: str, image_size: int | None) -> Bundle:
+    return classifier_bundle(load_model(name, "random:0", image_size=image_size), MAX_BATCH_SIZE)
 
 
 def made(
@@ -75,7 +87,7 @@ def made(
         cache.compile(request)
         compiled = cache.load(request)
     started_s = time.perf_counter()
-    optimized = optimize(load_stage(plan.spec, bytearray(weights)), shape, batch_size, tuning, device, compiled)
+    optimized = optimize(load_bundle_stage(plan.spec, bytearray(weights)), shape, batch_size, tuning, device, compiled)
     return str(optimized.mode), optimized.module, time.perf_counter() - started_s
 
 
@@ -100,13 +112,13 @@ def main() -> None:
     parser.add_argument("--emulated", action="store_true", help="precisions that this processor lacks, too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    plan, weights = whole_model(arguments.model, arguments.bundle, arguments.image_size)
+    plan, weights = whole_plan(arguments.model, arguments.bundle, arguments.image_size)
     calibrated = arguments.bundle is not None and read_bundle(arguments.bundle).manifest.int8 is not None
     candidates = [
         made(plan, weights, tuning, max(arguments.batch_sizes), arguments.device)
         for tuning in ways(arguments.device, arguments.emulated, arguments.compiled, calibrated)
     ]
-    stage = load_stage(plan.spec, bytearray(weights))
+    stage = load_bundle_stage(plan.spec, bytearray(weights))
     rows = plan.self_test_input.repeat(max(arguments.batch_sizes), *[1] * (plan.self_test_input.dim() - 1))
     print(f"{'way':>16} {'batch':>6} {'ms/image':>9} {'least':>7} {'made_s':>7} {'deviation':>10}")
     with torch.inference_mode():
@@ -114,7 +126,7 @@ def main() -> None:
 
 
 def show(
-    arguments: argparse.Namespace, candidates: list[tuple[str, nn.Module, float]], stage: AnyStage, rows: Tensor
+    arguments: argparse.Namespace, candidates: list[tuple[str, nn.Module, float]], stage: BundleStage, rows: Tensor
 ) -> None:
     for batch_size in arguments.batch_sizes:
         batch = rows[:batch_size].to(arguments.device)

@@ -1,19 +1,24 @@
-"""Models: load one with its weights, split it into stages, build and optimize a stage.
+"""Models: export them as bundles, cut bundles into stages, build and optimize a stage.
 
-Imports only torch, torchvision and safetensors. For built-in ResNets start reading at `weights.loading`, then `split` and `stages`; for all
-other models at `bundle.graph` and `bundle.stage`. `stage_kinds` is what both have in common.
+Imports only torch, torchvision and safetensors. Start reading at `bundle.graph` and `bundle.stage`. ResNets become bundles when they are
+loaded: `weights.loading` and `export.classifier`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multiworld_serving.models.architectures import MODEL_NAMES, block_names
-    from multiworld_serving.models.bundle.cutting import cut_graph
+    from multiworld_serving.models.architectures import MODEL_NAMES, count_blocks
+    from multiworld_serving.models.bundle.cutting import cut_graph, measure_nodes, times_of_blocks
     from multiworld_serving.models.bundle.files import Bundle, read_bundle
     from multiworld_serving.models.bundle.graph import Graph
-    from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, stage_specs, weights_head
-    from multiworld_serving.models.costs import count_multiply_adds, measure_costs
+    from multiworld_serving.models.bundle.stage import (
+        BundleStage,
+        BundleStageSpec,
+        load_bundle_stage,
+        stage_specs,
+        weights_head,
+    )
     from multiworld_serving.models.errors import (
         ArchitectureError,
         BundleError,
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
         StageError,
         WeightsError,
     )
+    from multiworld_serving.models.export.classifier import classifier_bundle
     from multiworld_serving.models.optimize import (
         NO_TUNING,
         TOLERANCE,
@@ -40,19 +46,6 @@ if TYPE_CHECKING:
         torch_threads,
     )
     from multiworld_serving.models.preprocessing import Normalize, Preprocessing
-    from multiworld_serving.models.split import boundary_bytes, respecify, split_model
-    from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec, load_stage, stage_spec_from_json
-    from multiworld_serving.models.stage_spec import StageSpec
-    from multiworld_serving.models.stages import (
-        Reference,
-        Stage,
-        build_stage,
-        reference_stage,
-        stage_input_dtype,
-        stage_input_shape,
-        stage_output_shape,
-        stage_weights,
-    )
     from multiworld_serving.models.weights.loading import LoadedModel, load_model
 
 __all__ = [
@@ -60,8 +53,6 @@ __all__ = [
     "NO_TUNING",
     "TOLERANCE",
     "UNOPTIMIZED",
-    "AnyStage",
-    "AnyStageSpec",
     "ArchitectureError",
     "Bundle",
     "BundleError",
@@ -80,53 +71,38 @@ __all__ = [
     "PaddedStage",
     "Preprocessing",
     "PreprocessingError",
-    "Reference",
-    "Stage",
     "StageError",
-    "StageSpec",
     "Tuning",
     "WeightsError",
-    "block_names",
-    "boundary_bytes",
-    "build_stage",
+    "classifier_bundle",
     "compiled_mode",
-    "count_multiply_adds",
+    "count_blocks",
     "cut_graph",
     "deviation",
+    "load_bundle_stage",
     "load_model",
-    "load_stage",
-    "measure_costs",
+    "measure_nodes",
     "optimize",
     "read_bundle",
-    "reference_stage",
-    "respecify",
-    "split_model",
-    "stage_input_dtype",
-    "stage_input_shape",
-    "stage_output_shape",
-    "stage_spec_from_json",
     "stage_specs",
-    "stage_weights",
+    "times_of_blocks",
     "torch_threads",
     "weights_head",
 ]
 
 _MODULES = (
-    "architectures",
-    "bundle.cutting",
-    "bundle.files",
+    "errors",
     "bundle.graph",
     "bundle.stage",
-    "costs",
-    "errors",
-    "optimize",
+    "bundle.files",
+    "bundle.cutting",
     "preprocessing",
-    "split",
-    "stage_kinds",
-    "stage_spec",
-    "stages",
+    "optimize",
+    "architectures",
     "weights.loading",
+    "export.classifier",
 )
+"""In the order in which they are imported: workers need torchvision and loaders no more than frontends do."""
 
 
 def __getattr__(name: str) -> Any:
@@ -136,4 +112,6 @@ def __getattr__(name: str) -> Any:
     for module in _MODULES:
         found = vars(importlib.import_module(f"{__name__}.{module}"))
         globals().update({each: found[each] for each in __all__ if each in found})
+        if name in found:
+            break
     return globals()[name]

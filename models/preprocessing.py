@@ -100,7 +100,7 @@ class Preprocessing:
 class Normalize(nn.Module):
     """uint8 [B,3,H,W] in 0..255 to float32 (x / 255 - mean) / std, with the same operations as torchvision's transform.
 
-    Used by the first stage and by the unsplit reference. Has no saved state: mean and std are part of the stage spec.
+    Has no saved state: `Preprocessing` has mean and std.
     """
 
     mean: Tensor
@@ -119,6 +119,26 @@ class Normalize(nn.Module):
         """
         check_images(images)
         return images.to(torch.float32).div_(255).sub_(self.mean).div_(self.std)
+
+
+class ImageModel(nn.Module):
+    """Normalises uint8 images [B,3,H,W], applies a model, and turns its logits into probabilities if it classifies."""
+
+    def __init__(self, model: nn.Module, image: Preprocessing | None, *, probabilities: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.normalize = Normalize(image.mean, image.std) if image is not None else nn.Identity()
+        self.softmax = nn.Softmax(dim=1) if probabilities else nn.Identity()
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The model's output.
+
+        Raises:
+            PreprocessingError: not uint8 [B,3,H,W], if it normalises.
+        """
+        output: Tensor = self.softmax(self.model(self.normalize(images)))
+        return output
 
 
 def check_images(images: Tensor) -> None:

@@ -78,7 +78,7 @@ class LeaderSettings(ServiceSettings):
     model: str = setting(
         "resnet50",
         "Model",
-        "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152; another model of torchvision that takes images; or the "
+        "Model to serve: a ResNet of torchvision such as resnet50; another model of torchvision that takes images; or the "
         "path of a bundle that `multiworld export` wrote.",
     )
     weights: str = setting(
@@ -126,8 +126,8 @@ class LeaderSettings(ServiceSettings):
     cut: Literal["counted", "measured"] = setting(
         "counted",
         "Pipeline",
-        "What balances the stages: counted uses the multiply-adds of each block, the same on every machine; measured uses the time "
-        "of each block on this machine, measured at start like `multiworld plan`.",
+        "What balances the stages: counted uses the multiply-adds of a ResNet or the times in the bundle, the same on every machine; "
+        "measured uses the time of each operator on this machine, measured at start like `multiworld plan`.",
     )
     optimize: Literal["none", "eager", "compile", "auto"] = setting(
         "eager",

@@ -9,8 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,19 +28,15 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import FrontendJoinRequest, WireError
-from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tuning, load_model, split_model
+from multiworld_serving.models import Tuning
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
-from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
-from multiworld_serving.server.versions.bundle_loader import open_bundle
-from multiworld_serving.server.versions.model_source import bundle_path, check_model_source
-from multiworld_serving.server.versions.partition_plan import measure_partition
-from multiworld_serving.server.versions.stage_plan import make_plan
-from multiworld_serving.server.versions.version_loader import VersionLoader
+from multiworld_serving.server.predictor import PipelineSnapshot, ServedModel
+from multiworld_serving.server.versions.bundle_loader import open_model
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan
 
 logger = logging.getLogger(__name__)
@@ -76,44 +71,13 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
-    check_model_source(settings)
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
-        if settings.model in MODEL_NAMES:
-            return _prepare_resnet(settings, tuning)
-        return open_bundle(_bundle(settings), settings, tuning)
+        return open_model(settings, tuning)
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
-
-
-def _bundle(settings: LeaderSettings) -> Path:
-    if (path := bundle_path(settings)) is not None:
-        return path
-    # Importing it takes a second.
-    from multiworld_serving.models.export.published import exported  # noqa: PLC0415
-
-    return exported(settings.model, settings.weights)
-
-
-def _prepare_resnet(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, Loader, VersionPlan]:
-    model = load_model(
-        settings.model,
-        settings.weights,
-        labels=settings.labels,
-        image_size=settings.image_size,
-        mean=settings.channel_means,
-        std=settings.channel_stds,
-    )
-    logger.debug("partitioning %s@%s into %d stages", model.name, model.version, settings.stages)
-    specs: Sequence[StageSpec] = split_model(model, settings.stages)
-    if settings.cut == "measured":
-        found = measure_partition(model, settings.stages, batch_size=min(settings.max_batch_size, 8), repeats=3)
-        logger.info("measured: the slowest stage takes %.1f ms per image", 1e3 * max(found.stage_s))
-        specs = found.specs
-    plan = VersionPlan.of(make_plan(model, settings.stages, tuning, specs=specs))
-    return _served_model(model), VersionLoader.compatible_with(model, specs, settings), plan
 
 
 async def _serve(
@@ -205,12 +169,6 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-def _served_model(model: LoadedModel) -> ServedModel:
-    sizes = model.preprocessing
-    image = ImageSizes(sizes.resize_size, sizes.crop_size)
-    return ServedModel.image_classifier(model.name, model.version, model.labels, image)
 
 
 class _SnapshotListeners:

@@ -200,7 +200,7 @@ class StageSnapshot:
 
     index: int
     blocks: tuple[str, ...]
-    """The blocks of the model in this stage: "stem", "layer1.0", …"""
+    """Names of the first tensors that cross its boundaries: "input", "layer2_1_relu_1"."""
     replicas: tuple[ReplicaSnapshot, ...]
     rerouted: int = 0
     """Batches moved to another replica after a failure, at all leaders since they started."""

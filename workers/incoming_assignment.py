@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 
 from multiworld_serving.common.wire import Message, MessageKind, StageAssignment, WireError
-from multiworld_serving.models import StageError, Tuning, stage_spec_from_json
+from multiworld_serving.models import BundleStageSpec, StageError, Tuning
 
 
 class IncomingAssignment:
@@ -22,7 +22,7 @@ class IncomingAssignment:
 
     def __init__(self, message: Message) -> None:
         self.assignment = StageAssignment.from_json(message.text())
-        self.spec = stage_spec_from_json(self.assignment.spec)
+        self.spec = BundleStageSpec.from_json(self.assignment.spec)
         self.sample_shape = self.assignment.sample_shape
         self.is_fetching = False
         self._weights = bytearray()

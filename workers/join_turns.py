@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from multiworld_serving.common.wire import MAX_PARTS
-from multiworld_serving.models import AnyStageSpec
+from multiworld_serving.models import BundleStageSpec
 
 LONGEST_TURN_S = 2.0
 """How long a connection waits for its turn, and how long it keeps it at most. A leader that does not answer takes no turn."""
@@ -21,7 +21,7 @@ class JoinTurns:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._parts: dict[Joining, list[str]] = {}
-        """Parts that leaders have assigned, by connection; see `StageSpec.part`."""
+        """Parts that leaders have assigned, by connection; see `BundleStageSpec.part`."""
         self._last_parts: list[str] = []
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Joining:
             self._ending = asyncio.get_running_loop().call_later(LONGEST_TURN_S, self.end_turn)
         return self._turns.hint
 
-    def assigned(self, spec: AnyStageSpec) -> None:
+    def assigned(self, spec: BundleStageSpec) -> None:
         """The leader has assigned a stage: the next connection may ask."""
         self._turns.assigned(self, spec.part)
         self.end_turn()

@@ -30,7 +30,7 @@ from multiworld_serving.common.wire import (
     edge_states_json,
     trace_contexts,
 )
-from multiworld_serving.models import AnyStageSpec, ModelError
+from multiworld_serving.models import BundleStageSpec, ModelError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.exit_timer import (
@@ -92,7 +92,7 @@ class Session:
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
         traces: ComputeTraces | None = None,
-        on_assigned: Callable[[AnyStageSpec], object] = lambda spec: None,
+        on_assigned: Callable[[BundleStageSpec], object] = lambda spec: None,
         edges: Edges | None = None,
     ) -> None:
         self.serving = False

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import AnyStageSpec, Tuning
+from multiworld_serving.models import BundleStageSpec, Tuning
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
@@ -89,6 +89,6 @@ class StageLoader:
 
 def _load_arguments(
     incoming: IncomingAssignment, weights: bytearray
-) -> tuple[AnyStageSpec, bytearray, tuple[int, ...], int, Tuning]:
+) -> tuple[BundleStageSpec, bytearray, tuple[int, ...], int, Tuning]:
     """Arguments of `EngineQueue.load` and `compile`."""
     return incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size, incoming.tuning

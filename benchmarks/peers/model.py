@@ -13,11 +13,12 @@ from torch import Tensor
 from torchvision.models import get_model, get_model_weights
 from torchvision.transforms import v2
 
-from multiworld_serving.models import Tuning, build_stage, load_model, optimize, split_model, stage_weights
+from benchmarks.stage_speed import whole_model
+from multiworld_serving.models import Tuning, optimize
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002
-_CROP = 224
+_RESIZE, _CROP = 256, 224
 
 
 def options() -> argparse.Namespace:
@@ -73,11 +74,7 @@ def _torchvisions(name: str) -> tuple[Callable[[Image.Image], Tensor], Callable[
 
 def _ours(name: str, precision: str) -> tuple[Callable[[Image.Image], Tensor], Callable[[Tensor], Tensor]]:
     """The same sizes; what a worker of this service computes when it holds the whole model."""
-    model = load_model(name, "random:0")
-    spec = split_model(model, 1)[0]
-    stage = build_stage(spec)
-    stage.load_state_dict(stage_weights(model, spec))
+    stage, shape = whole_model(name, _CROP)
     tuning = Tuning(precision, "eager")
-    made = optimize(stage, (3, _CROP, _CROP), MAX_BATCH_SIZE, tuning, torch.device("cpu")).module
-    sizes = model.preprocessing
-    return v2.Compose([v2.Resize(sizes.resize_size), v2.CenterCrop(sizes.crop_size), v2.PILToTensor()]), made
+    made = optimize(stage, shape, MAX_BATCH_SIZE, tuning, torch.device("cpu")).module
+    return v2.Compose([v2.Resize(_RESIZE), v2.CenterCrop(_CROP), v2.PILToTensor()]), made

@@ -110,7 +110,7 @@ class JoinRequest(_Json):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
-        parts: comma-separated `StageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
+        parts: comma-separated `BundleStageSpec.part`s of the stages that other leaders have assigned to it, or else of those that it served
             last. A hint for placement.
         is_shared: whether other leaders have assigned `parts`.
         protocol: must be the leader's.
@@ -238,7 +238,7 @@ class StageAssignment(_Json):
     versions of the model; they are kept next to the others until UNLOAD.
 
     Attributes:
-        spec: a models.StageSpec as JSON.
+        spec: a models.BundleStageSpec as JSON.
         weights_bytes: length of the safetensors file that follows in WEIGHTS messages, if the worker asks for it with FETCH_WEIGHTS.
         weights_sha256: hash of this file in hexadecimal digits.
         input_shape: shape of one sample of this stage's input, as "3x224x224".

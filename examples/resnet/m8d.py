@@ -14,7 +14,7 @@ import torch
 from examples.resnet.images import load_images
 from examples.two_worlds import JOIN_TIMEOUT_S, add_network_options, device_of, place
 from multiworld import BrokenWorldException, Cause, WorldError, WorldManager
-from multiworld_serving.models import MODEL_NAMES, LoadedModel, Reference, load_model
+from multiworld_serving.models import MODEL_NAMES, LoadedModel, load_model
 
 RETRY_S = 0.2
 
@@ -92,7 +92,7 @@ class Leader:
 async def work(manager: WorldManager, model: LoadedModel, options: argparse.Namespace, index: int) -> None:
     """Classify images until the leader closes the world."""
     name, device = f"world{index}", device_of(options.backend, index)
-    classify, communicator = Reference(model), manager.communicator
+    classify, communicator = model.classifier(), manager.communicator
     crop_size = model.preprocessing.crop_size
     image = torch.empty(1, 3, crop_size, crop_size, dtype=torch.uint8, device=device)
     await manager.initialize_world(name, 1, 2, options.backend, options.addr, options.port, JOIN_TIMEOUT_S, device)

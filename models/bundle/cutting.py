@@ -20,7 +20,7 @@ _MAX_POSITIONS = 128
 MAX_AUTO_STAGES = 8
 _LEAST_BALANCE = 0.9
 _LINK_BYTES_PER_S = 2e9
-"""Assumed speed of a transfer between two stages, as in `multiworld plan` on loopback."""
+"""Assumed speed of a transfer between two stages: loopback on one machine."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,16 @@ class Cut:
 
 
 def measure_nodes(
-    graph: Graph, weights: Mapping[str, Tensor], example: Sequence[Tensor], rounds: int = 3
+    graph: Graph, weights: Mapping[str, Tensor], example: Sequence[Tensor], rounds: int = 3, device: str = "cpu"
 ) -> tuple[float, ...]:
-    """Seconds per row of each node on this machine: the median of the rounds, after one that warms up."""
-    module = graph.build(weights, torch.device("cpu"))
-    timer = _Timer(module)
+    """Seconds per row of each node on this device: the median of the rounds, after one that warms up.
+
+    Raises:
+        RuntimeError: torch cannot use the device.
+    """
+    target = torch.device(device)
+    timer = _Timer(graph.build({key: tensor.to(target) for key, tensor in weights.items()}, target), target)
+    example = [tensor.to(target) for tensor in example]
     runs = []
     with torch.no_grad():
         for _ in range(rounds + 1):
@@ -58,32 +63,48 @@ def measure_nodes(
     return tuple(statistics.median(each) / len(example[0]) for each in zip(*runs[1:], strict=True))[: len(graph.nodes)]
 
 
+def times_of_blocks(costs_s: Sequence[float], times_s: Sequence[float]) -> tuple[float, ...]:
+    """Measured times for cutting where `costs_s` allows it: the time of a node without cost is added to the next node with one."""
+    found, passed_s = [], 0.0
+    for cost_s, time_s in zip(costs_s, times_s, strict=True):
+        passed_s += time_s
+        found.append(passed_s if cost_s else 0.0)
+        passed_s = 0.0 if cost_s else passed_s
+    return tuple(found)
+
+
 class _Timer(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)
         self.taken_s: list[float] = []
+        self._device = device
 
     def run_node(self, n: fx.Node) -> Any:
         started_s = time.perf_counter()
         value = super().run_node(n)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.taken_s.append(time.perf_counter() - started_s)
         return value
 
 
-def cut_graph(graph: Graph, costs_s: Sequence[float], num_stages: int | None) -> Cut:
+def cut_graph(
+    graph: Graph, costs_s: Sequence[float], num_stages: int | None, *, link_bytes_per_s: float = _LINK_BYTES_PER_S
+) -> Cut:
     """Cut the graph so that the slowest stage is as fast as possible.
 
     Args:
         num_stages: None: the largest number up to `MAX_AUTO_STAGES` with stages of nearly equal time.
+        link_bytes_per_s: speed of a transfer between two stages.
     Raises:
         StageError: the graph has fewer places to cut.
     """
     if num_stages is not None:
-        return _cut(graph, costs_s, num_stages)
-    best = _cut(graph, costs_s, 1)
+        return _cut(graph, costs_s, num_stages, link_bytes_per_s)
+    best = _cut(graph, costs_s, 1, link_bytes_per_s)
     for count in range(2, MAX_AUTO_STAGES + 1):
         try:
-            found = _cut(graph, costs_s, count)
+            found = _cut(graph, costs_s, count, link_bytes_per_s)
         except StageError:
             break
         if found.balance >= _LEAST_BALANCE:
@@ -91,15 +112,17 @@ def cut_graph(graph: Graph, costs_s: Sequence[float], num_stages: int | None) ->
     return best
 
 
-def _cut(graph: Graph, costs_s: Sequence[float], num_stages: int) -> Cut:
+def _cut(graph: Graph, costs_s: Sequence[float], num_stages: int, link_bytes_per_s: float) -> Cut:
     positions = _positions(graph, costs_s)
     ends = [*positions, len(graph.nodes) - 1]
     starts = [0, *(position + 1 for position in positions)]
     blocks_s = [sum(costs_s[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
     sizes = [crossing_bytes(graph, position) for position in positions]
-    transfers = [size / _LINK_BYTES_PER_S for size in sizes]
+    transfers = [size / link_bytes_per_s for size in sizes]
     if num_stages > len(blocks_s):
-        raise StageError(f"the model can be cut into at most {len(blocks_s)} stages; got {num_stages}")
+        raise StageError(
+            f"{num_stages} stages, but the model can be cut into at most {len(blocks_s)}; choose 1 to {len(blocks_s)} stages"
+        )
     ranges = partition(blocks_s, num_stages, [float(size) for size in sizes], transfers=transfers)
     return Cut(
         tuple(positions[end - 1] for _, end in ranges[:-1]),
@@ -120,7 +143,7 @@ def _positions(graph: Graph, costs_s: Sequence[float]) -> list[int]:
     passed_s = 0.0
     for position in range(len(graph.nodes) - 1):
         passed_s += costs_s[position]
-        crossing = graph.live_after(position)
+        crossing = graph.live_after(position) if costs_s[position] else None
         if not crossing or all(graph.by_name[name].kind == "input" for name in crossing):
             continue
         if set(crossing) == set(graph.outputs):  # the last stage would have no work

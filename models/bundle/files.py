@@ -46,7 +46,8 @@ class Bundle:
 
     Attributes:
         self_test: tensors of one row: "input.NAME" of every input, and "boundary.K.INDEX" for output INDEX of stage K, as
-            computed in float32 when the bundle was made. The last stage's are the outputs of the model.
+            computed in float32 when the bundle was made. The last stage's are the outputs of the model. Bundles that were not read
+            from a file may have the inputs only.
     """
 
     manifest: Manifest
@@ -58,6 +59,10 @@ class Bundle:
         """Weights by key. They share memory with the file, which is mapped while they exist: do not modify them."""
         with self.weights_file.tensors() as file:
             return {key: file.get_tensor(key) for key in dict.fromkeys(keys)}
+
+    @property
+    def weights_bytes(self) -> int:
+        return _weights_bytes(self.graph)
 
     def build(self, stage: Graph, device: torch.device | str = "cpu") -> fx.GraphModule:
         """A module that computes a stage of `graph`, or all of it, on this device."""
@@ -91,6 +96,14 @@ class WeightsFile:
             if key != "__metadata__"
             for begin, end in (entry["data_offsets"],)
         }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> WeightsFile:
+        """Tensors that are in memory, in a temporary file that has no name."""
+        with tempfile.TemporaryDirectory(prefix="multiworld-weights-") as folder:
+            path = Path(folder) / WEIGHTS
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+            return cls(path)
 
     def __contains__(self, key: str) -> bool:
         return key in self._entries

@@ -22,7 +22,7 @@ MAX_BATCH_SIZE = 1024
 _MAX_LENGTH = 1 << 31
 _MAX_LABELS = 1 << 20
 _LABEL_CHARACTERS = 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+-]{0,99}")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 """Control characters, and what UTF-8 cannot express."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +81,8 @@ class Manifest:
         inputs, outputs: in the order of the graph.
         dimensions: (least, most) length of each variable dimension; BATCH is one of them.
         cuts: positions in the graph after which a stage ends; empty for one stage.
-        costs_s: seconds per row that each node of the graph took when the bundle was made. Other numbers of stages are cut by them.
+        costs_s: seconds per row that each node of the graph took when the bundle was made. Other numbers of stages are cut by them,
+            never after a node that takes no time.
         image: preprocessing of images, if the model takes one input of images: uint8 [B,3,crop_size,crop_size].
         labels: one per class, if the output is the probabilities of classes [B,classes]; else empty.
         made_with: the versions of the programs that made it, for people.
@@ -196,7 +197,7 @@ class Manifest:
 def check_name(field: str, text: str) -> None:
     """Raise BundleError unless this can be the name or version of a model."""
     if not _NAME.fullmatch(text):
-        raise _invalid(f"{field} is {text!r:.60}; expected letters, digits and . _ + -, at most 100")
+        raise _invalid(f"{field} is {text!r:.60}; expected letters, digits and . _ : + -, at most 100")
 
 
 def lengths_to_check(dimensions: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], ...]:

@@ -29,8 +29,6 @@ from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, StageError
 from multiworld_serving.models.weights.received import received_tensors, safetensors_head
 
-KIND = "bundle"
-"""Field `kind` of the JSON, which distinguishes it from a `StageSpec`."""
 MAX_STAGES = 1024
 _GRAPH = "graph"
 
@@ -111,19 +109,23 @@ class BundleStageSpec:
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps({"kind": KIND} | asdict(self))
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> BundleStageSpec:
-        """From the JSON object of `to_json` without `kind`.
+    def from_json(cls, text: str) -> BundleStageSpec:
+        """The description that `to_json` wrote.
 
         Raises:
-            StageError: a field is missing, unknown or invalid.
+            StageError: it is not JSON, or a field is missing, unknown or invalid.
         """
+        try:
+            fields: Any = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StageError(f"stage description is not JSON ({error})") from error
         known = cls.__dataclass_fields__.keys()
-        if fields.keys() != known:
+        if not isinstance(fields, dict) or fields.keys() != known:
             raise StageError(
-                f"stage description has the fields {', '.join(map(str, fields))[:200]}; expected {', '.join(known)} "
+                f"stage description is {str(fields)[:200]}; expected the fields {', '.join(known)} "
                 "(do leader and worker run the same release?)"
             )
         texts = [fields[name] for name in ("model", "version", "graph_sha256")]

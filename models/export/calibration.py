@@ -50,7 +50,7 @@ class Calibration:
 
     def batches(self) -> Iterator[tuple[Tensor, ...]]:
         """The inputs of a few rows at a time."""
-        return zip(*(each.split(_BATCH) for each in self.inputs), strict=True)
+        return zip(*(torch.split(each, _BATCH) for each in self.inputs), strict=True)
 
 
 def load_calibration(
@@ -239,5 +239,9 @@ def _accuracy(pair: tuple[Tensor, Tensor], cosine: float, calibration: Calibrati
         return Int8Accuracy(rows, cosine, None, None)
     shares = None
     if calibration.classes is not None:
-        shares = tuple(float((each == calibration.classes).float().mean()) for each in (float32, int8))
-    return Int8Accuracy(rows, cosine, float((int8 == float32).float().mean()), shares)
+        shares = _share_equal(float32, calibration.classes), _share_equal(int8, calibration.classes)
+    return Int8Accuracy(rows, cosine, _share_equal(int8, float32), shares)
+
+
+def _share_equal(one: Tensor, other: Tensor) -> float:
+    return float((one == other).float().mean())

@@ -19,7 +19,7 @@ from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.calibration import Calibration, int8_accuracy, with_ranges
 from multiworld_serving.models.export.trace import Dynamic, capture
-from multiworld_serving.models.preprocessing import Normalize, Preprocessing
+from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
 _TOLERANCE = 1e-5
 """Largest difference from the module, relative to the largest absolute value of the output. Usually it is 0."""
@@ -68,20 +68,6 @@ class ExportReport:
     checked: tuple[int, ...]
 
 
-class _ImageModel(nn.Module):
-    """Normalises uint8 images, applies the model, and turns logits into probabilities if there are labels."""
-
-    def __init__(self, model: nn.Module, image: Preprocessing | None, probabilities: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.normalize = Normalize(image.mean, image.std) if image is not None else nn.Identity()
-        self.softmax = nn.Softmax(dim=1) if probabilities else nn.Identity()
-
-    def forward(self, images: Tensor) -> Tensor:
-        output: Tensor = self.softmax(self.model(self.normalize(images)))
-        return output
-
-
 def export_model(
     model: nn.Module,
     example: Sequence[Tensor],
@@ -107,7 +93,7 @@ def export_model(
         raise ExportError(f"the model has {len(example)} example inputs but {len(options.inputs)} names for them")
     module = model.eval()
     if options.image is not None or options.labels:
-        module = _ImageModel(model, options.image, probabilities=bool(options.labels)).eval()
+        module = ImageModel(model, options.image, probabilities=bool(options.labels))
     if options.image is not None:
         example = [_images(options.image)]
     progress("capturing the model")

@@ -24,13 +24,13 @@ import torch
 import torch._inductor
 from torch import Tensor
 
+from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.optimize.execution_modes import ExecutionMode, StagePrecision, cpuinfo_lines
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
 from multiworld_serving.models.optimize.unpacking import unpack_under
-from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec, load_stage, stage_spec_from_json
 
 MAX_CACHE_BYTES = 8 << 30
 """Limit of the cache; the least recently used packages are removed first."""
@@ -55,7 +55,7 @@ class CompileRequest:
         weights: the stage's parameters and buffers as a safetensors file.
     """
 
-    spec: AnyStageSpec
+    spec: BundleStageSpec
     sample_shape: tuple[int, ...]
     max_batch_size: int
     precision: StagePrecision
@@ -83,7 +83,9 @@ class CompileRequest:
         fields = json.loads((folder / _REQUEST).read_text())
         shape = tuple(fields["sample_shape"])
         weights = bytearray((folder / _WEIGHTS).read_bytes())
-        return cls(stage_spec_from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights)
+        return cls(
+            BundleStageSpec.from_json(fields["spec"]), shape, fields["max_batch_size"], fields["precision"], weights
+        )
 
 
 class CompiledStageCache:
@@ -125,7 +127,7 @@ class CompiledStageCache:
             made = self.folder / request.key
             if made.is_dir():
                 return
-            stage = load_stage(request.spec, request.weights)
+            stage = load_bundle_stage(request.spec, request.weights)
             with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
                 for batch_size in batch_sizes(request.max_batch_size):
                     _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2")
@@ -172,7 +174,7 @@ def compile_unavailable_reason() -> str:
     return ""
 
 
-def _make_package(stage: AnyStage, request: CompileRequest, batch_size: int, file: Path) -> None:
+def _make_package(stage: BundleStage, request: CompileRequest, batch_size: int, file: Path) -> None:
     if stage.spec.input_varies:
         raise CompileError("its rows have different lengths")
     workload = Workload(request.sample_shape, request.max_batch_size, (1,))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.optimize.fusing import Workload, add_in_place, fuse
 from multiworld_serving.models.optimize.precision import lower
 from multiworld_serving.models.optimize.quantizing import quantize_layers
@@ -21,7 +22,6 @@ from multiworld_serving.models.optimize.tracing import (
     range_of,
     value_of,
 )
-from multiworld_serving.models.stage_kinds import AnyStage
 
 _CONV, _LINEAR = aten.conv2d.default, aten.linear.default
 _TO_FLOAT = (aten.to.dtype, aten._to_copy.default)
@@ -50,7 +50,7 @@ class FoldedStage(nn.Module):
 
     def __init__(
         self,
-        stage: AnyStage,
+        stage: BundleStage,
         workload: Workload,
         dtype: torch.dtype = torch.float32,
         *,

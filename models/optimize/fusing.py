@@ -291,7 +291,7 @@ def add_in_place(module: fx.GraphModule) -> None:
     order = {node: position for position, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
         if node.op == "call_module" and len(node.args) == 2:
-            made = module.get_submodule(str(node.target))
+            made: Any = module.get_submodule(str(node.target))
             if hasattr(made, "in_place"):
                 made.in_place = _may_overwrite(node, node.args[1], order)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import StageError
-from multiworld_serving.models.stage_kinds import AnyStageSpec
 
 
 def batch_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -21,13 +21,13 @@ class PaddedStage(nn.Module):
         runners: functions by the batch size of their input.
     """
 
-    def __init__(self, spec: AnyStageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, spec: BundleStageSpec, runners: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         self.spec = spec
         self._runners = dict(sorted(runners.items()))
 
     def forward(self, batch: Tensor) -> Tensor:
-        """See `Stage`. Raises StageError if the batch is too large or has another dtype."""
+        """See `BundleStage`. Raises StageError if the batch is too large or has another dtype."""
         batch_size = len(batch)
         size = next((size for size in self._runners if size >= batch_size), None)
         if size is None:

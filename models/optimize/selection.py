@@ -10,7 +10,7 @@ from math import inf, isnan, sqrt
 import torch
 from torch import Tensor, nn
 
-from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.execution_modes import (
     NO_INT8,
@@ -24,7 +24,6 @@ from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
 from multiworld_serving.models.optimize.tracing import place
-from multiworld_serving.models.stage_kinds import AnyStage, AnyStageSpec
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Trial:
 
 
 def optimize(
-    stage: AnyStage,
+    stage: BundleStage,
     sample_shape: tuple[int, ...],
     max_batch_size: int,
     tuning: Tuning,
@@ -124,7 +123,7 @@ def optimize(
     elif compiled is not None:
         makers.append((compiled_mode(tuning, device), lambda: compiled))
     if len(makers) == 1:
-        if isinstance(stage, BundleStage) and modes[0] != UNOPTIMIZED:
+        if modes[0] != UNOPTIMIZED:
             return _or_as_written(
                 stage, *makers[0], example, device, partial(_make, UNOPTIMIZED, stage, workload, device)
             )
@@ -161,7 +160,7 @@ def _or_as_written(
 def choose(
     makers: Sequence[tuple[ExecutionMode, Callable[[], nn.Module]]],
     reference: nn.Module,
-    spec: AnyStageSpec,
+    spec: BundleStageSpec,
     example: Tensor,
     device: torch.device,
     limit_s: float,
@@ -218,10 +217,9 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     return best
 
 
-def _make(mode: ExecutionMode, stage: AnyStage, workload: Workload, device: torch.device) -> nn.Module:
+def _make(mode: ExecutionMode, stage: BundleStage, workload: Workload, device: torch.device) -> nn.Module:
     if mode == UNOPTIMIZED:
-        if isinstance(stage, BundleStage):
-            place(stage.module, device)
+        place(stage.module, device)
         return stage.to(device)
     folded = FoldedStage(stage, workload, mode.dtype, fused=mode.method == "fused", int8=mode.precision == "int8")
     place(folded.body, device)
@@ -232,7 +230,7 @@ def _make(mode: ExecutionMode, stage: AnyStage, workload: Workload, device: torc
     )
 
 
-def example_rows(spec: AnyStageSpec, count: int, sample_shape: tuple[int, ...]) -> Tensor:
+def example_rows(spec: BundleStageSpec, count: int, sample_shape: tuple[int, ...]) -> Tensor:
     """Deterministic rows: random pixels, random activations after a ReLU, and 1 for other integers: an index, or a mask."""
     generator = torch.Generator().manual_seed(1)
 
@@ -264,7 +262,7 @@ def deviation(output: Tensor, expected: Tensor, *, probabilities: bool = False) 
     return float((logits - expected_logits).abs().max()) / max(spread, 1.0)
 
 
-def _deviation(trial: Trial, spec: AnyStageSpec, example: Tensor, expected: Tensor, device: torch.device) -> float:
+def _deviation(trial: Trial, spec: BundleStageSpec, example: Tensor, expected: Tensor, device: torch.device) -> float:
     """The largest of all output tensors. NaN if one is invalid, or of another shape or dtype."""
     output: Tensor = trial.module(example.to(device)).cpu()
     if output.shape != expected.shape or output.dtype != expected.dtype:

@@ -1,93 +1,22 @@
-"""The graph of a stage as calls of aten operators, and helpers for rewriting it.
-
-A stage of a bundle has a graph. A ResNet stage is traced symbolically, which takes milliseconds and computes nothing.
-"""
+"""Helpers for rewriting the graph of a stage."""
 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.stage import BundleStage
-from multiworld_serving.models.preprocessing import Normalize
-from multiworld_serving.models.stage_kinds import AnyStage
 
 aten = torch.ops.aten
-_LEAVES = (
-    *(Normalize, nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d),
-    *(nn.Flatten, nn.Linear, nn.Softmax),
-)
 
 
-def graph_of(stage: AnyStage) -> fx.GraphModule:
+def graph_of(stage: BundleStage) -> fx.GraphModule:
     """A module that takes the input tensors and returns a tuple of outputs. Its graph may be changed; it shares the stage's weights."""
-    if isinstance(stage, BundleStage):
-        assert isinstance(stage.module, fx.GraphModule)
-        return fx.GraphModule(stage.module, copy.deepcopy(stage.module.graph))
-    graph = _Tracer().trace(stage)
-    for node in list(graph.nodes):
-        if node.op == "call_module":
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(_as_aten(graph, node, stage.get_submodule(str(node.target))))
-            graph.erase_node(node)
-        elif node.op == "call_function":
-            assert node.target in (operator.add, operator.iadd)
-            node.target = aten.add.Tensor
-        elif node.op == "output":
-            node.args = (tuple(node.args),)
-    return fx.GraphModule(stage, graph)
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _LEAVES)
-
-
-def _as_aten(graph: fx.Graph, node: fx.Node, module: nn.Module) -> fx.Node:  # noqa: PLR0911 - one for each class
-    """Calls of aten that compute what this call of a module does, with its weights as attributes."""
-    batch = node.args[0]
-
-    def weight(name: str) -> fx.Node | None:
-        return None if getattr(module, name) is None else graph.get_attr(f"{node.target}.{name}")
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return graph.call_function(target, args)
-
-    match module:
-        case nn.Conv2d():
-            window = (module.stride, module.padding, module.dilation, module.groups)
-            return call(aten.conv2d.default, batch, weight("weight"), weight("bias"), *window)
-        case nn.BatchNorm2d():
-            weights = map(weight, ("weight", "bias", "running_mean", "running_var"))
-            norm = call(aten._native_batch_norm_legit_no_training.default, batch, *weights, module.momentum, module.eps)
-            return call(operator.getitem, norm, 0)
-        case nn.ReLU():
-            return call(aten.relu.default, batch)
-        case nn.MaxPool2d():
-            settings = (module.kernel_size, module.stride, module.padding, module.dilation)
-            pairs = [[each, each] if isinstance(each, int) else each for each in settings]
-            return call(aten.max_pool2d.default, batch, *pairs, module.ceil_mode)
-        case nn.AdaptiveAvgPool2d():
-            size = module.output_size
-            return call(aten.adaptive_avg_pool2d.default, batch, (size, size) if isinstance(size, int) else size)
-        case nn.Flatten():
-            return call(aten.flatten.using_ints, batch, module.start_dim, module.end_dim)
-        case nn.Linear():
-            return call(aten.linear.default, batch, weight("weight"), weight("bias"))
-        case nn.Softmax():
-            return call(aten.softmax.int, batch, module.dim)
-        case _:
-            assert isinstance(module, Normalize)
-            scaled = call(aten.div.Tensor, call(aten.to.dtype, batch, torch.float32), 255)
-            return call(aten.div.Tensor, call(aten.sub.Tensor, scaled, weight("mean")), weight("std"))
-
-
-# -- rewriting ----------------------------------------------------------------------------------------------------------------
+    return fx.GraphModule(stage.module, copy.deepcopy(stage.module.graph))
 
 
 def constant(module: fx.GraphModule, node: Any) -> Tensor | None:

@@ -20,10 +20,12 @@ from multiworld_serving.models.errors import WeightsError
 
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
 MAX_FILE_BYTES = 4 * 2**30
-"""The largest model has 0.24 GB of weights, and less than this limit with gradients and optimiser state."""
+"""The largest model has 0.5 GB of weights, and less than this limit with gradients and optimiser state."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile, Lightning
+_NOT_IN_VERSIONS = re.compile(r"[^A-Za-z0-9_.:+-]")
+_STEM_CHARACTERS = 80
 _HEAD = re.compile(r"fc\.(\d+)\.(weight|bias)")
 _HOW_TO_SAVE = "save the weights alone with torch.save(model.state_dict(), path) or safetensors.torch.save_file"
 
@@ -34,7 +36,8 @@ class Checkpoint:
 
     tensors: dict[str, Tensor]
     version: str
-    """File name without its suffix, and the first 12 hex digits of the SHA-256 of the file's content."""
+    """File name without its suffix, with other characters than those of versions as "_", and the first 12 hex digits of the SHA-256 of
+    the file's content."""
     sha256: str
 
 
@@ -52,7 +55,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     content = _read_bytes(file)
     parse = _parse_safetensors if file.suffix.lower() == ".safetensors" else _parse_torch
     sha256 = hashlib.sha256(content).hexdigest()
-    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{file.stem}-{sha256[:12]}", sha256=sha256)
+    stem = _NOT_IN_VERSIONS.sub("_", file.stem).lstrip("_.:+-")[:_STEM_CHARACTERS] or "weights"
+    return Checkpoint(clean_state_dict(parse(content, path), path), version=f"{stem}-{sha256[:12]}", sha256=sha256)
 
 
 def clean_state_dict(data: Any, origin: str) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from multiworld_serving.models.architectures import architecture
+from multiworld_serving.models.architectures import published_weights
 from multiworld_serving.models.errors import WeightsError
-from multiworld_serving.models.preprocessing import Preprocessing
+from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 from multiworld_serving.models.weights import pretrained
 from multiworld_serving.models.weights.checkpoints import SUFFIXES, read_checkpoint
 from multiworld_serving.models.weights.labels import placeholder_labels, read_labels
@@ -24,7 +24,7 @@ _FALLBACK = "random:0"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A whole model, ready to be split."""
+    """A whole model with its weights."""
 
     name: str
     """As in `MODEL_NAMES`: "resnet50"."""
@@ -40,6 +40,10 @@ class LoadedModel:
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.labels)
+
+    def classifier(self) -> ImageModel:
+        """The whole model: uint8 images [B,3,H,W] to float32 probabilities [B,num_classes]. Shares the weights."""
+        return ImageModel(self.module, self.preprocessing, probabilities=True)
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,9 @@ def load_model(
     Raises:
         ModelError: unknown model or weights, unreadable or wrong file, failed download, wrong labels or sizes.
     """
-    architecture(name)
+    enum = published_weights(name)
     source = _load_weights(name, weights)
-    published = source.published or architecture(name).weights_enum.IMAGENET1K_V1
+    published = source.published or enum.IMAGENET1K_V1
     preprocessing = Preprocessing.from_weights(published).with_overrides(
         image_size=image_size, resize_size=resize_size, mean=mean, std=std
     )
@@ -92,7 +96,7 @@ def _load_weights(name: str, weights: str) -> _Source:
         return _load_auto(name)
     if weights == "random" or weights.startswith("random:"):
         seed = parse_seed(weights)
-        return _Source(random_model(name, seed), f"random:{seed}", architecture(name).weights_enum.IMAGENET1K_V1)
+        return _Source(random_model(name, seed), f"random:{seed}", published_weights(name).IMAGENET1K_V1)
     published = pretrained.weights_named(name, weights)
     if published is not None:
         return _load_published(name, published)
@@ -105,7 +109,7 @@ def _load_weights(name: str, weights: str) -> _Source:
 
 
 def _load_auto(name: str) -> _Source:
-    default = architecture(name).weights_enum.DEFAULT
+    default = published_weights(name).DEFAULT
     reason = f"{default.url} does not answer within {pretrained.PROBE_TIMEOUT_S:g} s"
     if pretrained.is_reachable(default):
         try:

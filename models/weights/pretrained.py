@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multiworld_serving.models.architectures import architecture
+from multiworld_serving.models.architectures import published_weights
 from multiworld_serving.models.errors import WeightsError
 from multiworld_serving.models.weights.checkpoints import clean_state_dict
 
@@ -26,18 +26,18 @@ _HASH_IN_URL = re.compile(r"-([0-9a-f]{8,})\.pth$")  # torch.hub's convention
 
 def weights_named(model: str, weights: str) -> Any | None:
     """The `WeightsEnum` member of that name ("IMAGENET1K_V1", "DEFAULT", "ResNet50_Weights.IMAGENET1K_V2"), or None."""
-    enum = architecture(model).weights_enum
+    enum = published_weights(model)
     return enum.__members__.get(weights.removeprefix(f"{enum.__name__}."))
 
 
 def weight_names(model: str) -> Sequence[str]:
     """Names of torchvision's published weights of this model, including "DEFAULT"."""
-    return list(architecture(model).weights_enum.__members__)
+    return list(published_weights(model).__members__)
 
 
 def weights_with_content(model: str, sha256: str) -> Any | None:
     """The published weights whose file has this hash, whatever its name, or None."""
-    for weights in architecture(model).weights_enum:
+    for weights in published_weights(model):
         match = _HASH_IN_URL.search(weights.url)
         if match is not None and sha256.startswith(match.group(1)):
             return weights

@@ -4,9 +4,9 @@ import copy
 
 import torch
 from torch import nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.resnet import Bottleneck
 
-from multiworld_serving.models.architectures import meta_model
+from multiworld_serving.models.architectures import meta_model, residual_blocks
 from multiworld_serving.models.errors import WeightsError
 
 _MAX_SEED = 2**63 - 1
@@ -37,7 +37,7 @@ def random_model(name: str, seed: int, num_classes: int = 1000) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         _initialise(module, generator)
-    blocks = [module for module in model.modules() if isinstance(module, BasicBlock | Bottleneck)]
+    blocks = residual_blocks(model)
     for block in blocks:
         last_norm = block.bn3 if isinstance(block, Bottleneck) else block.bn2
         nn.init.constant_(last_norm.weight, len(blocks) ** -0.5)

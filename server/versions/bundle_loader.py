@@ -1,79 +1,72 @@
-"""Serves a bundle: its stages, and other bundles of the same interface as further versions."""
+"""Opens the model that is served, and loads further versions of it with the same interface."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
-from multiworld_serving.models import Bundle, BundleError, Tuning, read_bundle
-from multiworld_serving.models.weights.labels import read_labels
+from multiworld_serving.models import Bundle, BundleError, Tuning
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ServedModel
-from multiworld_serving.server.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.versions.model_source import ModelSource, source_of
+from multiworld_serving.server.versions.stage_plan import cuts_of, make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
-from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BundleLoader:
-    """Loads bundles with the interface of the first one: by the path below `--weights-dir` that an administrator gives.
+    """Loads versions with the interface of the first one.
 
     Attributes:
-        interface: inputs, outputs, dimensions, preprocessing and labels that a version must have.
+        cuts: of the first version. A version with the same graph is cut there, too.
     """
 
-    settings: LeaderSettings
-    path: Path
-    interface: dict[str, object]
+    source: ModelSource
+    first: Bundle
+    cuts: tuple[int, ...]
 
     def load(self, weights: str | None, versions: VersionTable) -> VersionPlan:
-        """Read, check and partition a bundle (None: that of the settings). Blocks.
+        """Load, check and partition a version (None: that of the settings). Blocks.
 
         Raises:
-            models.ModelError: there is no such bundle, it is not allowed, invalid, or has another interface.
+            models.ModelError: there is no such version, it is not allowed, invalid, or has another interface.
+            MemoryError: there is not enough memory for another version.
         """
-        path = self.path if weights is None else path_in_weights_dir(self.settings.weights_dir, weights)
-        bundle = read_bundle(path)
-        found, stages = _interface(bundle, self.settings), versions.current.stages
-        if changed := [field for field, value in self.interface.items() if found[field] != value]:
+        bundle = self.source.version(weights, self.first)
+        manifest, stages = bundle.manifest, versions.current.stages
+        logger.info("version %s is loaded; splitting it into %d stages", manifest.version, len(stages))
+        expected, found = _interface(self.first), _interface(bundle)
+        if changed := [field for field, value in expected.items() if found[field] != value]:
             raise BundleError(
-                f"{bundle.manifest.name}@{bundle.manifest.version} has other {' and '.join(changed)} than the service: "
-                f"{_shown(self.interface, changed)}, but the bundle has {_shown(found, changed)}; serve it as a separate service"
+                f"{manifest.name}@{manifest.version} has other {' and '.join(changed)} than the service: "
+                f"{_shown(expected, changed)}, but the bundle has {_shown(found, changed)}; serve it as a separate service"
             )
-        if bundle.manifest.version == versions.current.version.name:
+        if manifest.version == versions.current.version.name:
             return versions.current
-        number = versions.number_of(bundle.manifest.version)
-        return VersionPlan.of(make_bundle_plan(bundle, len(stages), stages[0].tuning, number))
+        same = bundle.graph.to_json() == self.first.graph.to_json()
+        cuts = self.cuts if same else cuts_of(bundle, len(stages))
+        number = versions.number_of(manifest.version)
+        return VersionPlan.of(make_bundle_plan(bundle, cuts, stages[0].tuning, number))
 
 
-def open_bundle(path: Path, settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, BundleLoader, VersionPlan]:
-    """What is needed to serve a bundle. Blocks: reads and hashes its weights.
+def open_model(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedModel, BundleLoader, VersionPlan]:
+    """What is needed to serve the model of the settings. Blocks: loads, reads and hashes its weights.
 
     Raises:
-        models.ModelError: it is not a bundle, or cannot be cut into this many stages.
+        models.ModelError: there is no such model, or it cannot be cut into this many stages.
     """
-    bundle = read_bundle(path)
-    manifest = bundle.manifest
+    source = source_of(settings)
+    first = source.first()
+    manifest = first.manifest
     logger.debug("partitioning %s@%s into %d stages", manifest.name, manifest.version, settings.stages)
-    if settings.max_batch_size > manifest.max_batch_size:
-        raise BundleError(
-            f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
-            "with a larger one"
-        )
-    for option in ("image_size", "mean", "std"):
-        if getattr(settings, option) is not None:
-            raise BundleError(
-                f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
-            )
-    served = _served(bundle, settings)
-    plan = VersionPlan.of(make_bundle_plan(bundle, settings.stages, tuning))
-    return served, BundleLoader(settings, path, _interface(bundle, settings)), plan
+    cuts = cuts_of(first, settings.stages, measured=settings.cut == "measured")
+    plan = VersionPlan.of(make_bundle_plan(first, cuts, tuning))
+    return _served(first), BundleLoader(source, first, cuts), plan
 
 
-def _served(bundle: Bundle, settings: LeaderSettings) -> ServedModel:
+def _served(bundle: Bundle) -> ServedModel:
     """Raises BundleError if the rows of its inputs or outputs are too large."""
     manifest = bundle.manifest
     image = None if manifest.image is None else ImageSizes(manifest.image.resize_size, manifest.image.crop_size)
@@ -85,22 +78,13 @@ def _served(bundle: Bundle, settings: LeaderSettings) -> ServedModel:
             manifest.outputs,
             dict(manifest.dimensions),
             image,
-            _labels(bundle, settings),
+            manifest.labels,
         )
     except ValueError as error:
         raise BundleError(f"{manifest.name} cannot be served: {error}") from error
 
 
-def _labels(bundle: Bundle, settings: LeaderSettings) -> tuple[str, ...]:
-    labels = bundle.manifest.labels
-    if settings.labels is None:
-        return labels
-    if not labels:
-        raise BundleError(f"{bundle.manifest.name} has no classes; leave --labels out, or export it with labels")
-    return read_labels(settings.labels, len(labels))
-
-
-def _interface(bundle: Bundle, settings: LeaderSettings) -> dict[str, object]:
+def _interface(bundle: Bundle) -> dict[str, object]:
     """What clients rely on, by name."""
     manifest = bundle.manifest
     image = manifest.image
@@ -109,7 +93,7 @@ def _interface(bundle: Bundle, settings: LeaderSettings) -> dict[str, object]:
         "outputs": manifest.outputs,
         "dimensions": {name: tuple(bounds) for name, bounds in manifest.dimensions.items()},
         "preprocessing": None if image is None else (image.resize_size, image.crop_size),
-        "labels": _labels(bundle, settings),
+        "labels": manifest.labels,
     }
 
 

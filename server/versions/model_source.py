@@ -1,13 +1,71 @@
-"""Where the model comes from: a built-in ResNet, a bundle, or another model of torchvision."""
+"""Where versions of the model come from: weights of a model of torchvision, or bundles."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from multiworld_serving.models import MODEL_NAMES, BundleError, LabelsError, StageError, WeightsError, block_names
+from multiworld_serving.common.config import check_memory
+from multiworld_serving.models import (
+    MODEL_NAMES,
+    Bundle,
+    BundleError,
+    LabelsError,
+    LoadedModel,
+    StageError,
+    WeightsError,
+    classifier_bundle,
+    count_blocks,
+    load_model,
+    read_bundle,
+)
 from multiworld_serving.models.weights.checkpoints import SUFFIXES
+from multiworld_serving.models.weights.labels import read_labels
 from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
+
+_COPIES_OF_WEIGHTS = 4
+"""Copies in memory while weights are loaded: the file, its tensors, the module, the bundle's file."""
+
+
+class ModelSource(Protocol):
+    """Makes bundles of the versions of a model. All of them have the labels of the service."""
+
+    def first(self) -> Bundle:
+        """The version with which the service starts. Blocks.
+
+        Raises:
+            models.ModelError: it cannot be loaded, or does not fit the settings.
+        """
+        ...
+
+    def version(self, weights: str | None, first: Bundle) -> Bundle:
+        """A further version by the name that an administrator gives (None: that of the settings). Blocks.
+
+        Raises:
+            models.ModelError: it does not exist, is not allowed, or is invalid.
+            MemoryError: there is not enough memory for another version.
+        """
+        ...
+
+
+def source_of(settings: LeaderSettings) -> ModelSource:
+    """The source of the model that the settings name. May export a model, which takes seconds to minutes.
+
+    Raises:
+        models.ModelError: there is no such model.
+    """
+    check_model_source(settings)
+    if (path := bundle_path(settings)) is not None:
+        return BundleSource(settings, path)
+    if settings.model in MODEL_NAMES:
+        return TorchvisionSource(settings)
+    # Importing it takes a second.
+    from multiworld_serving.models.export.published import exported  # noqa: PLC0415
+
+    return BundleSource(settings, exported(settings.model, settings.weights))
 
 
 def check_model_source(settings: LeaderSettings) -> None:
@@ -32,7 +90,7 @@ def check_model_source(settings: LeaderSettings) -> None:
         from multiworld_serving.models.export.published import check_name  # noqa: PLC0415
 
         check_name(settings.model)
-    elif settings.stages > (count := len(block_names(settings.model))):
+    elif settings.stages > (count := count_blocks(settings.model)):
         raise StageError(
             f"--stages {settings.stages}: {settings.model} has {count} blocks; expected 1 to {count} stages"
         )
@@ -42,3 +100,93 @@ def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
     path = Path(settings.model)
     return path if path.exists() or os.sep in settings.model or path.suffix else None
+
+
+@dataclass(frozen=True)
+class TorchvisionSource:
+    """Weights published by torchvision, "random:SEED", and files; later versions only from files below `--weights-dir`."""
+
+    settings: LeaderSettings
+
+    def first(self) -> Bundle:
+        """See `ModelSource`."""
+        settings = self.settings
+        model = load_model(
+            settings.model,
+            settings.weights,
+            labels=settings.labels,
+            image_size=settings.image_size,
+            mean=settings.channel_means,
+            std=settings.channel_stds,
+        )
+        return classifier_bundle(model, settings.max_batch_size)
+
+    def version(self, weights: str | None, first: Bundle) -> Bundle:
+        """See `ModelSource`. Sizes of images stay those of the first version, because clients and frontends rely on them."""
+        image, labels = first.manifest.image, first.manifest.labels
+        assert image is not None
+        check_memory(_COPIES_OF_WEIGHTS * first.weights_bytes)
+        model = load_model(
+            self.settings.model,
+            self.settings.weights if weights is None else self._allowed(weights),
+            image_size=image.crop_size,
+            resize_size=image.resize_size,
+            mean=self.settings.channel_means,
+            std=self.settings.channel_stds,
+        )
+        if model.num_classes != len(labels):
+            raise WeightsError(
+                f"{model.version} has {model.num_classes} classes, but the service has {len(labels)}; serve it as a separate service"
+            )
+        labelled = LoadedModel(model.name, model.version, model.module, labels, model.preprocessing)
+        return classifier_bundle(labelled, first.manifest.max_batch_size)
+
+    def _allowed(self, weights: str) -> str:
+        """The argument for `load_model`.
+
+        Raises:
+            ModelError: it is a path outside `--weights-dir`, or not a valid path.
+        """
+        if weights == "auto":
+            raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
+        if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
+            return str(path_in_weights_dir(self.settings.weights_dir, weights))
+        return weights  # a torchvision name or random:SEED; load_model rejects everything else
+
+
+@dataclass(frozen=True)
+class BundleSource:
+    """Bundles; later versions by their path below `--weights-dir`."""
+
+    settings: LeaderSettings
+    path: Path
+
+    def first(self) -> Bundle:
+        """See `ModelSource`."""
+        bundle, settings = self._read(self.path), self.settings
+        manifest = bundle.manifest
+        if settings.max_batch_size > manifest.max_batch_size:
+            raise BundleError(
+                f"{manifest.name} computes batches of at most {manifest.max_batch_size}; choose a smaller --max-batch-size, or export it "
+                "with a larger one"
+            )
+        for option in ("image_size", "mean", "std"):
+            if getattr(settings, option) is not None:
+                raise BundleError(
+                    f"--{option.replace('_', '-')} is decided when a bundle is made: export it with another one"
+                )
+        return bundle
+
+    def version(self, weights: str | None, first: Bundle) -> Bundle:
+        """See `ModelSource`."""
+        return self._read(self.path if weights is None else path_in_weights_dir(self.settings.weights_dir, weights))
+
+    def _read(self, path: Path) -> Bundle:
+        bundle = read_bundle(path)
+        manifest = bundle.manifest
+        if self.settings.labels is None:
+            return bundle
+        if not manifest.labels:
+            raise BundleError(f"{manifest.name} has no classes; leave --labels out, or export it with labels")
+        labels = read_labels(self.settings.labels, len(manifest.labels))
+        return replace(bundle, manifest=replace(manifest, labels=labels))

@@ -10,28 +10,25 @@ from torch import Tensor
 from multiworld_serving.common.wire import EDGE_DTYPES, RowShape, StageAssignment
 from multiworld_serving.models import (
     NO_TUNING,
-    AnyStageSpec,
     Bundle,
     BundleError,
     BundleStageSpec,
     Graph,
-    LoadedModel,
-    StageSpec,
     Tuning,
     WeightsError,
     cut_graph,
     deviation,
-    reference_stage,
-    split_model,
-    stage_input_shape,
+    measure_nodes,
     stage_specs,
-    stage_weights,
+    times_of_blocks,
     weights_head,
 )
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 
 logger = logging.getLogger(__name__)
 
+_MEASURED_ROWS = 4
+"""Batch size for measuring."""
 _TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2, "int8": 2.5e-1}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
@@ -50,7 +47,7 @@ class StagePlan:
         tuning: precision and optimization that workers use.
     """
 
-    spec: AnyStageSpec
+    spec: BundleStageSpec
     weights: StageWeights
     input_shape: tuple[int, ...]
     self_test_input: Tensor
@@ -79,7 +76,7 @@ class StagePlan:
     @property
     def output_shape(self) -> RowShape:
         """Of one row of the output."""
-        if isinstance(self.spec, BundleStageSpec) and self.spec.output_rows.varies:
+        if self.spec.output_rows.varies:
             return RowShape((self.spec.output_rows.max_row_bytes,), varies=True)
         return RowShape(tuple(self.self_test_output.shape[1:]))
 
@@ -136,72 +133,49 @@ class StagePlan:
         return None
 
 
-def make_plan(
-    model: LoadedModel,
-    num_stages: int,
-    tuning: Tuning = NO_TUNING,
-    number: int = 1,
-    *,
-    specs: Sequence[StageSpec] | None = None,
-) -> tuple[StagePlan, ...]:
-    """Split the model into stages and compute the reference output of each stage.
+def cuts_of(bundle: Bundle, num_stages: int, *, measured: bool = False) -> tuple[int, ...]:
+    """Where to cut a bundle into this number of stages: its own cuts if the number is the same.
 
     Args:
-        number: the number of this version of the model.
-        specs: the partition; None: balanced by the counted costs of the blocks.
+        measured: cut by times that are measured here, in place of those in the bundle.
     Raises:
-        ModelError: there are more stages than blocks, the model computes NaN or infinity, or is to compute in int8.
+        StageError: it can be cut into fewer stages.
     """
-    if tuning.precision == "int8":
-        raise WeightsError(
-            f"int8 needs a bundle: multiworld export {model.name} --calibration …, then serve --model BUNDLE"
-        )
-    image_size = model.preprocessing.crop_size
-    generator = torch.Generator().manual_seed(0)
-    activation = torch.randint(0, 256, (1, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
-    plans = []
-    for spec in specs or split_model(model, num_stages):
-        with torch.inference_mode():
-            output = reference_stage(model, spec)(activation)
-        if not output.isfinite().all().item():
-            raise WeightsError(
-                f"invalid weights {model.version}: stage {spec.index} computes infinity or NaN for a test image; use other weights"
-            )
-        plans.append(
-            StagePlan(
-                spec=spec,
-                weights=StageWeights.of(stage_weights(model, spec)),
-                input_shape=stage_input_shape(spec, image_size),
-                self_test_input=activation,
-                self_test_output=output,
-                number=number,
-                tuning=tuning,
-            )
-        )
-        activation = output
-    return _logged(plans)
+    manifest, costs_s = bundle.manifest, bundle.manifest.costs_s
+    if measured:
+        weights = bundle.weights(node.target for node in bundle.graph.weights)
+        inputs = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
+        rows = min(_MEASURED_ROWS, manifest.max_batch_size)
+        examples = [tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for tensor in inputs]
+        costs_s = times_of_blocks(costs_s, measure_nodes(bundle.graph, weights, examples))
+    elif num_stages == len(manifest.cuts) + 1:
+        return manifest.cuts
+    cut = cut_graph(bundle.graph, costs_s, num_stages)
+    if measured:
+        logger.info("measured: the slowest stage takes %.1f ms per row", 1e3 * max(cut.stage_s))
+    return cut.positions
 
 
 def make_bundle_plan(
-    bundle: Bundle, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1
+    bundle: Bundle, stages: int | Sequence[int], tuning: Tuning = NO_TUNING, number: int = 1
 ) -> tuple[StagePlan, ...]:
     """Split a bundle into stages. The weights stay in its file.
 
-    Another number of stages than the bundle's is cut by the costs that were measured when it was made; then the reference outputs are
-    computed here.
-
+    Args:
+        stages: how many, or the positions of the cuts. If these are not the bundle's own, the reference outputs are computed here.
+        number: the number of this version of the model.
     Raises:
-        ModelError: the model can be cut into fewer stages, computes NaN or infinity, or is to compute in int8 without calibration.
+        ModelError: the model cannot be cut there, computes NaN or infinity, or is to compute in int8 without calibration.
     """
     if tuning.precision == "int8" and bundle.manifest.int8 is None:
         raise BundleError(
             f"{bundle.manifest.name} has no calibration for int8; export it with --calibration, or choose another --precision"
         )
-    stages, outputs = _stages_of(bundle, num_stages)
-    specs = stage_specs(bundle.manifest, stages)
+    graphs, outputs = _stages_of(bundle, cuts_of(bundle, stages) if isinstance(stages, int) else stages)
+    specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
-    for spec, stage, output in zip(specs, stages, outputs, strict=True):
+    for spec, stage, output in zip(specs, graphs, outputs, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}
@@ -214,23 +188,24 @@ def make_bundle_plan(
     return _logged(plans)
 
 
-def _stages_of(bundle: Bundle, num_stages: int) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:
+def _stages_of(bundle: Bundle, cuts: Sequence[int]) -> tuple[tuple[Graph, ...], list[tuple[Tensor, ...]]]:
     """The stages, and the reference output of each."""
-    manifest = bundle.manifest
-    if num_stages == len(manifest.cuts) + 1:
+    if tuple(cuts) == bundle.manifest.cuts and "boundary.0.0" in bundle.self_test:
         stages = bundle.stages
         return stages, [
             tuple(bundle.self_test[f"boundary.{index}.{place}"] for place in range(len(stage.outputs)))
             for index, stage in enumerate(stages)
         ]
-    stages = bundle.graph.cut(cut_graph(bundle.graph, manifest.costs_s, num_stages).positions)
+    stages = bundle.graph.cut(cuts)
     values = tuple(bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs)
     outputs: list[tuple[Tensor, ...]] = []
     for stage in stages:
         with torch.inference_mode():
             values = bundle.build(stage)(*values)
         if any(value.is_floating_point() and not value.isfinite().all().item() for value in values):
-            raise BundleError(f"stage {len(outputs)} computes infinity or NaN for the example; export other weights")
+            raise WeightsError(
+                f"invalid weights {bundle.manifest.version}: stage {len(outputs)} computes infinity or NaN for a test input"
+            )
         outputs.append(values)
     return stages, outputs
 

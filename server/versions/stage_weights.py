@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import safetensors.torch
 import torch
 from torch import Tensor
-
-from multiworld_serving.models.open_file import OpenFile
 
 _CHUNK_BYTES = 4 << 20
 
@@ -51,14 +47,6 @@ class StageWeights:
         for chunk in self.chunks():
             digest.update(chunk.numpy().data)
         self.sha256 = digest.hexdigest()
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> StageWeights:
-        """Weights that are in memory. They are written to a temporary file without a name."""
-        with tempfile.TemporaryFile() as file:
-            written = file.write(safetensors.torch.save(dict(tensors)))
-            file.flush()
-            return cls(b"", [FileRange(OpenFile(os.dup(file.fileno())), 0, written)])
 
     def chunks(self) -> Iterator[Tensor]:
         """The file in chunks to send, uint8 [N] each. Reads each when it is asked for.

@@ -24,7 +24,7 @@ from multiworld_client import (
     Prediction,
     UnreachableError,
 )
-from multiworld_serving.models import Reference, load_model
+from multiworld_serving.models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import pil_image, png
 
@@ -44,7 +44,7 @@ def expected(digits: Path, pixels: Tensor) -> Tensor:
         "resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=IMAGE_SIZE
     )
     with torch.inference_mode():
-        found: Tensor = Reference(model)(pixels)
+        found: Tensor = model.classifier()(pixels)
     return found
 
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from multiworld_serving.models import Reference, load_model
+from multiworld_serving.models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import png
 
@@ -37,7 +37,7 @@ async def test_answers_equal_those_of_the_unsplit_model(service: LocalService, d
     held_out = safetensors.torch.load_file(digits / "held_out.safetensors")
     model = load_model("resnet18", str(digits / "digits.safetensors"), labels=str(digits / "labels.txt"), image_size=32)
     with torch.inference_mode():
-        expected = Reference(model)(held_out["images"])
+        expected = model.classifier()(held_out["images"])
     answers = await classify(service.url, [png(image) for image in held_out["images"]])
     classes = torch.tensor([int(str(answer["class_id"])) for answer in answers])
     right = (classes == held_out["labels"]).float().mean().item()

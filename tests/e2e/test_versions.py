@@ -24,7 +24,7 @@ import tritonclient.http as triton
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from multiworld_serving.models import Reference, load_model
+from multiworld_serving.models import load_model
 from multiworld_serving.testing.local_service import LocalService
 
 pytestmark = pytest.mark.timeout(300)
@@ -93,7 +93,7 @@ def right_answers(weights: str) -> dict[int, int]:
     pixels = [np.asarray(Image.open(io.BytesIO(picture(number)))) for number in range(8)]
     batch = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     with torch.inference_mode():
-        return dict(enumerate(Reference(model)(batch).argmax(1).tolist()))
+        return dict(enumerate(model.classifier()(batch).argmax(1).tolist()))
 
 
 @dataclass

@@ -25,7 +25,7 @@ from multiworld_serving.models import (
     StageError,
     Tuning,
     deviation,
-    load_stage,
+    load_bundle_stage,
     optimize,
 )
 from multiworld_serving.models.optimize import compiling
@@ -36,7 +36,7 @@ from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from tests.bundles import classifier_bundle, two_outputs_bundle
-from tests.integration.stage_plans import sent_weights
+from tests.resnets import sent_weights
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -65,9 +65,7 @@ def request_of() -> CompileRequest:
 
 
 def stage_of(request: CompileRequest) -> BundleStage:
-    stage = load_stage(request.spec, bytearray(request.weights))
-    assert isinstance(stage, BundleStage)
-    return stage
+    return load_bundle_stage(request.spec, bytearray(request.weights))
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,12 @@
 import asyncio
 
 import pytest
-import safetensors.torch
 import torch
 
 from multiworld.transport.segments import SegmentPool
 from multiworld_serving.models import (
     Tuning,
     deviation,
-    load_model,
-    reference_stage,
-    split_model,
-    stage_input_shape,
-    stage_weights,
 )
 from multiworld_serving.models.optimize import TOLERANCE
 from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
@@ -24,6 +18,7 @@ from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.compute.transfers import transfers_for
+from tests.resnets import resnet_plan, sent_stage, sent_weights
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -34,9 +29,8 @@ LARGEST = 5
 
 def test_captured_stages_equal_the_reference_for_every_batch_size() -> None:
     device = torch.device("cuda", 0)
-    model = load_model("resnet18", "random:0", image_size=64)
-    for spec in split_model(model, 2):
-        stage, shape = reference_stage(model, spec), stage_input_shape(spec, model.preprocessing.crop_size)
+    for plan in resnet_plan("random:0", 2, image_size=64):
+        stage, spec, shape = sent_stage(plan), plan.spec, plan.input_shape
         folded = FoldedStage(stage, Workload(shape, LARGEST, (1,))).to(device)
         recorded = record_cuda_graphs(folded, shape, LARGEST, device)
         for rows in range(1, LARGEST + 1):
@@ -75,15 +69,13 @@ def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_w
 @pytest.mark.parametrize("optimize", ["eager", "compile", "auto"])
 async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
-    model = load_model("resnet18", "random:0", image_size=64)
-    (spec,) = split_model(model, 1)
-    queue, shape = engine.new_queue(), stage_input_shape(spec, model.preprocessing.crop_size)
-    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
-    made = await queue.load(spec, weights, shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
+    (plan,) = resnet_plan("random:0", 1, image_size=64)
+    queue, spec, shape = engine.new_queue(), plan.spec, plan.input_shape
+    made = await queue.load(spec, sent_weights(plan), shape, LARGEST, Tuning(optimize=optimize, limit_s=60.0))
     queue.serve(1, stage := LoadedStage(spec, made))
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
     answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))
-    expected = reference_stage(model, spec)
+    expected = sent_stage(plan)
     for batch, answer in zip(batches, answers, strict=True):
         with torch.inference_mode():
             assert deviation(answer.output, expected(batch)) <= 100 * TOLERANCE["float32"]

@@ -9,12 +9,11 @@ from pydantic import SecretStr
 
 from multiworld import AskError, ask
 from multiworld_serving.common.wire import RELEASE, WORKER_PROTOCOL
-from multiworld_serving.models import load_model
 from multiworld_serving.server.leader import Leader
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.settings import ServeSettings
-from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan
+from tests.resnets import resnet_plan
 
 SECRET = "a-secret-of-this-test"
 GOOD = {
@@ -59,7 +58,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def plan() -> VersionPlan:
-    return VersionPlan.of(make_plan(load_model("resnet18", "random:0", image_size=32), 1))
+    return VersionPlan.of(resnet_plan("random:0", 1, image_size=32))
 
 
 @pytest.fixture

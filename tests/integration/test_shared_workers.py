@@ -13,21 +13,21 @@ from torch import Tensor
 
 from multiworld import Cause, WorldManager
 from multiworld_serving.common.wire import WORLD_BACKEND, JoinRequest, Message
-from multiworld_serving.models import load_model
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers import session as worker_session
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 from multiworld_serving.workers.session import Session
+from tests.resnets import resnet_plan
 
 IMAGE_SIZE = 32
 WAIT_S = 60.0
 
 
 def plan_of(weights: str, number: int = 1) -> StagePlan:
-    return make_plan(load_model("resnet18", weights, image_size=IMAGE_SIZE), 2, number=number)[1]
+    return resnet_plan(weights, 2, number=number, image_size=IMAGE_SIZE)[1]
 
 
 @pytest.fixture(scope="module")

@@ -26,24 +26,23 @@ from multiworld_serving.common.wire import (
     Source,
     WireError,
 )
-from multiworld_serving.models import Tuning, load_model, reference_stage
+from multiworld_serving.models import Tuning
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
-from multiworld_serving.server.versions.stage_plan import StagePlan, make_plan
+from multiworld_serving.server.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
-from tests.integration.stage_plans import resnet_spec
 from tests.integration.test_links import Heard
+from tests.resnets import resnet_plan, sent_stage
 from tests.unit.edges.edge_parts import edges, until
 
 WAIT_S = 60.0
-MODEL = "resnet18"
 
 
 @pytest.fixture
 def plan(request: pytest.FixtureRequest) -> tuple[StagePlan, ...]:
     edge_dtype, image_size = getattr(request, "param", ("float32", 32))
-    return make_plan(load_model(MODEL, "random:0", image_size=image_size), 2, Tuning(edge_dtype=edge_dtype))
+    return resnet_plan("random:0", 2, Tuning(edge_dtype=edge_dtype), image_size=image_size)
 
 
 @dataclass
@@ -124,9 +123,8 @@ async def test_output_goes_from_worker_to_worker_and_is_released(
     found = await first.edges.fetch(
         second.edges.holder, [RowRef(answer, ALL_ROWS)], torch.float32, (3, *row_shape.dims), take=True
     )
-    model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
-        expected = reference_stage(model, resnet_spec(plan[1]))(reference_stage(model, resnet_spec(plan[0]))(batch))
+        expected = sent_stage(plan[1])(sent_stage(plan[0])(batch))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert len(first.edges.store) == 1
     first.link.release(number)
@@ -144,7 +142,7 @@ async def test_relayed_rows_and_rows_of_ended_requests_are_part_of_the_batch(
     assert result.payload is not None
     batch = torch.stack([rows[0], torch.zeros_like(rows[0]), rows[1]])
     with torch.inference_mode():
-        expected = reference_stage(load_model(MODEL, "random:0", image_size=32), resnet_spec(plan[0]))(batch)
+        expected = sent_stage(plan[0])(batch)
     torch.testing.assert_close(result.payload, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -184,9 +182,8 @@ async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
     assert there.dtype == dtype
     second.link.send(1, replace(whole(first.edges.holder, number, 2), keep=False), 1)
     answer = (await second.result()).payload
-    model = load_model(MODEL, "random:0", image_size=32)
     with torch.inference_mode():
-        expected = reference_stage(model, resnet_spec(plan[1]))(reference_stage(model, resnet_spec(plan[0]))(batch))
+        expected = sent_stage(plan[1])(sent_stage(plan[0])(batch))
     torch.testing.assert_close(answer, expected, rtol=0.1, atol=1e-3)
     first.link.send(2, batch, 1)
     relayed = (await first.result()).payload

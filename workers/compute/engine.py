@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from multiworld_serving.models import (
     NO_TUNING,
-    AnyStageSpec,
+    BundleStageSpec,
     CompileRequest,
     OptimizedStage,
     Tuning,
     compiled_mode,
-    load_stage,
+    load_bundle_stage,
     optimize,
     torch_threads,
 )
@@ -227,7 +227,7 @@ class EngineQueue:
 
     async def load(
         self,
-        spec: AnyStageSpec,
+        spec: BundleStageSpec,
         weights: bytearray,
         sample_shape: tuple[int, ...],
         max_batch_size: int,
@@ -299,16 +299,26 @@ class EngineQueue:
         self._stages = {}
 
     def _build(
-        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self,
+        spec: BundleStageSpec,
+        weights: bytearray,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
     ) -> OptimizedStage:
         engine, compiled = self._engine, None
-        stage = load_stage(spec, weights)
+        stage = load_bundle_stage(spec, weights)
         if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
             compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
         return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
     async def compile(
-        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self,
+        spec: BundleStageSpec,
+        weights: bytearray,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
     ) -> bool:
         """Compile a stage in the background for the next `load`. Returns whether it succeeded; the log says why not."""
         compiler = self._engine.compiler
@@ -317,7 +327,12 @@ class EngineQueue:
         return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
 
     def _request(
-        self, spec: AnyStageSpec, weights: bytearray, sample_shape: tuple[int, ...], max_batch_size: int, tuning: Tuning
+        self,
+        spec: BundleStageSpec,
+        weights: bytearray,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
     ) -> CompileRequest:
         precision = compiled_mode(tuning, self._engine.device).precision
         return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)

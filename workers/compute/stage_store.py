@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from weakref import WeakValueDictionary
 
-from multiworld_serving.models import AnyStageSpec, OptimizedStage
+from multiworld_serving.models import BundleStageSpec, OptimizedStage
 
 _LONGEST_TURN_S = 30.0
 """A session waits at most this long for another one that loads the same stage; then it loads the stage itself."""
@@ -19,7 +19,7 @@ class LoadedStage:
         compiling: compiles the stage in the background; cancelled when the stage is freed.
     """
 
-    def __init__(self, spec: AnyStageSpec, optimized: OptimizedStage) -> None:
+    def __init__(self, spec: BundleStageSpec, optimized: OptimizedStage) -> None:
         self.spec = spec
         self.optimized = optimized
         self.compiling: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multiworld_serving.models import BundleError, ModelError, StageError, load_stage, stage_spec_from_json
+from multiworld_serving.models import BundleError, ModelError, StageError, load_bundle_stage
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStageSpec
@@ -40,7 +40,7 @@ def received(plan: StagePlan) -> torch.nn.Module:
     file = sent(plan)
     assert hashlib.sha256(file).hexdigest() == assignment.weights_sha256
     assert len(file) == assignment.weights_bytes
-    return load_stage(stage_spec_from_json(assignment.spec), file)
+    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), file)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -51,7 +51,7 @@ def test_stages_of_a_text_model_compute_what_the_model_computes(
     plans = make_bundle_plan(text, num_stages)
     ids = torch.randint(0, 50, (count, tokens))
     mask = ids > 10
-    values = plans[0].spec.input_rows.pack([ids, mask])  # type: ignore[union-attr]
+    values = plans[0].spec.input_rows.pack([ids, mask])
     with torch.inference_mode():
         for plan in plans:
             values = received(plan)(values)
@@ -79,7 +79,7 @@ def test_more_stages_than_places_to_cut_are_refused(classifier: Bundle) -> None:
 
 def test_description_survives_json(text: Bundle) -> None:
     for plan in make_bundle_plan(text, 2):
-        found = stage_spec_from_json(plan.spec.to_json())
+        found = BundleStageSpec.from_json(plan.spec.to_json())
         assert found == plan.spec
         assert found.part == plan.spec.part
 
@@ -110,8 +110,16 @@ def test_worker_refuses_a_hostile_description_with_one_line(classifier: Bundle, 
     fields = json.loads(plan.spec.to_json())
     SPECS[case](fields)
     with pytest.raises(ModelError) as error:
-        load_stage(stage_spec_from_json(json.dumps(fields)), sent(plan))
+        load_bundle_stage(BundleStageSpec.from_json(json.dumps(fields)), sent(plan))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "5", "[]", "{}", '{"kind": "bundle"}', "[" * 100_000])
+def test_text_that_is_no_description_is_refused_with_one_line(text: str) -> None:
+    with pytest.raises(StageError, match="stage description is") as error:
+        BundleStageSpec.from_json(text)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("case", HOSTILE)
@@ -130,7 +138,7 @@ def test_worker_refuses_a_hostile_graph_before_it_computes_anything(case: str) -
         graph_sha256=hashlib.sha256(graph.encode()).hexdigest(),
     )
     with pytest.raises(ModelError) as error:
-        load_stage(spec, bytearray(safetensors_head({}, {"graph": graph})))
+        load_bundle_stage(spec, bytearray(safetensors_head({}, {"graph": graph})))
     assert "\n" not in str(error.value)
 
 
@@ -162,14 +170,14 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_worker_refuses_a_hostile_file_with_one_line(classifier: Bundle, case: str) -> None:
     plan = make_bundle_plan(classifier, 1)[0]
     with pytest.raises(ModelError) as error:
-        load_stage(plan.spec, _changed(plan, HEADERS[case]))
+        load_bundle_stage(plan.spec, _changed(plan, HEADERS[case]))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", [b"", b"\0" * 8, b"\xff" * 8, b"\x05\0\0\0\0\0\0\0nojsn", b"\x02\0\0\0\0\0\0\0[]"])
 def test_worker_refuses_a_file_that_is_none(classifier: Bundle, file: bytes) -> None:
     with pytest.raises(ModelError):
-        load_stage(make_bundle_plan(classifier, 1)[0].spec, bytearray(file))
+        load_bundle_stage(make_bundle_plan(classifier, 1)[0].spec, bytearray(file))
 
 
 def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
@@ -181,7 +189,7 @@ def test_rows_of_another_format_are_refused(classifier: Bundle) -> None:
 def test_other_precision_tolerates_other_integers(text: Bundle) -> None:
     plan = make_bundle_plan(text, 1)[0]
     vector, count = plan.spec.unpack_output(plan.self_test_output)
-    rows_format = plan.spec.output_rows  # type: ignore[union-attr]
+    rows_format = plan.spec.output_rows
     other = rows_format.pack([vector, count + 1])
     assert plan.check_self_test(other) == "an integer differs from the reference"
     lower = dataclasses.replace(plan, tuning=dataclasses.replace(plan.tuning, precision="bfloat16", optimize="eager"))

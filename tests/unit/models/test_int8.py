@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from multiworld_serving.models import BundleError, StageError, Tuning, load_stage, optimize
+from multiworld_serving.models import BundleError, StageError, Tuning, load_bundle_stage, optimize
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import Int8Accuracy, Manifest
@@ -30,7 +30,7 @@ from multiworld_serving.models.optimize.quantizing import QuantizedConv, Quantiz
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import CLASSES, SIZE, classifier_bundle
-from tests.integration.stage_plans import sent_weights
+from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
 INT8 = Tuning("int8", "eager")
@@ -83,7 +83,7 @@ def calibrated() -> Bundle:
 
 def received(plan: StagePlan) -> Any:
     """The stage as a worker loads it."""
-    return load_stage(plan.spec, bytearray(sent_weights(plan)))
+    return load_bundle_stage(plan.spec, bytearray(sent_weights(plan)))
 
 
 def int8_stage(plan: StagePlan) -> FoldedStage:

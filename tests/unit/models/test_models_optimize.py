@@ -11,24 +11,23 @@ from torch import Tensor, nn
 from multiworld_serving.models import (
     NO_TUNING,
     TOLERANCE,
+    BundleStage,
+    BundleStageSpec,
     CompiledStageCache,
     ExecutionMode,
     ModelError,
-    Stage,
     StageError,
-    StageSpec,
     Tuning,
     deviation,
     optimize,
-    reference_stage,
-    split_model,
-    stage_input_shape,
 )
+from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.optimize import execution_modes
 from multiworld_serving.models.optimize.execution_modes import candidates
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
 from multiworld_serving.models.optimize.selection import Trial, choose, fastest
+from tests.resnets import plan_of, sent_stage
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 CPU = torch.device("cpu")
@@ -36,18 +35,18 @@ needs_onednn = pytest.mark.skipif(not fusable(CPU, torch.float32), reason="torch
 UNOPTIMIZED, EAGER, BFLOAT16 = ExecutionMode("none"), ExecutionMode("eager"), ExecutionMode("eager", "bfloat16")
 
 
-def folded(stage: Stage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> FoldedStage:
-    workload = Workload(stage_input_shape(stage.spec, IMAGE_SIZE), 4, (1, 2))
+def folded(stage: BundleStage, dtype: torch.dtype = torch.float32, *, fused: bool = False) -> FoldedStage:
+    workload = Workload(stage.spec.input_rows.row_shape or (), 4, (1, 2))
     return FoldedStage(stage, workload, dtype, fused=fused)
 
 
 def through(
-    name: str, num_stages: int, make: Callable[[Stage], Callable[[Tensor], Tensor]], batch: Tensor
+    name: str, num_stages: int, make: Callable[[BundleStage], Callable[[Tensor], Tensor]], batch: Tensor
 ) -> list[Tensor]:
     """The output of each converted stage for the reference input of that stage."""
-    model, outputs = loaded(name), []
-    for spec in split_model(model, num_stages):
-        stage = reference_stage(model, spec)
+    outputs = []
+    for plan in plan_of(loaded(name), num_stages):
+        stage = sent_stage(plan)
         output = make(stage)(batch)
         assert output.dtype == torch.float32
         assert output.is_contiguous()
@@ -74,7 +73,7 @@ def test_fused_stages_equal_the_reference_and_keep_their_input(
 ) -> None:
     """Also if the first block adds to its own input, and if that is already channels-last."""
 
-    def through_fused(stage: Stage) -> Callable[[Tensor], Tensor]:
+    def through_fused(stage: BundleStage) -> Callable[[Tensor], Tensor]:
         fused = folded(stage, fused=True)
 
         def run(batch: Tensor) -> Tensor:
@@ -143,8 +142,7 @@ def test_reduced_precision_differs_from_the_reference_within_its_tolerance(preci
 @torch.inference_mode()
 def test_folded_normalization_is_exact_at_the_borders() -> None:
     """With the mean folded into the weights, the convolution's zero padding would mean black instead of the mean."""
-    model = loaded("resnet18")
-    stage = reference_stage(model, split_model(model, 10)[0])
+    stage = sent_stage(plan_of(loaded("resnet18"), 10)[0])
     black = torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8)
     expected, output = stage(black), folded(stage)(black)
     assert float((output - expected).abs()[..., 0, :].max()) <= 1e-5 * float(expected.abs().max())
@@ -153,8 +151,7 @@ def test_folded_normalization_is_exact_at_the_borders() -> None:
 
 @torch.inference_mode()
 def test_folding_does_not_change_the_original_stage_and_input() -> None:
-    model = loaded("resnet18")
-    stage, batch = reference_stage(model, split_model(model, 1)[0]), images(2)
+    stage, batch = sent_stage(plan_of(loaded("resnet18"), 1)[0]), images(2)
     weights = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
     expected, before = stage(batch), batch.clone()
     folded(stage)(batch)
@@ -164,15 +161,13 @@ def test_folding_does_not_change_the_original_stage_and_input() -> None:
 
 
 def test_folded_first_stage_rejects_input_that_is_not_a_uint8_rgb_batch() -> None:
-    model = loaded("resnet18")
-    first = folded(reference_stage(model, split_model(model, 2)[0]))
-    with pytest.raises(ModelError, match=r"expected torch\.uint8"):
+    first = folded(sent_stage(plan_of(loaded("resnet18"), 2)[0]))
+    with pytest.raises(ModelError, match="expected uint8"):
         first(torch.zeros(1, 3, 8, 8))
 
 
 def test_unoptimized_stage_equals_the_reference_bit_for_bit() -> None:
-    model = loaded("resnet18")
-    stage = reference_stage(model, split_model(model, 1)[0])
+    stage = sent_stage(plan_of(loaded("resnet18"), 1)[0])
     made = optimize(stage, (3, IMAGE_SIZE, IMAGE_SIZE), 8, NO_TUNING, CPU)
     assert made.mode == UNOPTIMIZED
     with torch.inference_mode():
@@ -202,9 +197,10 @@ class Timed(nn.Module):
         return batch * (1 + self._off)
 
 
-def middle() -> StageSpec:
+def middle() -> BundleStageSpec:
     """Of a stage that is neither the first nor the last."""
-    return split_model(loaded("resnet18"), 3)[1]
+    tensor = TensorSpec("x", "float32", ("batch", 3, 2, 2))
+    return BundleStageSpec("m", "1", 1, 3, (tensor,), (tensor,), {"batch": (1, 8)}, False, "0" * 64)
 
 
 def chosen(*ways: tuple[ExecutionMode, float, float], limit_s: float = 1e9) -> tuple[ExecutionMode, str]:
@@ -251,14 +247,13 @@ def test_unmeasured_mode_never_replaces_an_earlier_one() -> None:
 
 
 def test_auto_selects_a_mode_and_reports_its_measurements() -> None:
-    model = loaded("resnet18")
-    spec = split_model(model, 3)[1]
-    stage = reference_stage(model, spec)
-    made = optimize(stage, stage_input_shape(spec, IMAGE_SIZE), 2, Tuning(optimize="auto", limit_s=60), CPU)
+    plan = plan_of(loaded("resnet18"), 3)[1]
+    stage = sent_stage(plan)
+    made = optimize(stage, plan.input_shape, 2, Tuning(optimize="auto", limit_s=60), CPU)
     assert made.mode in candidates(Tuning("float32", "auto"), CPU)
     assert "none/float32" in made.why
     assert str(candidates(Tuning("float32", "auto"), CPU)[-1]) in made.why
-    batch = torch.rand(2, *stage_input_shape(spec, IMAGE_SIZE))
+    batch = torch.rand(2, *plan.input_shape)
     with torch.inference_mode():
         assert deviation(made.module(batch), stage(batch)) <= TOLERANCE["float32"]
 

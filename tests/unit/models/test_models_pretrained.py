@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from multiworld_serving.models import MODEL_NAMES, WeightsError, load_model
-from multiworld_serving.models.architectures import ARCHITECTURES
+from multiworld_serving.models.architectures import published_weights
 from multiworld_serving.models.weights import pretrained
 from multiworld_serving.models.weights.loading import LoadedModel
 from multiworld_serving.models.weights.random_weights import random_model
 
-V1 = ARCHITECTURES["resnet18"].weights_enum.IMAGENET1K_V1
+V1 = published_weights("resnet18").IMAGENET1K_V1
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_auto_falls_back_when_the_cache_is_damaged(cached: Path, caplog: pytest.
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_published_file_is_recognized_by_its_content(name: str) -> None:
-    for weights in ARCHITECTURES[name].weights_enum:
+    for weights in published_weights(name):
         prefix = weights.url.rsplit("-", 1)[-1].removesuffix(".pth")
         assert pretrained.weights_with_content(name, prefix + "0" * 56) is weights
     assert pretrained.weights_with_content(name, "0" * 64) is None

@@ -7,7 +7,7 @@ import pytest
 from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
-from multiworld_serving.server.versions.bundle_loader import open_bundle
+from multiworld_serving.server.versions.bundle_loader import open_model
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 from multiworld_serving.server.versions.version_table import VersionTable
 from tests.bundles import CLASSES, SIZE, classifier_bundle
@@ -29,7 +29,7 @@ def settings(folder: Path, **changed: object) -> LeaderSettings:
 
 
 def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
-    served, _, plan = open_bundle(folder / "one", settings(folder, stages=3), NO_TUNING)
+    served, _, plan = open_model(settings(folder, stages=3), NO_TUNING)
     assert (served.name, served.version, served.image) == ("classifier", "1", ImageSizes(SIZE, SIZE))
     assert len(served.labels) == CLASSES
     assert [stage.spec.index for stage in plan.stages] == [0, 1, 2]
@@ -37,7 +37,7 @@ def test_served_model_is_described_by_the_manifest(folder: Path) -> None:
 
 
 def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
-    _, loader, plan = open_bundle(folder / "one", settings(folder), NO_TUNING)
+    _, loader, plan = open_model(settings(folder), NO_TUNING)
     versions = VersionTable(plan)
     assert loader.load("one", versions) is plan
     assert loader.load(None, versions) is plan
@@ -46,7 +46,7 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
 
 
 def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
-    _, loader, plan = open_bundle(folder / "one", settings(folder), NO_TUNING)
+    _, loader, plan = open_model(settings(folder), NO_TUNING)
     with pytest.raises(
         BundleError,
         match=r"classifier@3 has other labels than the service: labels \('label 0'.*the bundle has labels \(\)",
@@ -56,11 +56,11 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
 
 @pytest.mark.parametrize("name", ["../two", "/etc/passwd", "missing", "two\0", "x" * 2000])
 def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> None:
-    _, loader, plan = open_bundle(folder / "one", settings(folder / "one"), NO_TUNING)
+    _, loader, plan = open_model(settings(folder, weights_dir=folder / "one"), NO_TUNING)
     with pytest.raises(ModelError) as refused:
         loader.load(name, VersionTable(plan))
     assert "\n" not in str(refused.value)
-    without = open_bundle(folder / "one", settings(folder, weights_dir=None), NO_TUNING)[1]
+    without = open_model(settings(folder, weights_dir=None), NO_TUNING)[1]
     with pytest.raises(WeightsError, match="--weights-dir"):
         without.load("two", VersionTable(plan))
 
@@ -76,7 +76,7 @@ def test_only_bundles_below_the_folder_are_loaded(folder: Path, name: str) -> No
 )
 def test_settings_that_do_not_fit_the_bundle_are_refused(folder: Path, changed: dict[str, object], what: str) -> None:
     with pytest.raises(ModelError, match=what):
-        open_bundle(folder / "one", settings(folder, **changed), NO_TUNING)
+        open_model(settings(folder, **changed), NO_TUNING)
 
 
 def test_weights_are_read_in_chunks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

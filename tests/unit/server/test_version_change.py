@@ -15,8 +15,8 @@ from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
+from multiworld_serving.server.versions.bundle_loader import BundleLoader
 from multiworld_serving.server.versions.stage_plan import StagePlan
-from multiworld_serving.server.versions.version_loader import VersionLoader
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 
 
@@ -74,7 +74,7 @@ class Service:
         self.loader = Loader()
         self.exclusive = ExclusiveOperation()
         self.change = VersionRollout(
-            self, self.placement, self.versions, cast(VersionLoader, self.loader), 60.0, self.exclusive
+            self, self.placement, self.versions, cast(BundleLoader, self.loader), 60.0, self.exclusive
         )
 
     def switch_to(self, plan: VersionPlan) -> None:

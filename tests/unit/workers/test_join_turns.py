@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from multiworld_serving.models import load_model, split_model
 from multiworld_serving.workers import join_turns
 from multiworld_serving.workers.join_turns import JoinTurns
+from tests.resnets import resnet_plan
 
 WAIT_S = 60.0
-FIRST, LAST = split_model(load_model("resnet18", "random:0", image_size=32), 2)
+FIRST, LAST = (plan.spec for plan in resnet_plan("random:0", 2, image_size=32))
 
 
 async def test_next_leader_is_asked_when_the_stage_is_assigned() -> None:
@@ -57,6 +57,6 @@ async def test_stage_served_last_is_told_when_no_leader_assigns_one_now() -> Non
 
 
 def test_part_is_the_same_for_all_versions_and_differs_between_stages() -> None:
-    other = split_model(load_model("resnet18", "random:1", image_size=32), 2)
-    assert [spec.part for spec in other] == [FIRST.part, LAST.part]
+    other = resnet_plan("random:1", 2, image_size=32)
+    assert [plan.spec.part for plan in other] == [FIRST.part, LAST.part]
     assert FIRST.part != LAST.part

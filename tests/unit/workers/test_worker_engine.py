@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import safetensors.torch
 import torch
 
-from multiworld_serving.models import Tuning, deviation, reference_stage, split_model, stage_input_shape, stage_weights
+from multiworld_serving.models import Tuning, deviation
 from multiworld_serving.models.optimize.execution_modes import candidates
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
+from tests.resnets import plan_of, sent_stage, sent_weights
 from tests.unit.models.models_loaded import IMAGE_SIZE, images, loaded
 
 
@@ -89,11 +89,10 @@ async def test_batch_of_an_unassigned_stage_gets_an_error(engine: Engine) -> Non
 
 
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
-    model = loaded("resnet18")
-    spec, queue, batch = split_model(model, 1)[0], engine.new_queue(), images(3)
-    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
+    plan = plan_of(loaded("resnet18"), 1)[0]
+    spec, weights, queue, batch = plan.spec, sent_weights(plan), engine.new_queue(), images(3)
     with torch.inference_mode():
-        expected = reference_stage(model, spec)(batch)
+        expected = sent_stage(plan)(batch)
     outputs = {}
     for ordered in ("none", "eager"):
         made = await queue.load(spec, weights, (3, IMAGE_SIZE, IMAGE_SIZE), 2, Tuning(optimize=ordered))
@@ -107,11 +106,10 @@ async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) 
 async def test_version_that_was_unloaded_while_it_loads_is_not_served_until_it_is_assigned_again(
     engine: Engine,
 ) -> None:
-    model, queue = loaded("resnet18"), engine.new_queue()
-    spec = split_model(model, 10)[3]
-    weights = bytearray(safetensors.torch.save(stage_weights(model, spec)))
+    plan, queue = plan_of(loaded("resnet18"), 10)[3], engine.new_queue()
+    spec = plan.spec
     queue.expect(7)
-    made = await queue.load(spec, weights, stage_input_shape(spec, IMAGE_SIZE), 1)
+    made = await queue.load(spec, sent_weights(plan), plan.input_shape, 1)
     queue.unload(7)
     queue.serve(7, LoadedStage(spec, made))
     assert (7, spec.index) not in queue._stages
