@@ -58,10 +58,10 @@ def source_of(settings: LeaderSettings) -> ModelSource:
         models.ModelError: there is no such model.
     """
     check_model_source(settings)
-    if (path := bundle_path(settings)) is not None:
-        return BundleSource(settings, path)
     if settings.model in MODEL_NAMES:
         return TorchvisionSource(settings)
+    if (path := bundle_path(settings)) is not None:
+        return BundleSource(settings, path)
     # Importing it takes a second.
     from multiworld_serving.models.export.published import exported  # noqa: PLC0415
 
