@@ -305,7 +305,7 @@ def test_only_the_requested_precision_is_tried(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("precision", "optimize", "word"),
-    [("int8", "eager", "int8"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
+    [("int4", "eager", "int4"), ("float32", "fast", "fast"), ("bfloat16", "none", "choose optimize eager")],
 )
 def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageError, match=word):
