@@ -25,7 +25,7 @@ from multiworld_serving.models.export.sources import call_function
 from multiworld_serving.models.optimize.execution_modes import NO_INT8, has_fast_int8
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
-from multiworld_serving.models.optimize.selection import TOLERANCE, deviation
+from multiworld_serving.models.optimize.selection import deviation
 from multiworld_serving.models.preprocessing import Preprocessing
 
 LABELS = "labels"
@@ -34,6 +34,8 @@ _BATCH = 8
 _SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 _LAYERS = ("aten.conv2d.default", "aten.linear.default")
 _CPU = torch.device("cpu")
+_TOLERANCE = 0.2
+"""Largest `deviation` of int8 from float32 on the calibration set."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +225,9 @@ def int8_accuracy(
     if not pairs:
         raise ExportError("--calibration: the model returns no float tensor to compare")
     off = max(deviation(one, two, probabilities=spec.probabilities) for one, two in pairs)
-    if not off <= TOLERANCE["int8"]:
+    if not off <= _TOLERANCE:
         raise ExportError(
-            f"the model is too inaccurate in int8: off by {off:.2g} where {TOLERANCE['int8']:g} is allowed; calibrate with more rows of "
+            f"the model is too inaccurate in int8: off by {off:.2g} where {_TOLERANCE:g} is allowed; calibrate with more rows of "
             "real data, or export it without --calibration"
         )
     cosines = [functional.cosine_similarity(one.flatten(1), two.flatten(1)).mean() for one, two in pairs]

@@ -7,10 +7,13 @@ it, and float32 elsewhere. Inductor generates the same operators for a quantized
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from multiworld_serving.models.optimize.fusing import (
     Layer,
@@ -24,8 +27,10 @@ from multiworld_serving.models.optimize.fusing import (
 from multiworld_serving.models.optimize.tracing import aten, only_user, range_of
 
 _NEEDED = ("qconv_prepack", "qconv2d_pointwise", "qlinear_prepack", "qlinear_pointwise")
-_PASSING = (aten.contiguous.default, aten.flatten.using_ints, aten.reshape.default)
-"""Operators that return values of their input only, and that take uint8. Max pooling takes only small images of uint8."""
+_PASSING = (aten.max_pool2d.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape.default)
+"""Operators that return values of their input only."""
+_POOL_ARGUMENTS = 4
+"""Of a max pooling without dilation and rounding up: input, kernel, stride, padding."""
 _CONV_ACTIVATIONS, _LINEAR_ACTIVATIONS = ("none", "relu", "hardswish", "swish"), ("none", "relu", "gelu")
 _LEVELS, _WEIGHT_LEVELS = 255, 127
 _LEAST_SCALE = 1e-12
@@ -187,10 +192,25 @@ def _uint8(node: Any) -> fx.Node:
 def _quantize_early(node: fx.Node) -> None:
     """Convert before an operator that passes values on, if all that follows takes uint8."""
     after = only_user(node)
-    if after is not None and after.target is quantize:
+    is_pool = node.target is aten.max_pool2d.default
+    if after is not None and after.target is quantize and not (is_pool and len(node.args) > _POOL_ARGUMENTS):
         node.update_arg(0, _uint8(node.args[0]))
         after.replace_all_uses_with(node)
         node.graph.erase_node(after)
+        if is_pool:
+            node.target = _max_pool
+
+
+def _max_pool(
+    values: Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0, 0)
+) -> Tensor:
+    """`max_pool2d` of uint8, which torch offers for small images only. Three times as fast as that of float32."""
+    found = functional.pad(values, (padding[1], padding[1], padding[0], padding[0]))  # 0 is the smallest value
+    for dim, size, step in zip((2, 3), kernel, stride or kernel, strict=True):
+        span = (found.shape[dim] - size) // step * step + 1
+        parts = (found.narrow(dim, start, span) for start in range(size))
+        found = reduce(torch.maximum, (part[:, :, ::step] if dim == 2 else part[..., ::step] for part in parts))
+    return found
 
 
 def _return_uint8(layer: _QuantizedLayer, node: fx.Node) -> None:

@@ -27,9 +27,10 @@ from multiworld_serving.models.optimize.tracing import place
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3, "int8": 2e-1}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3, "int8": 1.0}
 """Largest `deviation` that a worker accepts for an execution mode, by precision. Measured for ResNet-18 to -152: 1e-6 in float32, 6e-3 in
-bfloat16 and 1e-3 in float16."""
+bfloat16 and 1e-3 in float16. In int8 the example rows are far from those of the calibration, so only gross errors are found here: `export`
+and the leader's self-test compare rows of the calibration set."""
 
 _LEAST_PROBABILITY = 1e-30
 _ROUNDS = 5

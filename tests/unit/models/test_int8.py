@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from multiworld_serving.models.optimize import execution_modes
 from multiworld_serving.models.optimize.execution_modes import has_fast_int8
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload, dequantize, quantize
-from multiworld_serving.models.optimize.quantizing import QuantizedConv, QuantizedLinear
+from multiworld_serving.models.optimize.quantizing import QuantizedConv, QuantizedLinear, _max_pool
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.server.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import CLASSES, SIZE, classifier_bundle
@@ -125,8 +126,40 @@ def test_values_stay_uint8_between_layers() -> None:
     layers = [body.get_submodule(str(node.target)) for node in body.graph.nodes if node.op == "call_module"]
     assert sum(isinstance(layer, QuantizedConv) for layer in layers) == 4
     assert sum(isinstance(layer, QuantizedLinear) for layer in layers) == 1
-    assert targets.count(quantize) == 3  # of the images, after the pooling, and before the linear layer
+    assert targets.count(quantize) == 2  # of the images, and before the linear layer
     assert targets.count(dequantize) == 0
+
+
+class Branches(nn.Module):
+    """A convolution whose result an int8 layer and a float32 operator take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        given = self.first(images).relu()
+        return torch.cat((self.second(given).mean((2, 3)), given.mean((2, 3))), 1)
+
+
+@needs_int8
+def test_value_that_float32_operators_also_take_is_converted(tmp_path: Path) -> None:
+    rows = images(16).float() / 255
+    options = ExportOptions(*("branches", "1", ("images",)), max_batch_size=8, calibration=Calibration((rows,), None))
+    export_model(Branches(), [torch.zeros(2, 3, SIZE, SIZE)], tmp_path / "bundle", options)
+    (plan,) = make_bundle_plan(read_bundle(tmp_path / "bundle"), 1, INT8)
+    int8 = int8_stage(plan)
+    assert [node.target for node in int8.body.graph.nodes].count(dequantize) == 1
+    with torch.inference_mode():
+        assert plan.check_self_test(int8(plan.self_test_input)) is None
+
+
+@pytest.mark.parametrize("window", [((3, 3), (2, 2), (1, 1)), ((2, 3), (), (1, 0)), ((2, 2), (2, 1))])
+def test_pooling_of_uint8_equals_that_of_floats(window: tuple[Sequence[int], ...]) -> None:
+    values = torch.randint(0, 256, (2, 3, 13, 10), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = torch.ops.aten.max_pool2d(values.float(), *window)
+    assert torch.equal(_max_pool(values, *window).float(), expected)
 
 
 @needs_int8
