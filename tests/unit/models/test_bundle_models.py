@@ -35,6 +35,22 @@ class Text(nn.Module):
         return {"logits": self.head(hidden), "pooled": hidden.mean(1)}
 
 
+class OtherOperators(nn.Module):
+    """Operators of transformers and timm that the other models here lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.randn(3, 1, 1)), nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        for _ in range(4):
+            kept = (image > -1) & (image < 1) | (image > 2)
+            image = torch.where(
+                kept, torch.addcmul(self.bias, self.scale, image), torch.min(image, torch.ones_like(image))
+            )
+        return image
+
+
 def image(size: int) -> tuple[Tensor, ...]:
     return (torch.randn(2, 3, size, size),)
 
@@ -57,6 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, 
         ("image",),
     ),
     "text": (Text, tokens(), ("ids", "mask")),
+    "other operators": (OtherOperators, image(8), ("image",)),
 }
 
 
