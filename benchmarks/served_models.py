@@ -68,7 +68,7 @@ def _served(
     path: Path, bundle: Bundle, module: nn.Module, rows: Mapping[str, Tensor], num_stages: int
 ) -> dict[str, Any]:
     """Balance, bytes per boundary, and the largest difference from the module, for a service of this many stages."""
-    cut = cut_graph(bundle.graph, bundle.manifest.costs_s, num_stages)
+    cut = cut_graph(bundle.graph, bundle.manifest.costs_s, num_stages, bundle.manifest.lengths[-1])
     started_s, worst = time.monotonic(), 0.0
     with LocalService(model=path, stages=num_stages, replicas=1, max_batch_size=max(BATCHES)) as service:
         ready_s = time.monotonic() - started_s

@@ -100,7 +100,7 @@ def _plan_bundle(path: Path, num_stages: int, batch_size: int, repeats: int, *, 
     inputs = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     rows = [tensor.repeat(batch_size, *[1] * (tensor.dim() - 1)) for tensor in inputs]
     costs_s = measure_nodes(bundle.graph, bundle.weights(node.target for node in bundle.graph.weights), rows, repeats)
-    cut = cut_graph(bundle.graph, costs_s, num_stages)
+    cut = cut_graph(bundle.graph, costs_s, num_stages, bundle.manifest.lengths[-1])
     sizes = [
         sum({node.target: node.row_bytes() for node in stage.weights}.values())
         for stage in bundle.graph.cut(cut.positions)

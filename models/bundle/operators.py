@@ -47,7 +47,7 @@ lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max.d
 max_pool2d_with_indices.default max_pool3d_with_indices.default maximum.default mean.default mean.dim meshgrid.indexing min.default
 min.dim min.other minimum.default mish.default mm.default movedim.int movedim.intlist mul.Scalar mul.Tensor mv.default
 nan_to_num.default native_group_norm.default native_layer_norm.default ne.Scalar ne.Tensor neg.default new_full.default
-new_ones.default new_zeros.default norm.ScalarOpt_dim one_hot.default ones.default ones_like.default outer.default
+new_ones.default new_zeros.default norm.ScalarOpt_dim numpy_T.default one_hot.default ones.default ones_like.default outer.default
 pad.default permute.default pixel_shuffle.default pixel_unshuffle.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
 prelu.default prod.default prod.dim_int reciprocal.default reflection_pad1d.default reflection_pad2d.default
 reflection_pad3d.default relu.default relu6.default remainder.Scalar remainder.Tensor repeat.default repeat_interleave.self_int

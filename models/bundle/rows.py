@@ -21,7 +21,7 @@ from multiworld_serving.models.errors import BundleError
 
 MAX_ROW_BYTES = 1 << 30
 MAX_COMPUTED_BYTES = 64 << 20
-"""Longest row with dimensions that are computed."""
+"""Longest row with dimensions that are computed. Only outputs of the model have them."""
 _ALIGNED_BYTES = 16
 _LENGTH_BYTES = 8
 
@@ -76,7 +76,7 @@ class RowFormat:
 
     @cached_property
     def max_row_bytes(self) -> int:
-        """Bytes of the longest row. Computed dimensions are not bounded by the format: with one it is `MAX_COMPUTED_BYTES`."""
+        """Bytes of the longest row. With a computed dimension it is `MAX_COMPUTED_BYTES`, which `check_graph` ensures."""
         return MAX_COMPUTED_BYTES if None in self._variable else self._bytes(self._lengths_at(1))
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:

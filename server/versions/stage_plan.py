@@ -215,7 +215,8 @@ def _stages_of(bundle: Bundle, num_stages: int) -> tuple[tuple[Graph, ...], list
             tuple(bundle.self_test[f"boundary.{index}.{place}"] for place in range(len(stage.outputs)))
             for index, stage in enumerate(stages)
         ]
-    stages = bundle.graph.cut(cut_graph(bundle.graph, manifest.costs_s, num_stages).positions)
+    cut = cut_graph(bundle.graph, manifest.costs_s, num_stages, manifest.lengths[-1])
+    stages = bundle.graph.cut(cut.positions)
     values = tuple(bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs)
     outputs: list[tuple[Tensor, ...]] = []
     for stage in stages:
