@@ -66,7 +66,8 @@ def _command(pid: int) -> str:
 
 def default(model: str) -> None:
     """The service that `make serve` starts."""
-    with LocalService(model=model, weights="random:0", stages=2, replicas=2) as service:
+    weights = {} if Path(model).exists() else {"weights": "random:0"}
+    with LocalService(model=model, stages=2, replicas=2, **weights) as service:
         with Client(service.url) as client:
             for _ in range(_REQUESTS):
                 client.predict(photo())
@@ -116,7 +117,7 @@ def _export(size: str, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    parts.add_parser("default").add_argument("--model", default="resnet50")
+    parts.add_parser("default").add_argument("--model", default="resnet50", help="a name or a bundle")
     parts.add_parser("large")
     export = parts.add_parser("export", help="write the bundle of `large`")
     export.add_argument("size", choices=_WIDTHS)
