@@ -110,6 +110,7 @@ MODELS: dict[str, TestedModel] = {
     "vit_b_16": _torchvision("vit_b_16", _FIXED_PIXELS),
     "maxvit_t": _torchvision("maxvit_t", _FIXED_PIXELS),
     "r3d_18": _torchvision("r3d_18", (3, 4, _SIDE, _SIDE)),
+    "swin3d_t": _torchvision("swin3d_t", (3, 4, _SIDE, _SIDE)),
     "raft_small": _torchvision("raft_small", (3, 128, 128), (3, 128, 128)),
     "ssdlite320_mobilenet_v3_large": _torchvision("ssdlite320_mobilenet_v3_large", (3, 320, 320)),
     "convnextv2_atto": _timm("convnextv2_atto", _SIDE),

@@ -120,7 +120,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shown(stages: Mapping[str, Any]) -> str:
-    sizes = ", ".join(f"{size / 1024:.3g}" for size in stages["boundary_bytes"])
+    sizes = ", ".join(f"{size / 1024:.4g}" for size in stages["boundary_bytes"])
     return f"{stages['largest_over_mean']:.2f}; {sizes} KiB"
 
 
