@@ -74,7 +74,11 @@ def _timm(name: str, side: int) -> TestedModel:
 
 
 def _transformers(
-    model: str, config: str, shapes: Mapping[str, tuple[int, ...]], dynamic: tuple[Dynamic, ...] = (), **settings: Any
+    model: str,
+    config: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: Mapping[str, Any],
+    dynamic: tuple[Dynamic, ...] = (),
 ) -> TestedModel:
     def make() -> nn.Module:
         library = importlib.import_module("transformers")
@@ -121,27 +125,28 @@ MODELS: dict[str, TestedModel] = {
     "mobilevit_xxs": _timm("mobilevit_xxs", _SIDE),
     "repvgg_a0": _timm("repvgg_a0", _SIDE),
     "resnet26d": _timm("resnet26d", _SIDE),
-    "bert": _transformers("BertForSequenceClassification", "BertConfig", _TEXT, _ANY_LENGTH, **_SMALL),
+    "bert": _transformers("BertForSequenceClassification", "BertConfig", _TEXT, _SMALL, _ANY_LENGTH),
     "distilbert": _transformers(
-        *("DistilBertForSequenceClassification", "DistilBertConfig", _TEXT, _ANY_LENGTH),
-        **{"vocab_size": _VOCABULARY, "dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 128},
+        *("DistilBertForSequenceClassification", "DistilBertConfig", _TEXT),
+        {"vocab_size": _VOCABULARY, "dim": 64, "n_layers": 4, "n_heads": 4, "hidden_dim": 128},
+        _ANY_LENGTH,
     ),
     "gpt2": _transformers(
         *("GPT2LMHeadModel", "GPT2Config", {"input_ids": (_TOKENS,)}),
-        **{"vocab_size": _VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "use_cache": False},
+        {"vocab_size": _VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "use_cache": False},
     ),
     "t5_encoder": _transformers(
         *("T5EncoderModel", "T5Config", _TEXT),
-        **{"vocab_size": _VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4},
+        {"vocab_size": _VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4},
     ),
     "vit": _transformers(
         *("ViTForImageClassification", "ViTConfig", {"pixel_values": _PIXELS}),
-        **{key: value for key, value in _SMALL.items() if key not in ("vocab_size", "max_position_embeddings")},
-        **{"image_size": _SIDE, "patch_size": 16},
+        {key: value for key, value in _SMALL.items() if key not in ("vocab_size", "max_position_embeddings")}
+        | {"image_size": _SIDE, "patch_size": 16},
     ),
     "whisper_encoder": _transformers(
         *("WhisperForAudioClassification", "WhisperConfig", {"input_features": (80, 200)}),
-        **{"d_model": 64, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 128},
-        **{"max_source_positions": 100, "vocab_size": _VOCABULARY, "pad_token_id": 0, "decoder_layers": 1},
+        {"d_model": 64, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
+        | {"max_source_positions": 100, "vocab_size": _VOCABULARY, "pad_token_id": 0, "decoder_layers": 1},
     ),
 }

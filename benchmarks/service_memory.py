@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,8 +67,10 @@ def _command(pid: int) -> str:
 
 def default(model: str) -> None:
     """The service that `make serve` starts."""
-    weights = {} if Path(model).exists() else {"weights": "random:0"}
-    with LocalService(model=model, stages=2, replicas=2, **weights) as service:
+    settings: dict[str, Any] = {"model": model, "stages": 2, "replicas": 2}
+    if not Path(model).exists():
+        settings["weights"] = "random:0"
+    with LocalService(**settings) as service:
         with Client(service.url) as client:
             for _ in range(_REQUESTS):
                 client.predict(photo())

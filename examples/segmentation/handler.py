@@ -15,7 +15,7 @@ def _colors() -> np.ndarray:
     classes = np.arange(256)[:, None]
     channels = np.arange(3)
     bits = [((classes >> (3 * place + channels)) & 1) << (7 - place) for place in range(3)]
-    return sum(bits).astype(np.uint8)
+    return np.stack(bits).sum(axis=0, dtype=np.uint8)
 
 
 class Handler:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def commands(example: str) -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"^ {7}(\S.*)$", text, re.MULTILINE)]
 
 
-def settings_of(words: list[str]) -> dict[str, str]:
+def settings_of(words: list[str]) -> dict[str, Any]:
     """The options of `multiworld serve` as `LocalService` takes them."""
     return {
         name.removeprefix("--").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)
