@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torchvision.models import ResNet, resnet18
+from torchvision.models import resnet18
 
 CLASSES = 37
 LABELS = tuple(f"hue {360 * number // CLASSES}" for number in range(CLASSES))
@@ -31,7 +31,7 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def fine_tune(weights: str | None, steps: int) -> nn.Module:
     """A ResNet-18 in eval mode whose last layer has learned the classes. All other layers keep their weights."""
     torch.manual_seed(0)
-    model: ResNet = resnet18(weights=weights).eval().requires_grad_(False)
+    model = resnet18(weights=weights).eval().requires_grad_(False)
     model.fc = nn.Linear(model.fc.in_features, CLASSES)
     optimizer = torch.optim.Adam(model.fc.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +42,8 @@ def fine_tune(weights: str | None, steps: int) -> nn.Module:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         print(f"step {step + 1}: loss {loss.item():.2f}")
-    return model
+    tuned: nn.Module = model
+    return tuned
 
 
 def main() -> None:

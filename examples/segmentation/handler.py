@@ -15,7 +15,8 @@ def _colors() -> np.ndarray:
     classes = np.arange(256)[:, None]
     channels = np.arange(3)
     bits = [((classes >> (3 * place + channels)) & 1) << (7 - place) for place in range(3)]
-    return np.stack(bits).sum(axis=0, dtype=np.uint8)
+    colors: np.ndarray = np.stack(bits).sum(axis=0, dtype=np.uint8)
+    return colors
 
 
 class Handler:
