@@ -33,6 +33,10 @@ BATCHES = (1, 3, 8)
 STAGES = (1, 2, 4)
 TOLERANCE = 1e-4
 """Largest difference from the model, relative to the largest absolute value of the output."""
+_LEAST_SPREAD = 1e-3
+"""Least difference between the answers to different rows, likewise: ten times `TOLERANCE`."""
+_ZERO = 1e-9
+"""Answers below count as zero."""
 _EXPORTED_STAGES = 2
 
 
@@ -43,6 +47,11 @@ def measure(name: str, tested: TestedModel, folder: Path) -> dict[str, Any]:
     try:
         module = tested.make().requires_grad_(False)
         rows = tested.rows(max(BATCHES))
+        if _spread(module, rows) < _LEAST_SPREAD:
+            _enliven(module, rows)
+        facts["spread"] = _spread(module, rows)
+        if not facts["spread"] >= _LEAST_SPREAD:
+            raise ValueError("the model answers nearly the same to different rows, so comparing answers shows nothing")
         options = ExportOptions(
             *(name, "1", tuple(rows)),
             max_batch_size=max(BATCHES),
@@ -76,9 +85,7 @@ def _served(
             for count in BATCHES:
                 batch = {name: value[:count] for name, value in rows.items()}
                 answer = client.infer(batch)
-                with torch.inference_mode():
-                    output = module(*batch.values())
-                expected = [each for each in _pytree.tree_leaves(output) if isinstance(each, Tensor)]
+                expected = _outputs(module, batch)
                 found = [torch.from_numpy(answer[each.name]) for each in bundle.manifest.outputs]
                 worst = max(worst, *(_difference(*pair) for pair in zip(found, expected, strict=True)))
     return {
@@ -89,11 +96,38 @@ def _served(
     }
 
 
+def _outputs(module: nn.Module, rows: Mapping[str, Tensor]) -> list[Tensor]:
+    with torch.inference_mode():
+        output = module(*rows.values())
+    return [each for each in _pytree.tree_leaves(output) if isinstance(each, Tensor)]
+
+
+def _spread(module: nn.Module, rows: Mapping[str, Tensor]) -> float:
+    """How much the answers to different rows differ, relative to the largest absolute value: the least of all outputs."""
+    return min(float((each - each[:1]).abs().max()) / _scale(each) for each in _outputs(module, rows))
+
+
+def _enliven(module: nn.Module, rows: Mapping[str, Tensor]) -> None:
+    """Make the answers depend on the inputs: random values for weights that begin as zeros, and statistics for batch normalisation."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    for norm in module.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            norm.momentum = 1.0
+            norm.train()
+    _outputs(module, rows)
+    module.eval()
+
+
+def _scale(values: Tensor) -> float:
+    return max(float(values.abs().max()), _ZERO)
+
+
 def _difference(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         raise ValueError(f"the service answered {list(found.shape)}; the model {list(expected.shape)}")
-    scale = max(float(expected.abs().max()), 1e-12)
-    return float((found.double() - expected.double()).abs().max()) / scale
+    return float((found.double() - expected.double()).abs().max()) / _scale(expected)
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
