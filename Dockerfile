@@ -14,7 +14,7 @@ import re, tomllib; \
 file = tomllib.load(open('pyproject.toml', 'rb')); \
 project = file['project']; \
 extras = project['optional-dependencies']; \
-needed = [*project['dependencies'], *extras['gpu'], *extras['otel']]; \
+needed = [*project['dependencies'], *extras['gpu'], *extras['grpc'], *extras['otel']]; \
 torch = [one for one in needed if re.match('torch(vision)?\\W', one)]; \
 lists = {'torch': torch, 'other': [one for one in needed if one not in torch], 'build': file['build-system']['requires']}; \
 [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]" \

@@ -138,7 +138,7 @@ class Cluster:
             self._remove(name)
 
     def wanted(self) -> list[int]:
-        """Workers of each stage that serve or are starting, without those that are being stopped."""
+        """How many workers of each stage serve or are starting. Workers that are being stopped are not counted."""
         tally = Counter(worker.stage for worker in self.workers.values() if not worker.stopping)
         return [tally[stage] for stage in range(len(STAGES))]
 

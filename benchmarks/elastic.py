@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.ranks import LOOPS, context, run, start, started, table
 from multiworld.elastic import ElasticManager, ElasticRendezvous, ElasticWorld
 from multiworld.elastic.allreduce import ring
-from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
+from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
 from multiworld.elastic.allreduce.reduction import Reduction
 from multiworld.elastic.allreduce.ring import direct_all_reduce, ring_all_reduce
 from multiworld_serving.testing.load.statistics import quantile
@@ -101,7 +101,8 @@ async def algorithms(rank: int, ranks: int, port: int, _c10d_port: int, options:
                     began_s, idle_s = time.perf_counter(), time.process_time()
                     for _ in range(options.repeat):
                         if way == "ring":
-                            await ring_all_reduce(view_world, operand, result, Reduction("SUM"), 0, ByteCounters())
+                            with TaggedChannel(view_world, 0, ByteCounters()) as channel:
+                                await ring_all_reduce(channel, operand, result, Reduction("SUM"))
                         else:
                             result.copy_(operand)
                             await direct_all_reduce(view_world, result, Reduction("SUM"), ByteCounters())

@@ -1,6 +1,6 @@
 """A feed of 64 workers for pictures of the status page: 64 processes would need more memory and cores than most machines have.
 
-The page is the real one; its EventSource is replaced by one that is fed from here.
+It loads the real status page, and replaces its EventSource by one that receives the data of this script.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fed_page(browser: playwright.Browser, **context: Any) -> Iterator[playwright
 def _answer(route: playwright.Route) -> None:
     path = route.request.url.removeprefix(URL)
     if path == "/" and "text/html" not in route.request.headers.get("accept", ""):
-        listing = {"model": "resnet152", "endpoints": {"GET /v2": "", "POST /predict": ""}}
+        listing = {"model": "resnet152", "endpoints": {"GET /v2": "", "POST /predict": "classify an image"}}
         route.fulfill(content_type="application/json", body=json.dumps(listing))
     elif path.startswith("/v2/"):
         metadata = {"parameters": {"input_datatypes": "UINT8,FP32,BYTES"}, "inputs": []}

@@ -9,6 +9,7 @@ Chromium and the `dev` extra. Prints how many requests were sent and how many fa
 from __future__ import annotations
 
 import io
+import math
 import os
 import shutil
 import signal
@@ -34,6 +35,8 @@ PHONE = {"width": 390, "height": 844}
 VICTIM = ".replica[data-world='s0.r0']"
 COLORS = 200
 FRAME_MS = 100
+MARGIN = 8
+"""Pixels below the graph, above the line of text that follows."""
 LAST_FRAME_MS = 3000
 
 
@@ -44,6 +47,8 @@ class Recording:
         self._page = page
         self._frames: list[Image.Image] = []
         self._times_ms: list[float] = []
+        self._bottom = 0
+        """Pixels: the lowest end of the graph in any frame, because the lines above it change."""
 
     def run(self, until: str, *, at_least_s: float = 0.0) -> None:
         """Take frames until the page has an element `until`, and for `at_least_s`."""
@@ -58,14 +63,15 @@ class Recording:
         """Take one frame."""
         self._times_ms.append(1000 * time.monotonic())
         shown = _screenshot(self._page)
+        box = self._page.locator("#graph").bounding_box()
+        assert box is not None, "the graph is visible"
+        self._bottom = max(self._bottom, math.ceil(box["y"] + box["height"]))
         self._frames.append(shown)
         return shown
 
     def save(self, path: Path, colorful: Image.Image) -> None:
         """Write the frames as a GIF that is played at the speed of recording: the top of the page, with the colors of one of them."""
-        box = self._page.locator("#graph").bounding_box()
-        assert box is not None, "the graph is visible"
-        top = (0, 0, WIDE["width"], int(box["y"] + box["height"]) + 12)
+        top = (0, 0, WIDE["width"], self._bottom + MARGIN)
         palette = _with_few_colors(colorful)
         frames = [frame.crop(top).quantize(palette=palette, dither=Image.Dither.NONE) for frame in self._frames]
         pauses = [round(later - at) for at, later in zip(self._times_ms, self._times_ms[1:], strict=False)]

@@ -17,7 +17,8 @@ from rich.markup import escape
 from multiworld_serving.common.config import Settings, UserError, configure_logging, describe, load
 from multiworld_serving.common.config.settings import ENV_PREFIX, bounds, declaration, fields_of, value_type
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)

@@ -111,6 +111,10 @@ class ServiceUnreachableError(ServiceError):
     """No connection to the service could be made; further requests would fail too."""
 
 
+class ServiceTimeoutError(ServiceError):
+    """The service did not answer in the time that an option gives."""
+
+
 class ServiceUnavailableError(ServiceError):
     """This frontend lost the connection, or cannot serve now (429, 502, 503); another one may."""
 
@@ -220,7 +224,7 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
         raise ServiceUnreachableError(f"nothing answers at {url}: {advice}") from error
     except httpx.TransportError as error:
         if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
-            raise ServiceError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
+            raise ServiceTimeoutError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error
 
 

@@ -28,10 +28,11 @@ from multiworld.execution.process_group import FOREVER, NCCL_ABORT_S, wait_for_n
 from multiworld.execution.serial_queue import SerialQueue
 from multiworld.ops.operation import Operation, Plan, SubOperation
 from multiworld.ops.pending import OperationWorld, PendingOperations
-from multiworld.transport.connection import PeerConnection, Transfer
+from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.segments import SegmentPool
 from multiworld.transport.shared import SharedMemoryConnection
+from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, encode_signature, message_head
 
 

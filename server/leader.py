@@ -19,6 +19,7 @@ from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.drain import OpenRequests
 from multiworld_serving.server.errors import RequestRejected
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_tensors import InputRow
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
@@ -43,7 +44,6 @@ from multiworld_serving.server.replicas.replica_ids import (
 from multiworld_serving.server.replicas.rolling_restart import RollingRestart
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 from multiworld_serving.server.scheduling.events import Drain, ReplicaDraining, ReplicaId
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.version_table import Loader, VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,13 @@ class Leader:
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
         self._rollout = VersionRollout(
-            self, self._registry.placement, self._versions, loader, settings.join_timeout_s, self._exclusive
+            self,
+            self._registry.placement,
+            self._versions,
+            loader,
+            settings.join_timeout_s,
+            self._exclusive,
+            self._states_changed,
         )
         self.open_requests = OpenRequests()
         self.weights: str | None = None
@@ -181,6 +187,7 @@ class Leader:
             spares=self._registry.spares(),
             version_number=self.version.number,
             version_loading=self._rollout.loading,
+            rollout=self._rollout.progress,
             unloaded=self._unloaded,
         )
 

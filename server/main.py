@@ -24,7 +24,7 @@ from multiworld_serving.common.config import (
     raise_descriptor_limit,
     release_free_memory,
 )
-from multiworld_serving.common.config.process import notify, notify_systemd
+from multiworld_serving.common.config.process import notify, notify_systemd, on_stop_signal
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import build_labels, guarded
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
@@ -33,11 +33,12 @@ from multiworld_serving.models import MODEL_NAMES, LoadedModel, StageSpec, Tunin
 from multiworld_serving.server.capacity_report import CAPACITY_FIELD
 from multiworld_serving.server.frontends.sessions import FrontendSessions
 from multiworld_serving.server.leader import Leader
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_traces import BatchTraces
 from multiworld_serving.server.predictor import ImageSizes, PipelineSnapshot, ServedModel
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
+from multiworld_serving.server.versions.model_source import bundle_path, check_model_source
 from multiworld_serving.server.versions.partition_plan import measure_partition
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_loader import VersionLoader
@@ -75,20 +76,20 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, Loader, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
+    check_model_source(settings)
     logger.info("loading %s with weights %s", settings.model, settings.weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     tuning = Tuning(settings.precision, settings.optimize, settings.tuning_limit_s, settings.edge_dtype)
     try:
         if settings.model in MODEL_NAMES:
             return _prepare_resnet(settings, tuning)
-        return open_bundle(_bundle_path(settings), settings, tuning)
+        return open_bundle(_bundle(settings), settings, tuning)
     finally:
         torch.set_num_threads(1)  # from now on only the workers compute
 
 
-def _bundle_path(settings: LeaderSettings) -> Path:
-    path = Path(settings.model)
-    if path.exists() or len(path.parts) > 1 or path.suffix:
+def _bundle(settings: LeaderSettings) -> Path:
+    if (path := bundle_path(settings)) is not None:
         return path
     # Importing it takes a second.
     from multiworld_serving.models.export.published import exported  # noqa: PLC0415
@@ -118,7 +119,8 @@ def _prepare_resnet(settings: LeaderSettings, tuning: Tuning) -> tuple[ServedMod
 async def _serve(
     settings: LeaderSettings, model: ServedModel, loader: Loader, plan: VersionPlan, tracing: Tracing | None
 ) -> int:
-    stop = _stop_signal()
+    stop = asyncio.Event()
+    on_stop_signal(stop.set)
     metrics = Metrics(build_labels(torch.__version__))
     reporter = _StartupReporter()
     listeners = _SnapshotListeners(reporter.show)
@@ -203,22 +205,6 @@ def _reload_tokens_on_sighup(settings: LeaderSettings, leader: Leader) -> None:
 
     if settings.token_file is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-
-def _stop_signal() -> asyncio.Event:
-    """An event that the first SIGTERM or Ctrl-C sets; the second one ends the process immediately."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ask(signum: signal.Signals) -> None:
-        if stop.is_set():
-            loop.remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        stop.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, ask, signum)
-    return stop
 
 
 def _served_model(model: LoadedModel) -> ServedModel:

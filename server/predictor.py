@@ -259,6 +259,25 @@ class EdgeSnapshot:
 
 
 @dataclass(frozen=True)
+class RolloutProgress:
+    """How far one leader is with loading another version."""
+
+    phase: Literal["reading", "loading", "ending"]
+    """reading: the leader reads the weights and splits them; loading: workers load one after another; ending: the new version serves,
+    and requests with the former one end."""
+    worker: str | None = None
+    """The worker that is loading now, or runs the self-test."""
+    world: str | None = None
+    """The world of its link."""
+    passed: tuple[str, ...] = ()
+    """The workers that have loaded the version and passed the self-test."""
+    workers: int = 0
+    """How many workers load it."""
+    leader: str | None = None
+    """The leader; set at a frontend."""
+
+
+@dataclass(frozen=True)
 class PipelineSnapshot:
     """State of the pipeline at one moment."""
 
@@ -277,6 +296,8 @@ class PipelineSnapshot:
     version_number: int = 1
     version_loading: str | None = None
     """The version that workers are loading."""
+    rollout: RolloutProgress | None = None
+    """Of the leader that is loading a version; leaders load one after another."""
     unloaded: bool = False
     """An administrator has unloaded the model."""
     leader: str | None = None

@@ -1,9 +1,9 @@
-"""The settings of `multiworld serve`, `leader` and `frontend`: every field with its unit, bounds, default and help text.
+"""The settings of `multiworld frontend` and `serve`: every field with its unit, bounds, default and help text.
 
-`serve` has the settings of all programs that it starts.
+`serve` has the settings of all programs that it starts; those of leaders are in leader_settings.py.
 """
 
-import os
+import importlib.util
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -11,22 +11,14 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import SecretStr, field_validator, model_validator
 
 from multiworld_serving.common.config import DEVICE_PATTERN, Settings, SettingsError, setting
-from multiworld_serving.common.config.addresses import (
-    NAME_ALLOWED,
-    NAME_PATTERN,
-    default_name,
-    name_after_host,
-    parse_address,
-)
+from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, default_name
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 from multiworld_serving.common.config.leaders import LeadersSettings
+from multiworld_serving.server.leader_settings import LeaderSettings, ServiceSettings
 
-_TUNING_S = 2.0
 _MAX_PORT = 65535
 _MAX_WORKERS = 1024
 _MIN_HUNG_S = 5.0
-_CHANNELS = 3
-_CHANNELS_ALLOWED = "three numbers, such as 0.5,0.5,0.5"
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
@@ -36,284 +28,14 @@ def _admin_port() -> Any:
     return setting(8002, "Network", text, ge=0, le=65535)
 
 
-def _channels(text: str | None) -> tuple[float, ...] | None:
-    return None if text is None else tuple(map(float, text.split(",")))
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that contains it
+        return False
 
 
-def _leader_name(settings: dict[str, Any]) -> str:
-    """A name that other leaders do not have: with the join port, which stays the same after a restart; without one, with the process id."""
-    return name_after_host(settings.get("join_port") or os.getpid())
-
-
-class _ServiceSettings(Settings):
-    """Settings that leaders and frontends share."""
-
-    recovery_grace_s: float = setting(
-        15.0, "Failure", "How long a stage without a replica keeps its batches before it rejects them.", ge=0, le=3600
-    )
-    drain_timeout_s: float = setting(
-        10.0, "Failure", "Maximum time for requests in flight to complete when the service stops.", ge=0, le=3600
-    )
-    queue_limit: int = setting(
-        256,
-        "Limits",
-        "Maximum number of images that wait for a batch; above it, requests are rejected with 429.",
-        ge=1,
-        le=1_000_000,
-    )
-    trace_ratio: float = setting(
-        0.01,
-        "Logging",
-        "Share of the requests without their own `traceparent` that are traced, if an OTLP endpoint is set.",
-        ge=0,
-        le=1,
-    )
-
-    local_token: SecretStr | None = setting(
-        None,
-        "Access",
-        "Secret of the processes that `multiworld serve` starts.",
-        in_argv=False,
-        hidden=True,
-    )
-
-    exit_with_parent: bool = setting(
-        False, "Process", "Exit at end of file on standard input, which the supervisor holds open.", hidden=True
-    )
-
-    @property
-    def secret(self) -> bytes:
-        """The secret with which this process joins, or that joining processes must know."""
-        return self.local_token.get_secret_value().encode() if self.local_token is not None else super().secret
-
-    def _without_token(self) -> Self:
-        if self.local_token is not None:
-            return self
-        return super()._without_token()
-
-
-class LeaderSettings(_ServiceSettings):
-    """Settings of a leader: the model, its pipeline, and how requests are scheduled."""
-
-    section: ClassVar[str] = "leader"
-
-    model: str = setting(
-        "resnet50",
-        "Model",
-        "Model to serve: resnet18, resnet34, resnet50, resnet101 or resnet152; another model of torchvision that takes images; or the "
-        "path of a bundle that `multiworld export` wrote.",
-    )
-    weights: str = setting(
-        "DEFAULT",
-        "Model",
-        "Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto "
-        "(DEFAULT if available, else random:0 with a warning).",
-    )
-    weights_dir: Path | None = setting(
-        None,
-        "Model",
-        "Folder with weight files that an administrator may load as new versions while the service runs; none allows no files.",
-    )
-    labels: str | None = setting(
-        None, "Model", "File with one label per line, in the order of the classes; none uses the labels of the weights."
-    )
-    image_size: int | None = setting(
-        None,
-        "Model",
-        "Side in pixels of the square that is cropped from each image; none uses the size of the weights.",
-        ge=8,
-        le=4096,
-    )
-    mean: str | None = setting(
-        None,
-        "Model",
-        "Mean of the red, green and blue values (from 0 to 1) of the training images; none uses that of the weights, or ImageNet's.",
-        allowed=_CHANNELS_ALLOWED,
-    )
-    std: str | None = setting(
-        None,
-        "Model",
-        "Standard deviation of the red, green and blue values of the training images; none uses that of the weights, or ImageNet's.",
-        allowed=_CHANNELS_ALLOWED,
-    )
-    stages: int = setting(2, "Pipeline", "Number of pipeline stages that the model is partitioned into.", ge=1, le=64)
-    replicas: int = setting(2, "Pipeline", "Number of workers per stage.", ge=1, le=256)
-    spares: int = setting(
-        0,
-        "Pipeline",
-        "Number of spare workers, which hold all stages and replace a failed worker immediately.",
-        ge=0,
-        le=256,
-    )
-    cut: Literal["counted", "measured"] = setting(
-        "counted",
-        "Pipeline",
-        "What balances the stages: counted uses the multiply-adds of each block, the same on every machine; measured uses the time "
-        "of each block on this machine, measured at start like `multiworld plan`.",
-    )
-    optimize: Literal["none", "eager", "compile", "auto"] = setting(
-        "eager",
-        "Pipeline",
-        "Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the "
-        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background and "
-        "caches the code on disk; auto measures these at warm-up, and compiled code if it is cached.",
-    )
-    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting(
-        "float32",
-        "Pipeline",
-        "Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware and it is faster.",
-    )
-    edge_dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32",
-        "Pipeline",
-        "dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values.",
-    )
-    join_host: str = setting(
-        "127.0.0.1", "Network", "Address at which workers join: a private network, never a public one."
-    )
-    advertise_host: str | None = setting(
-        None,
-        "Network",
-        "Address that workers are told to join at, if it differs from the one that they connect to first: HOST, or HOST:PORT if "
-        "the port differs too.",
-        allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001",
-    )
-    join_port: int = setting(8001, "Network", "Port at which workers join; 0 selects a free one.", ge=0, le=65535)
-    max_batch_size: int = setting(8, "Batching", "Maximum number of images in a batch.", ge=1, le=1024)
-    batching: Literal["adaptive", "fixed"] = setting(
-        "adaptive",
-        "Batching",
-        "adaptive sends a batch immediately if a replica is idle, and otherwise waits for more images until one is nearly idle; "
-        "fixed always waits.",
-    )
-    batch_timeout_s: float = setting(
-        0.002, "Batching", "Maximum time that an image waits for its batch to fill.", ge=0, le=60
-    )
-    target_latency_ms: float | None = setting(
-        None,
-        "Batching",
-        "Latency objective in milliseconds: the number of replicas that a stage needs is computed for it; none counts throughput only.",
-        gt=0,
-        le=3_600_000,
-    )
-    window: int = setting(2, "Batching", "Maximum number of batches in flight on one replica.", ge=1, le=64)
-    max_attempts: int = setting(
-        3, "Failure", "Number of worlds that one image may break before it is rejected as poison.", ge=2, le=100
-    )
-    hang_timeout_s: float = setting(
-        10.0,
-        "Failure",
-        "Maximum time of a worker for one batch; after it, its link is closed as failed.",
-        gt=0,
-        le=3600,
-    )
-    hedge_factor: float = setting(
-        2.0,
-        "Failure",
-        "A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging.",
-        ge=0,
-        le=1000,
-        allowed="0, or a number from 1 to 1000",
-    )
-    hedge_floor_s: float = setting(0.05, "Failure", "Minimum time before a batch is hedged.", ge=0, le=3600)
-    hedge_budget: float = setting(
-        0.05, "Failure", "Maximum share of images that are sent a second time by hedging.", ge=0, le=1
-    )
-    breaker_s: float = setting(
-        0.5,
-        "Failure",
-        "How long a worker that fails twice in a row is quarantined; doubles with each further failure.",
-        gt=0,
-        le=3600,
-    )
-    breaker_max_s: float = setting(30.0, "Failure", "Maximum time of a quarantine; 0 disables it.", ge=0, le=86400)
-    reassign_after_s: float = setting(
-        3.0,
-        "Failure",
-        "How long a stage may have no worker before a worker of a stage with several is reassigned to it; 0 disables this.",
-        ge=0,
-        le=3600,
-    )
-
-    leader_name: str = setting(
-        None,
-        "Network",
-        "Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port.",
-        default_factory=_leader_name,
-        pattern=NAME_PATTERN,
-        allowed=NAME_ALLOWED,
-    )
-    metrics_host: str | None = setting(None, "Network", "Address of the metrics port; none uses 127.0.0.1.")
-    metrics_port: int | None = setting(
-        None,
-        "Network",
-        "Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the "
-        "metrics of their leaders too.",
-        ge=0,
-        le=65535,
-    )
-    join_fd: int | None = setting(None, "Network", "Descriptor of a listening socket for the join port.", hidden=True)
-    report_capacity: bool = setting(
-        False, "Process", "Report the replicas that the load needs to the supervisor.", hidden=True
-    )
-
-    @property
-    def channel_means(self) -> tuple[float, ...] | None:
-        """`mean` as three numbers."""
-        return _channels(self.mean)
-
-    @property
-    def channel_stds(self) -> tuple[float, ...] | None:
-        """`std` as three numbers."""
-        return _channels(self.std)
-
-    @property
-    def accepted_secrets(self) -> tuple[bytes, ...]:
-        """Tokens that may join: those configured, and the one of this machine's own processes. Raises SettingsError."""
-        local = () if self.local_token is None else (self.local_token.get_secret_value().encode(),)
-        return (*self.secrets, *local)
-
-    def advertised(self, join_port: int) -> str:
-        """HOST:PORT at which workers join; empty = the address that they connected to."""
-        if self.advertise_host is None:
-            return ""
-        address = parse_address(self.advertise_host, default_port=join_port)
-        return str(address)
-
-    @property
-    def tuning_limit_s(self) -> float:
-        """Maximum time of a worker's measurements per stage: a spare holds all stages and must join in time."""
-        return min(_TUNING_S, self.join_timeout_s / (4 * self.stages))
-
-    @field_validator("mean", "std")
-    @classmethod
-    def _channels_are_three_numbers(cls, text: str | None) -> str | None:
-        if (values := _channels(text)) is not None and len(values) != _CHANNELS:
-            raise ValueError("must be three numbers")
-        return text
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
-        if host is not None:
-            parse_address(host, default_port=1)
-        return host
-
-    @field_validator("hedge_factor")
-    @classmethod
-    def _hedge_factor_is_off_or_more_than_usual(cls, factor: float) -> float:
-        if 0 < factor < 1:
-            raise ValueError("must be 0, or at least 1")
-        return factor
-
-    @model_validator(mode="after")
-    def _precision_fits(self) -> Self:
-        if self.optimize == "none" and self.precision in ("bfloat16", "float16"):
-            raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
-        return self
-
-
-class HttpSettings(_ServiceSettings):
+class HttpSettings(ServiceSettings):
     """Settings of the HTTP API and of the admin port."""
 
     mutually_exclusive: ClassVar[tuple[frozenset[str], ...]] = (
@@ -345,6 +67,14 @@ class HttpSettings(_ServiceSettings):
         "Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces.",
     )
     http_port: int = setting(8000, "Network", "Port of the HTTP API; 0 selects a free one.", ge=0, le=65535)
+    grpc_port: int | None = setting(
+        None,
+        "Network",
+        "Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the "
+        "extra grpc.",
+        ge=0,
+        le=65535,
+    )
     metrics_port: int = _admin_port()
     metrics_host: str | None = setting(None, "Network", "Address of the admin port; none uses --host.")
     api_keys_file: Path | None = setting(
@@ -432,6 +162,9 @@ class HttpSettings(_ServiceSettings):
     metrics_fd: int | None = setting(
         None, "Network", "Descriptor of a listening socket for the admin port.", hidden=True
     )
+    grpc_fd: int | None = setting(
+        None, "Network", "Descriptor of a socket that is bound to the gRPC port and does not listen.", hidden=True
+    )
     supervisor_metrics_file: Path | None = setting(
         None, "Process", "File with the metrics of the supervisor.", hidden=True
     )
@@ -454,6 +187,15 @@ class HttpSettings(_ServiceSettings):
     def admin_host(self) -> str:
         """Address of the admin port."""
         return self.host if self.metrics_host is None else self.metrics_host
+
+    @model_validator(mode="after")
+    def _grpc_is_installed(self) -> Self:
+        missing = [name for name in ("grpc", "google.protobuf") if not _is_installed(name)]
+        if self.grpc_port is not None and missing:
+            raise ValueError(
+                f"grpc_port needs {' and '.join(missing)}, which this Python does not have; install multiworld-serving[grpc]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
@@ -591,6 +333,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
         ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        if self.grpc_port is not None:
+            ports["grpc_port"] = self.grpc_port
         if self.join_port:
             ports |= {f"join_port of leader {index}": self.join_port_of(index) for index in range(1, self.leaders)}
         if (last := max(ports.values())) > _MAX_PORT:

@@ -75,6 +75,7 @@ class LocalService:
         self.url = ""
         self.metrics_url = ""
         self.join_address = ""
+        self.grpc_address: str | None = None
 
     @property
     def pid(self) -> int:
@@ -100,6 +101,7 @@ class LocalService:
         try:
             listening = self.wait_for(lambda line: line.message.startswith("listening "), self._start_timeout_s)
             self.url, self.metrics_url, self.join_address = listening["http"], listening["metrics"], listening["join"]
+            self.grpc_address = listening["grpc"]
             if self._wait_until_ready:
                 self.wait_until_complete(self._start_timeout_s)
         except BaseException:

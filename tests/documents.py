@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from multiworld_serving.testing.local_service import LocalService
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TIMEOUT_S = 100.0
 _FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROGRAMS = {"js": ("node", "program.js"), "java": ("java", "Program.java")}
+"""For each language: what runs a file of it, and the name of the file. Skipped where it is not installed."""
 _SERVE = re.compile(r"multiworld serve\b(?P<options>.*)")
 
 
@@ -29,9 +32,15 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The shell and Python blocks of a page, which are executed."""
+    """The blocks of a page in a language that is executed."""
     found = _FENCED.finditer(page.read_text(encoding="utf-8"))
-    return [Block(match["language"], match["code"]) for match in found if match["language"] in ("sh", "python")]
+    executed = {"sh", "python", *_PROGRAMS}
+    return [Block(match["language"], match["code"]) for match in found if match["language"] in executed]
+
+
+def is_runnable(block: Block) -> bool:
+    """Whether this machine has what runs the block."""
+    return block.language not in _PROGRAMS or shutil.which(_PROGRAMS[block.language][0]) is not None
 
 
 def documents() -> list[Path]:
@@ -74,9 +83,14 @@ class PageRunner:
         if block.language == "sh" and (serve := _SERVE.fullmatch(code.strip())):
             self._serve(serve["options"])
             return ""
-        command = (
-            [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
-        )
+        if block.language in _PROGRAMS:
+            program, file = _PROGRAMS[block.language]
+            (self.folder / file).write_text(code)
+            command = [program, file]
+        elif block.language == "python":
+            command = [sys.executable, "-c", code]
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", code]
         done = subprocess.run(
             command, cwd=self.folder, env=self._environment(), capture_output=True, timeout=BLOCK_TIMEOUT_S, check=False
         )
@@ -95,6 +109,8 @@ class PageRunner:
             }.items():
                 code = code.replace(f"http://127.0.0.1:{port}", url)
                 code = code.replace(f"127.0.0.1:{port}", url.partition("//")[2])
+            if self.service.grpc_address is not None:
+                code = code.replace("127.0.0.1:8005", self.service.grpc_address)
         return code
 
     def _serve(self, options: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from multiworld_serving.testing.local_service import LocalService
+from tests.services import service_for_workers
 
 
 @contextmanager
@@ -20,16 +21,7 @@ def metered_service(folder: Path) -> Iterator[tuple[LocalService, str]]:
     token = folder / "token"
     token.write_text("a-secret-of-these-tests")
     with (
-        LocalService(
-            model="resnet18",
-            weights="random:0",
-            image_size=32,
-            stages=1,
-            replicas=1,
-            external_workers=True,
-            token_file=token,
-            wait_until_ready=False,
-        ) as service,
+        service_for_workers(token) as service,
         _worker(service.join_address, token) as metrics_url,
     ):
         service.wait_until_complete(60.0)

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from multiworld_serving.common.threads import thread_while
+
 logger = logging.getLogger(__name__)
 
 EXIT_STUCK = 70
@@ -92,10 +94,10 @@ def exit_when_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> Iterat
     run on other threads and do not block the loop. The thread counts its own turns, so time during which the whole process was stopped
     does not count.
     """
-    loop_thread, answered, ended = threading.get_ident(), threading.Event(), threading.Event()
+    loop_thread, answered = threading.get_ident(), threading.Event()
     answered.set()
 
-    def watch() -> None:
+    def watch(ended: threading.Event) -> None:
         blocked_s = 0.0
         while not ended.wait(_LOOP_CHECK_S):
             if answered.is_set():
@@ -107,13 +109,8 @@ def exit_when_blocked(loop: asyncio.AbstractEventLoop, limit_s: float) -> Iterat
             if blocked_s >= limit_s:
                 _exit_blocked(loop_thread, blocked_s)
 
-    thread = threading.Thread(target=watch, name="loop-watch", daemon=True)
-    thread.start()
-    try:
+    with thread_while(watch, "loop-watch"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _exit_blocked(loop_thread: int, blocked_s: float) -> None:

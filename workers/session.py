@@ -338,18 +338,21 @@ class Session:
         images, keep, allocate = len(batch), inputs is not None and inputs.keep, None
         if keep and self._edges is not None:
             allocate = self._edges.allocate
-        output, compute_ns, waited_ns = await self.queue.compute(
+        done = await self.queue.compute(
             message.version, message.stage, batch, self._expected(message).float32_as, allocate
         )
+        output, compute_ns, waited_us = done.output, done.compute_ns, done.waited_us
         self._metrics.computed(message.stage, compute_ns / 1e9)
         if self._traces is not None and parents:
             self._traces.computed(
-                parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_ns=waited_ns
+                parents, stage=message.stage, images=images, compute_ns=compute_ns, waited_us=waited_us
             )
         kind = MessageKind.RESULT
         if inputs is not None and (kept := self._keep(output, inputs)) is not None:
             kind, output = MessageKind.KEPT, kept
-        return Message(kind, message.batch, output, compute_ns, waited_ns, message.stage, message.version)
+        return Message(
+            *(kind, message.batch, output, compute_ns, waited_us, message.stage, message.version, done.others_us)
+        )
 
     async def _input_of(self, message: Message) -> tuple[BatchInputs | None, torch.Tensor]:
         """The input of a batch, fetched if it is not in the message; and for INPUTS the description. Raises InputLostError."""

@@ -15,6 +15,7 @@ from multiworld_serving.cli.service import (
     Access,
     AdminPort,
     ServiceError,
+    ServiceTimeoutError,
     answer_errors,
     http_errors,
     send_request,
@@ -59,6 +60,8 @@ _monotonic = time.monotonic
 _FOLLOW_S = 1.0
 _STATUS_S = 3.0
 """Timeout of a question about the progress."""
+_MAX_NAMES = 8
+"""Above this number of workers, only their number is shown."""
 OperationTimeoutS = Annotated[float, value("SECONDS", "Timeout of the operation, in seconds.", min=1.0)]
 
 
@@ -160,7 +163,7 @@ def load_version(
         admin.open_client(access, timeout_s) as client,
         admin.open_client(access, _STATUS_S) as observer,
         _following(lambda: f"{what}: {_load_phase(observer)}", timeout_s),
-        _saying_what_was_done(lambda: f"the service cancels the load; {_serving(observer)}"),
+        _saying_what_was_done(lambda: _load_done(observer)),
     ):
         answer = _ask(client, "load", parameters)
     if as_json:
@@ -205,22 +208,44 @@ def _load_phase(observer: "httpx.Client") -> str:
     status = _status(observer)
     if status is None:
         return "waiting for the service"
-    if (loading := status.get("version_loading")) is not None:
-        workers = sum(len(stage["replicas"]) for stage in status["stages"]) + len(status["spares"])
-        return f"{workers} workers load {loading} one after another and pass its self-test"
-    return f"the leader reads the weights, or requests with the former version end; {status.get('version')} serves"
+    if (rollout := status["rollout"]) is None:
+        return "waiting for a leader"
+    leader = rollout["leader"]
+    match rollout["phase"]:
+        case "reading":
+            return f"{leader} reads the weights"
+        case "ending":
+            return f"{leader} waits for requests with the former version; {status['version']} serves new ones"
+    if rollout["worker"] is None:
+        return f"{leader} waits until every stage has a ready worker; {_passed(rollout)}"
+    return f"{leader} waits for {rollout['worker']} ({rollout['world']}) to load its stage; {_passed(rollout)}"
 
 
-def _serving(observer: "httpx.Client") -> str:
+def _passed(rollout: dict[str, Any]) -> str:
+    passed = rollout["passed"]
+    names = f" ({', '.join(passed)})" if 0 < len(passed) <= _MAX_NAMES else ""
+    return f"{len(passed)} of {rollout['workers']} workers{names} have passed the self-test"
+
+
+def _load_done(observer: "httpx.Client") -> str:
+    """What a load that is given up has done, and what serves."""
     status = _status(observer)
-    return "its status is unknown" if status is None else f"{status.get('model')} answers with {status.get('version')}"
+    if status is None:
+        return "the service cancels the load; its status is unknown"
+    rollout, serves = status.get("rollout"), f"{status.get('model')} answers with {status.get('version')}"
+    if rollout is not None and rollout["phase"] == "ending":
+        return f"the load is complete; {serves}"
+    passed = f"{_passed(rollout)}; " if rollout is not None and rollout["phase"] == "loading" else ""
+    return f"{passed}the service cancels the load; {serves}"
 
 
 @contextlib.contextmanager
 def _saying_what_was_done(done: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C in the block, print one line that says what was done."""
+    """On Ctrl-C in the block, print one line that says what was done; a timeout says so, too."""
     try:
         yield
+    except ServiceTimeoutError as error:
+        raise ServiceError(f"{error}: {done()}") from error
     except KeyboardInterrupt:
         print(f"multiworld: interrupted: {done()}", file=sys.stderr)
         raise
@@ -239,7 +264,7 @@ def _following(describe: Callable[[], str], timeout_s: float) -> Iterator[None]:
     live = console.status("") if console.is_terminal else None
 
     def follow() -> None:
-        last = ""
+        last, changed_s = "", began_s
         while not ended.wait(_FOLLOW_S):
             try:
                 text = describe()
@@ -247,10 +272,19 @@ def _following(describe: Callable[[], str], timeout_s: float) -> Iterator[None]:
                 text = "waiting for the service"
             if ended.is_set():
                 return
+            now_s = time.monotonic()
+            if text != last:
+                changed_s = now_s
+                if live is None:
+                    print(
+                        f"multiworld: {text} ({now_s - began_s:.0f} s of at most {timeout_s:g} s)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             if live is not None:
-                live.update(f"{text} ({time.monotonic() - began_s:.0f} s of at most {timeout_s:g} s)")
-            elif text != last:
-                print(f"multiworld: {text} (at most {timeout_s:g} s)", file=sys.stderr, flush=True)
+                live.update(
+                    f"{text} for {now_s - changed_s:.0f} s ({now_s - began_s:.0f} s of at most {timeout_s:g} s)"
+                )
             last = text
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)

@@ -14,6 +14,8 @@ from multiworld_serving.cli.options import PROGRAMS, AsJson, assignments, flag, 
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.common.config.settings import allowed, declaration, effective_settings, fields_of
 from multiworld_serving.common.config.sources import option, refuse_unknown_options, variable
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import HttpSettings
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -65,20 +67,39 @@ def config(
 ) -> int:
     """Print the effective settings of a program and the source of each. Secrets are masked.
 
-    The command line takes precedence over the environment, then the TOML file, then the defaults. Invalid settings are
-    rejected as the program rejects them, so this command can check a file before the service is started.
+    The command line takes precedence over the environment, then the TOML file, then the defaults. Invalid settings, missing files and
+    unknown models are rejected as the program rejects them, so this command can check a file before the service is started. It does
+    not load the model, and does not check ports and devices.
     """
     cls = _BY_SECTION[program.value]
     options = assignments(sets)
     refuse_unknown_options(options, cls)
     settings = load(cls, options, config_file=config_file, programs=PROGRAMS)
-    settings.with_token()  # raises if the program would refuse to start without one
+    _check(settings)
     lines = [line for line in _lines(settings) if not changed or line.origin != "default"]
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=1))
     else:
         _show(lines)
     return 0
+
+
+def _check(settings: Settings) -> None:
+    """Raise UserError or ModelError if the program would end with it because of a file or a name, without loading the model."""
+    settings.with_token()
+    if isinstance(settings, LeaderSettings):
+        # Importing it takes seconds.
+        from multiworld_serving.server.versions.model_source import check_model_source
+
+        check_model_source(settings)
+    if isinstance(settings, HttpSettings):
+        from multiworld_serving.server.api.handler.processes import HandlerProcesses
+        from multiworld_serving.server.auth.credential_reloader import read_credentials
+
+        read_credentials(settings)
+        if settings.handler is not None:
+            with HandlerProcesses(settings.handler, settings.handler_timeout_s):
+                pass
 
 
 def _lines(settings: Settings) -> list[_Line]:

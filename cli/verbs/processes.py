@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from multiworld_serving.cli.options import settings_command, value
 from multiworld_serving.common.config import UserError, configure_logging
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def serve(settings: ServeSettings) -> int:
     Starts frontends, leaders and workers as processes and restarts those that end. When a worker dies, hangs or loses its network,
     another replica of its stage computes its batches; when a leader does, its requests go to another leader.
     Every option can also be set by the environment variable shown with it, or in a TOML file. The command line takes
-    precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service.
+    precedence over the environment, and the environment over the file. Ctrl-C drains and stops the service, with exit status 0; a second
+    Ctrl-C ends all processes at once.
     """
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))

@@ -11,8 +11,11 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+
+from multiworld_serving.common.threads import thread_while
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,8 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = "max"
 _PR_SET_PDEATHSIG = 1
+SAME_STOP_S = 0.5
+"""Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
 
 
 def raise_descriptor_limit() -> None:
@@ -45,6 +50,27 @@ def exit_with_parent() -> None:
     standard_input.register(0, 0)  # POLLHUP is always reported
     if any(event & select.POLLHUP for _, event in standard_input.poll(0)):
         raise SystemExit(0)
+
+
+def on_stop_signal(stop: Callable[[], object]) -> None:
+    """Call `stop` at the first SIGTERM or SIGINT that this process receives from now on. Call it inside the event loop.
+
+    A later signal ends the process at once, unless it arrives within SAME_STOP_S of the first one.
+    """
+    loop = asyncio.get_running_loop()
+    first_s: float | None = None
+
+    def receive(signum: signal.Signals) -> None:
+        nonlocal first_s
+        if first_s is None:
+            first_s = loop.time()
+            stop()
+        elif loop.time() - first_s >= SAME_STOP_S:
+            loop.remove_signal_handler(signum)
+            signal.raise_signal(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, receive, signum)
 
 
 def check_memory(needed_bytes: int) -> None:
@@ -110,7 +136,8 @@ async def notify_systemd(*, on_thread: bool = False) -> AsyncIterator[None]:
         try:
             with contextlib.ExitStack() as stack:
                 if interval_s and on_thread:
-                    stack.enter_context(_heartbeats_of_thread(sock, address, interval_s))
+                    send = partial(_send_heartbeats_until, sock, address, interval_s)
+                    stack.enter_context(thread_while(send, "watchdog"))
                 elif interval_s:
                     stack.callback(asyncio.create_task(_send_heartbeats(sock, address, interval_s)).cancel)
                 yield
@@ -137,21 +164,9 @@ async def _send_heartbeats(sock: socket.socket, address: str, interval_s: float)
         await asyncio.sleep(interval_s)
 
 
-@contextlib.contextmanager
-def _heartbeats_of_thread(sock: socket.socket, address: str, interval_s: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def send() -> None:
-        while not ended.wait(interval_s):
-            _notify(sock, address, "WATCHDOG=1")
-
-    thread = threading.Thread(target=send, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _send_heartbeats_until(sock: socket.socket, address: str, interval_s: float, ended: threading.Event) -> None:
+    while not ended.wait(interval_s):
+        _notify(sock, address, "WATCHDOG=1")
 
 
 def _notify(sock: socket.socket, address: str, state: str) -> None:

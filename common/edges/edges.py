@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
@@ -34,6 +34,7 @@ class Edges:
 
     Args:
         name: of this process.
+        register: see `register_shared_memory` of `WorldManager`.
         host: the local address to listen on; with an advertised address, a loopback address is replaced by all interfaces.
 
     Attributes:
@@ -42,7 +43,13 @@ class Edges:
     """
 
     def __init__(
-        self, name: str, host: str, settings: EdgePortSettings, metrics: EdgeMetrics, bind_host: str = ""
+        self,
+        name: str,
+        host: str,
+        settings: EdgePortSettings,
+        metrics: EdgeMetrics,
+        bind_host: str = "",
+        register: Callable[[int, int], Callable[[], None]] | None = None,
     ) -> None:
         metrics = guarded(metrics)
         self.holder = ""
@@ -60,6 +67,7 @@ class Edges:
             loop_stall_timeout_s=settings.loop_stall_timeout_s or None,
             bind_host=bind_host,
             on_shared_memory_missing=metrics.shared_memory_missing,
+            register_shared_memory=register,
         )
         self._server = EdgeServer(self.store, self._manager, self._incarnation, metrics)
         self._pool = EdgePool(name, self._manager, secret, metrics, bind_host)

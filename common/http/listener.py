@@ -7,14 +7,25 @@ from multiworld_serving.common.config import UserError
 BACKLOG = 2048
 
 
-def bind(host: str, port: int, option: str, host_option: str = "--host") -> socket.socket:
-    """A listening socket. Raises UserError, which names the options of port and host, if the port is not available."""
+def bind(host: str, port: int, option: str, host_option: str = "--host", *, reserve: bool = False) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        reserve: do not listen, but keep the port for listeners of this user that share it (SO_REUSEPORT).
+    Raises:
+        UserError: the port is not available; the message names the options of port and host.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(BACKLOG)
+        if reserve:
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
+            )  # after bind(), which a port that others share would not refuse
+        else:
+            sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ class Series(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def text(self) -> str:
+    def text(self, *, exemplars: bool) -> str:
         """Its lines in a scrape."""
 
 
@@ -60,14 +61,14 @@ class NumberSeries(Series):
         """The current value."""
         return self._value
 
-    def text(self) -> str:
+    def text(self, *, exemplars: bool) -> str:
         return f"{self._head}{_number(self._value)}\n"
 
 
 class HistogramSeries(Series):
-    """Cumulative bucket counts for fixed upper bounds, and the sum of observations."""
+    """Cumulative bucket counts for fixed upper bounds, the sum of observations, and the latest traced observation of each bucket."""
 
-    __slots__ = ("_bounds", "_counts", "_heads", "_sum", "_tail")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_heads", "_sum", "_tail")
 
     def __init__(self, name: str, labels: str, bounds: Sequence[float]) -> None:
         others = f",{labels}" if labels else ""
@@ -76,21 +77,26 @@ class HistogramSeries(Series):
         braces = f"{{{labels}}}" if labels else ""
         self._tail = (f"{name}_count{braces} ", f"{name}_sum{braces} ")
         self._counts = [0] * len(self._heads)
+        self._exemplars = [""] * len(self._heads)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Add one observation."""
+    def observe(self, value: float, trace_id: int | None = None) -> None:
+        """Add one observation, of a request with this trace id if it was traced."""
+        exemplar = "" if trace_id is None else f' # {{trace_id="{trace_id:032x}"}} {value!r} {time.time():.3f}'
         with _lock:
-            self._counts[bisect_left(self._bounds, value)] += 1
+            bucket = bisect_left(self._bounds, value)
+            self._counts[bucket] += 1
             self._sum += value
+            if exemplar:
+                self._exemplars[bucket] = exemplar
 
-    def text(self) -> str:
+    def text(self, *, exemplars: bool) -> str:
         with _lock:
-            counts, total = self._counts.copy(), self._sum
+            counts, total, traced = self._counts.copy(), self._sum, self._exemplars.copy()
         lines, below = [], 0
-        for head, count in zip(self._heads, counts, strict=True):
+        for head, count, exemplar in zip(self._heads, counts, traced, strict=True):
             below += count
-            lines.append(f"{head}{below}\n")
+            lines.append(f"{head}{below}{exemplar if exemplars else ''}\n")
         count_head, sum_head = self._tail
         lines.append(f"{count_head}{below}\n{sum_head}{_number(total)}\n")
         return "".join(lines)
@@ -141,7 +147,7 @@ class Family(ABC, Generic[SeriesT]):
         """All series by label values."""
         return iter(tuple(self._series.items()))  # a copy, because another thread may add a series
 
-    def text(self, *, openmetrics: bool) -> str:
+    def text(self, *, openmetrics: bool, exemplars: bool) -> str:
         """The family in a scrape. OpenMetrics omits the suffixes `_total` and `_info` from the family's name."""
         name = self.name
         if openmetrics:
@@ -150,7 +156,7 @@ class Family(ABC, Generic[SeriesT]):
         if openmetrics and metric_type == "untyped":
             metric_type = "unknown"
         head = f"# HELP {name} {self._documentation}\n# TYPE {name} {metric_type}\n"
-        return head + "".join([series.text() for _, series in self.items()])
+        return head + "".join([series.text(exemplars=exemplars) for _, series in self.items()])
 
     def _named(self, values: tuple[str, ...]) -> SeriesT:
         if len(values) != len(self.label_names):
@@ -218,9 +224,14 @@ class Families(Collector):
     def __init__(self) -> None:
         self.all: list[NumberFamily | Histogram] = []
 
-    def text(self, *, openmetrics: bool = False) -> str:
-        """The body of a scrape, without OpenMetrics' `# EOF`."""
-        return "".join([family.text(openmetrics=openmetrics) for family in self.all])
+    def text(self, *, openmetrics: bool = False, exemplars: bool = False) -> str:
+        """The body of a scrape, without OpenMetrics' `# EOF`.
+
+        Args:
+            exemplars: whether buckets have the trace id of their latest traced request. OpenMetrics permits it; Prometheus' text format
+                does not.
+        """
+        return "".join([family.text(openmetrics=openmetrics, exemplars=exemplars) for family in self.all])
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""

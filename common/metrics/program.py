@@ -14,6 +14,7 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
+    generate_latest,
 )
 from prometheus_client.exposition import choose_encoder
 
@@ -53,8 +54,13 @@ class ProgramMetrics:
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of a scrape, negotiated from the `Accept` header."""
         encode, content_type = choose_encoder(_known_formats(accept))
-        ours = self._families.text(openmetrics=content_type.startswith(_OPENMETRICS))
+        openmetrics = content_type.startswith(_OPENMETRICS)
+        ours = self._families.text(openmetrics=openmetrics, exemplars=openmetrics)
         return ours.encode() + encode(self._process), content_type
+
+    def part(self) -> str:
+        """These metrics for `merge_metrics`: Prometheus' text format with the exemplars of OpenMetrics."""
+        return self._families.text(exemplars=True) + generate_latest(self._process).decode()
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
         """Declare a counter, `multiworld_NAME_total`."""

@@ -18,8 +18,9 @@ MAX_DIMS = 4
 MAX_TEXT_BYTES = 64 << 10
 _MAGIC = 0xB4
 """First byte of a header of this version. Not ASCII, so that no signature of a tensor begins with it."""
-_LAYOUT = struct.Struct("!BBBBQQQI4I")
-"""Magic, kind, dtype * 16 + number of dimensions, stage, batch, nanoseconds computed and waited, version, dimensions."""
+_LAYOUT = struct.Struct("!BBBBQQIII4I")
+"""Magic, kind, dtype * 16 + number of dimensions, stage, batch, ns computed, µs waited, µs for others, version, dimensions."""
+_MOST_US = 2**32 - 1
 HEADER_BYTES = _LAYOUT.size
 
 _DTYPES = (torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
@@ -64,7 +65,8 @@ class Message:
     Attributes:
         batch: number of the batch; 0 if the message concerns none.
         payload: a tensor of up to 4 dimensions and a known dtype; text and bytes are uint8 [N]. None and an empty tensor are distinct.
-        compute_ns, waited_ns: of RESULT, how long the worker computed, and how long the batch waited before.
+        compute_ns, waited_us: of RESULT, how long the worker computed, and how long the batch waited before.
+        others_us: of RESULT, how long the worker will compute the batches of other leaders that wait, one of each, before the next one.
         stage, version: stage and model version that the message refers to.
     """
 
@@ -72,9 +74,10 @@ class Message:
     batch: int = 0
     payload: Tensor | None = None
     compute_ns: int = 0
-    waited_ns: int = 0
+    waited_us: int = 0
     stage: int = 0
     version: int = 0
+    others_us: int = 0
 
     @staticmethod
     def from_text(kind: MessageKind, text: str, *, batch: int = 0, stage: int = 0, version: int = 0) -> "Message":
@@ -104,7 +107,14 @@ class Message:
         dims = shape + (0,) * (MAX_DIMS - len(shape))
         return _LAYOUT.pack(
             *(_MAGIC, self.kind, code << 4 | len(shape), self.stage),
-            *(self.batch, self.compute_ns, self.waited_ns, self.version, *dims),
+            *(
+                self.batch,
+                self.compute_ns,
+                min(self.waited_us, _MOST_US),
+                min(self.others_us, _MOST_US),
+                self.version,
+                *dims,
+            ),
         )
 
 
@@ -143,14 +153,15 @@ class Header:
     dtype: torch.dtype
     shape: tuple[int, ...] | None
     compute_ns: int
-    waited_ns: int
+    waited_us: int
     stage: int
     version: int
+    others_us: int
 
     @staticmethod
     def parse(data: bytes, size: int) -> "Header":
         """Decode the header of a message whose payload has `size` bytes. Raises WireError if it is inconsistent."""
-        magic, kind, form, stage, batch, compute_ns, waited_ns, version, *dims = _LAYOUT.unpack(data)
+        magic, kind, form, stage, batch, compute_ns, waited_us, others_us, version, *dims = _LAYOUT.unpack(data)
         code, ndim = form >> 4, form & 15
         if magic != _MAGIC:
             raise WireError(f"not a message of this version (it begins with {data[:16]!r})")
@@ -165,7 +176,7 @@ class Header:
             shape = None
         elif size != math.prod(dims[:ndim]) * dtype.itemsize:
             raise WireError(f"{known.name}: {size} bytes are not {dtype} {shape}")
-        return Header(known, batch, dtype, shape, compute_ns, waited_ns, stage, version)
+        return Header(known, batch, dtype, shape, compute_ns, waited_us, stage, version, others_us)
 
     def require_batch(self, dtype: torch.dtype, row_shape: tuple[int, ...] | RowShape, least: int, most: int) -> None:
         """Raise WireError unless the payload has this dtype and `least` to `most` rows of this shape."""
@@ -193,7 +204,9 @@ class Header:
             payload = (
                 torch.empty(self.shape, dtype=self.dtype) if data is None else data.view(self.dtype).view(self.shape)
             )
-        return Message(self.kind, self.batch, payload, self.compute_ns, self.waited_ns, self.stage, self.version)
+        return Message(
+            *(self.kind, self.batch, payload, self.compute_ns, self.waited_us, self.stage, self.version, self.others_us)
+        )
 
 
 def bytes_tensor(data: bytes) -> Tensor:

@@ -3,11 +3,12 @@
 from multiworld_serving.server.settings import ServeSettings
 
 
-def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str) -> str:
-    """Return five lines: processes, addresses, and how to send a request.
+def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str, grpc: str = "") -> str:
+    """Return five or six lines: processes, addresses, and how to send a request.
 
     Args:
         joins: HOST:PORT of the leaders' join ports, separated by commas.
+        grpc: HOST:PORT of the gRPC port; empty = none.
     """
     spares = f" + {_count(settings.spares, 'spare')}" if settings.spares else ""
     workers = "workers of other machines" if settings.external_workers else settings.device
@@ -19,6 +20,7 @@ def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str
     rows = {
         "pipeline": pipeline,
         "HTTP API": f"{http_url} (status page in a browser)",
+        **({"gRPC": f"{grpc} (Open Inference Protocol)"} if grpc else {}),
         "admin port": f"{admin_url} (metrics, multiworld rolling-restart, multiworld load-version)",
         "join port": joins,
         "try": f"curl -s{key} -F image=@photo.jpg {http_url}/predict",

@@ -14,7 +14,8 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import Settings
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 _STOP_MARGIN_S = 5.0

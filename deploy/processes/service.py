@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from multiworld_serving.common.config import UserError, raise_descriptor_limit
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import bind
@@ -87,6 +87,9 @@ class _Service:
         self._notify = stack.enter_context(NotifyListener())
         self._http = self._socket(settings.host, settings.http_port, "http_port")
         self._admin = self._socket(settings.admin_host, settings.metrics_port, "metrics_port")
+        self._grpc: socket.socket | None = None
+        if settings.grpc_port is not None:
+            self._grpc = self._socket(settings.host, settings.grpc_port, "grpc_port", reserve=True)
         self._joins = [
             self._socket(settings.join_host, settings.join_port_of(index), "join_port")
             for index in range(settings.leaders)
@@ -99,8 +102,7 @@ class _Service:
     async def run(self) -> int:
         """Run all processes until a signal, or until one of them ends because of invalid settings. Returns the exit status."""
         settings, loop = self._settings, asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        on_stop_signal(self._begin_stop)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._notify.receiving())
             fork_server = stack.enter_context(child_fork_server(settings, self._notify.environment))
@@ -133,12 +135,8 @@ class _Service:
             logger.info("stopped")
             return INVALID_INPUT if any(group.invalid_input.is_set() for group in groups) else 0
 
-    def _on_signal(self, signum: signal.Signals) -> None:
-        """The first signal stops the service; the second one ends it at once, and the kernel ends its processes with it."""
-        if self._stop.is_set():
-            asyncio.get_running_loop().remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        logger.info("stopping")
+    def _begin_stop(self) -> None:
+        logger.info("stopping; a second signal ends all processes at once")
         self._stop.set()
 
     def _reload(self, groups: list[Supervisor]) -> None:
@@ -165,10 +163,11 @@ class _Service:
 
     def _frontends(self, fork_server: ForkServer) -> Supervisor:
         settings = self._settings
+        sockets = {"http_fd": self._http, "metrics_fd": self._admin} | ({"grpc_fd": self._grpc} if self._grpc else {})
+        fds = {name: sock.fileno() for name, sock in sockets.items()}
         own: Values = {
             "leader": self._leader_addresses,
-            "http_fd": self._http.fileno(),
-            "metrics_fd": self._admin.fileno(),
+            **fds,
             "http_shares": settings.frontends,
             "supervisor_metrics_file": self._restarts.path,
         }
@@ -186,7 +185,7 @@ class _Service:
             lambda slot: ["frontend", "--name", f"frontend-{slot}", "--config", files[slot]],
             settings.frontends,
             fork_server,
-            lambda _slot: [self._http.fileno(), self._admin.fileno()],
+            lambda _slot: list(fds.values()),
         )
 
     def _supervisor(
@@ -262,9 +261,9 @@ class _Service:
 
     # -- what they inherit -----------------------------------------------------------------------------------------------------
 
-    def _socket(self, host: str, port: int, name: str) -> socket.socket:
-        """A listening socket whose descriptor has a high number, because a forked child gets the same one."""
-        with bind(host, port, option(name)) as found:
+    def _socket(self, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
+        """A socket of a port (see `bind`) whose descriptor has a high number, because a forked child gets the same one."""
+        with bind(host, port, option(name), reserve=reserve) as found:
             fd = fcntl.fcntl(found.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
         return self._stack.enter_context(socket.socket(fileno=fd))
 
@@ -277,17 +276,25 @@ class _Service:
         return http, f"{scheme}://{_local_host(settings.admin_host)}:{self._admin.getsockname()[1]}"
 
     @property
+    def _grpc_address(self) -> str:
+        """HOST:PORT of the gRPC port; empty without one."""
+        return f"{_local_host(self._settings.host)}:{self._grpc.getsockname()[1]}" if self._grpc else ""
+
+    @property
     def _join_addresses(self) -> str:
         return ",".join(f"{self._settings.join_host}:{sock.getsockname()[1]}" for sock in self._joins)
 
     @property
     def _banner(self) -> str:
         http, admin = self._urls
-        return banner(self._settings, http_url=http, admin_url=admin, joins=self._join_addresses)
+        return banner(
+            self._settings, http_url=http, admin_url=admin, joins=self._join_addresses, grpc=self._grpc_address
+        )
 
     def _log_addresses(self) -> None:
         settings, (http, admin) = self._settings, self._urls
-        logger.info("listening http=%s metrics=%s/metrics join=%s", http, admin, self._join_addresses)
+        grpc = f" grpc={self._grpc_address}" if self._grpc else ""
+        logger.info("listening http=%s metrics=%s/metrics join=%s%s", http, admin, self._join_addresses, grpc)
         if settings.external_workers:
             there = _external_host(settings.join_host)
             each = " ".join(

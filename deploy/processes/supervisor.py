@@ -23,6 +23,7 @@ _POLL_S = 1.0
 """Interval of the check for processes that are blocked."""
 _PAUSED_S = 3 * _POLL_S
 """If this check itself is later than this, the silence of other processes counts from now on."""
+NOT_STARTED = "not-started"
 INVALID_INPUT = 2
 """Exit status of a program whose settings are invalid."""
 
@@ -206,7 +207,8 @@ class Supervisor:
         while True:
             lived_s, status = await self._end(slot)
             if slot.stopping.is_set():
-                level = logging.DEBUG if status == "0" else logging.WARNING
+                # A process that has not installed its signal handlers yet ends by the signal.
+                level = logging.DEBUG if status in ("0", "SIGTERM", NOT_STARTED) else logging.WARNING
                 logger.log(level, "%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
             if status == str(INVALID_INPUT) and not slot.restarts:
@@ -268,7 +270,7 @@ class Supervisor:
     async def _end(self, slot: ProcessSlot) -> tuple[float, str]:
         """Wait until the process of a slot ends. Returns its lifetime in seconds, and its exit status or signal name."""
         if slot.child is None:
-            return 0.0, "not-started"
+            return 0.0, NOT_STARTED
         await slot.child.ended()
         child, slot.child = slot.child, None
         if self._notify is not None:

@@ -42,7 +42,7 @@ class ProcessSpec:
 
     Attributes:
         values: its settings; secrets are `SecretStr`, so that no log shows them.
-        sockets: sockets that it inherits: for the setting that takes the descriptor, host and port to listen on.
+        sockets: sockets that it inherits: for the setting that takes the descriptor, host and port.
         leaders: names of the leaders' actors that it joins.
         threads: compute threads.
     """
@@ -92,7 +92,10 @@ class ProcessActor:
         self._leaders_fd = os.memfd_create("leaders")
         self._leader_known = asyncio.Event()
         self._supervisor: Supervisor | None = None
-        self._sockets = {name: _listen(self._bind_host(host), port) for name, (host, port) in spec.sockets.items()}
+        self._sockets = {
+            name: _listen(self._bind_host(host), port, reserve=name == "grpc_fd")
+            for name, (host, port) in spec.sockets.items()
+        }
         self._write_leaders()
         self._loop = asyncio.new_event_loop()
         # The kernel ends the process with the thread that started it, so this thread lives as long as the actor.
@@ -178,7 +181,7 @@ class ProcessActor:
         return {**values, "bind_host": self._node_address, "advertise_host": self._host}
 
     def _bind_host(self, host: str) -> str:
-        """The address to listen on: that of the node, unless the settings name one that other nodes can reach."""
+        """The address to listen on: the host of the settings if other nodes can reach it, else the address of the node."""
         return self._node_address if host in _LOOPBACK else host
 
     # -- addresses of leaders --------------------------------------------------------------------------------------------------
@@ -215,15 +218,15 @@ class ProcessActor:
             os.dup2(file.fileno(), self._leaders_fd, inheritable=False)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket at this port, or at a free one if another process of this node uses it."""
+def _listen(host: str, port: int, *, reserve: bool) -> socket.socket:
+    """The socket of this port (see `bind`), or of a free one if another process of this node uses it."""
     try:
-        return bind(host, port, option("port"))
+        return bind(host, port, option("port"), reserve=reserve)
     except UserError as error:
         if not port:
             raise
         logger.warning("%s: using a free port", error)
-        return bind(host, 0, option("port"))
+        return bind(host, 0, option("port"), reserve=reserve)
 
 
 def _node_name() -> str:

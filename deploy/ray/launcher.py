@@ -147,6 +147,7 @@ def _specs(settings: ServeSettings) -> tuple[dict[str, ProcessSpec], dict[str, R
         sockets = {
             "http_fd": (settings.host, settings.http_port),
             "metrics_fd": (settings.admin_host, settings.metrics_port),
+            **({} if settings.grpc_port is None else {"grpc_fd": (settings.host, settings.grpc_port)}),
         }
         add("frontend", f"frontend-{index}", Resources(1), frontend_values(settings, index), sockets=sockets)
     threads = settings.worker_threads or 1
@@ -222,7 +223,7 @@ def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> d
 
 
 def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
-    """What the actors know; without those that do not answer now."""
+    """The processes of the actors that answer now."""
     asked = {name: actor.state.remote() for name, actor in actors.items()}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
@@ -269,6 +270,7 @@ def _log_addresses(settings: ServeSettings, states: Mapping[str, ProcessState]) 
         return ",".join(f"{prefix}{address}" for address in found)
 
     http, metrics = listed("http_fd", f"{scheme}://"), listed("metrics_fd", f"{scheme}://")
-    logger.info("listening http=%s metrics=%s join=%s", http, metrics, listed("join_fd"))
+    grpc = "" if settings.grpc_port is None else f" grpc={listed('grpc_fd')}"
+    logger.info("listening http=%s metrics=%s join=%s%s", http, metrics, listed("join_fd"), grpc)
     hosts = {state.host for state in states.values()}
     logger.info("ready on %d nodes: %s; stop it with `multiworld down`", len(hosts), ", ".join(sorted(hosts)))

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.25
 _REPORT_AGE_S = 5.0
-"""A leader whose last report is older is treated like one that does not report; leaders report twice a second."""
+"""A report that is older is ignored. Leaders report twice a second."""
 
 
 class Autoscaler:
@@ -68,7 +68,7 @@ class Autoscaler:
                 self._stopping[worker] = asyncio.create_task(self._stop(worker))
 
     async def _grow(self, count: int, running: int, stopping: int) -> None:
-        """Start workers beside those that are being stopped. A refusal is logged once, until it ends."""
+        """Start workers until `count` run, not counting those that are being stopped. Log a refusal once, until a start succeeds."""
         if not self._refused:
             logger.info("autoscaling: workers %d -> %d", running, count)
         try:

@@ -51,9 +51,9 @@ class ScalingPolicy:
         """What to do now; None: nothing.
 
         Args:
-            reports: of each leader; None for one that has not reported lately. Without any report the workers stay as they are; with some,
-                workers are started but not stopped, because the load of the others is not known.
-            workers: names of the workers that run, are starting or will be restarted, without those that are being stopped.
+            reports: the last report of each leader, None if it is too old. If all are None, the workers stay as they are. If some are
+                None, workers are started but not stopped, because the load of those leaders is not known.
+            workers: names of the workers that run, are starting or will be restarted. Workers that are being stopped are not included.
         """
         known = [report for report in reports if report is not None]
         if not known:
@@ -79,9 +79,9 @@ class ScalingPolicy:
 
 
 def _surplus(need: Sequence[int], reports: Sequence[CapacityReport], workers: Collection[str]) -> Stop | None:
-    """The worker to stop: of the stage with the most replicas above its need, at every leader; the one that was started last.
+    """The worker to stop: the one that was started last, of the stage that has the most replicas above its need at every leader.
 
-    None if no stage has enough: a worker that has not joined every leader does not count, and is not stopped.
+    None if no stage has more replicas than it needs. A worker that has not joined every leader is neither counted nor stopped.
     """
 
     def slack(worker: str) -> int:

@@ -229,7 +229,7 @@ def load_bundle_stage(spec: BundleStageSpec, weights: bytearray) -> BundleStage:
     Args:
         weights: the file; the stage shares memory with it.
     Raises:
-        BundleError, WeightsError: the file is not a stage, or not the one that `spec` describes.
+        BundleError, WeightsError: the file is not a stage, or it does not match `spec`.
     """
     tensors, metadata = received_tensors(weights)
     graph = _checked_graph(spec, metadata.get(_GRAPH, ""))

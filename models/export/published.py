@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import re
@@ -50,6 +51,16 @@ def exported(name: str, weights: str) -> Path:
     except OSError as error:
         raise ExportError(f"{name} cannot be exported to {folder}: {error.strerror or error}") from error
     return path
+
+
+def check_name(name: str) -> None:
+    """Raise ExportError if torchvision has no model with this name."""
+    if name not in (known := torchvision.models.list_models()):
+        near = " or ".join(difflib.get_close_matches(name, known))
+        hint = (
+            f"did you mean {near}?" if near else "expected the name of a model of torchvision, or the path of a bundle"
+        )
+        raise ExportError(f"--model {name}: torchvision {torchvision.__version__} has no such model; {hint}")
 
 
 def _export_in_child(name: str, weights: str, path: Path) -> None:

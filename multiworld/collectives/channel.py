@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from multiworld.ops.operation import Operation, SubOperation
-from multiworld.transport.connection import PeerConnection, Transfer
+from multiworld.transport.connection import PeerConnection
+from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import encode_signature, message_head
 
 _FIRST_TAG = 1 << 31

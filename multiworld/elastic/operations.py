@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.allreduce.bucket import Bucket, Workspace, make_buckets
-from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
+from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
 from multiworld.elastic.allreduce.quantization import Quantization, check_quantizable
 from multiworld.elastic.allreduce.quantized import quantized_all_reduce
 from multiworld.elastic.allreduce.reduction import Reduction
@@ -119,10 +119,11 @@ class Request:
         self, world: ViewWorld, operand: Tensor, result: Tensor, tag: int, counters: ByteCounters
     ) -> None:
         """Reduce one bucket over a channel with this tag: quantized or around the ring."""
-        if self.quantization is None:
-            await ring_all_reduce(world, operand, result, self.reduction, tag, counters)
-        else:
-            await quantized_all_reduce(world, operand, result, self.reduction, self.quantization, tag, counters)
+        with TaggedChannel(world, tag, counters) as channel:
+            if self.quantization is None:
+                await ring_all_reduce(channel, operand, result, self.reduction)
+            else:
+                await quantized_all_reduce(channel, operand, result, self.reduction, self.quantization)
 
 
 class RetryState:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,11 +39,13 @@ class Segment:
     Attributes:
         owned: a tensor, or a connection, of this process uses the segment.
         leases: how many sent messages lie in the segment that their receivers have not released.
+        unregister: called before the segment is freed; see `Register`.
         retired: the segment is freed, not used again, when it is unused. A receiver whose connection has ended may still read it.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.unregister: Callable[[], None] = lambda: None
         self.owned = True
         self.leases = 0
         self.retired = False
@@ -60,17 +63,29 @@ class Segment:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
 
 
+Register: TypeAlias = Callable[[int, int], Callable[[], None]]
+"""Prepares the memory of a new segment, given its address and size in bytes. Returns what undoes it before the memory is freed. Neither
+may raise."""
+
+
 class SegmentPool:
     """The segments of a process. All methods may be called from any thread.
 
     Args:
         budget_bytes: limit of the size of all segments together.
         on_missing: called each time that the system has no memory for a segment. Must not block or raise.
+        register: prepares the memory of each segment, for example pins it for copies from a GPU; None: nothing.
     """
 
-    def __init__(self, budget_bytes: int, on_missing: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        on_missing: Callable[[], None] = lambda: None,
+        register: Register | None = None,
+    ) -> None:
         self._budget_bytes = budget_bytes
         self._on_missing = on_missing
+        self._register = register
         self._logged_s = -_LOG_INTERVAL_S
         self._lock = threading.Lock()
         self._forget()
@@ -114,6 +129,8 @@ class SegmentPool:
                 self._reserved_bytes -= capacity
                 self._count -= 1
             return None
+        if self._register is not None:
+            segment.unregister = self._register(segment.address, capacity)
         with self._lock:
             self._segments[segment.address] = segment
         return segment
@@ -189,6 +206,7 @@ class SegmentPool:
         del self._segments[segment.address]
         self._reserved_bytes -= segment.size
         self._count -= 1
+        segment.unregister()
         segment.close()
 
     def _make_room(self, size: int) -> None:

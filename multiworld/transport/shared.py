@@ -24,9 +24,10 @@ from torch import Tensor
 
 from multiworld.ops.operation import Operation, SubOperation
 from multiworld.ops.views import View
-from multiworld.transport.connection import ConnectionOwner, Output, PeerConnection, Transfer
+from multiworld.transport.connection import PeerConnection
 from multiworld.transport.poller import Poller
 from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
+from multiworld.transport.transfer import ConnectionOwner, Output, Transfer
 from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, NUMBERS, PIECE, PIECE_DONE, PLACE, RELEASE, RING
 
 SLOT_BYTES = 1 << 19

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from multiworld_serving.server.api.decode_pool import DecodePool
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.handler.route import HandlerRoute
 from multiworld_serving.server.api.oip.infer_route import InferRoute
+from multiworld_serving.server.api.oip.inference import OipInference
 from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.routes import V2InferRoutes, V2Routes
 from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics, Scrape, metrics_response
@@ -42,17 +43,32 @@ from multiworld_serving.server.http.direct_routes import DirectRoutes
 from multiworld_serving.server.http.errors import STATUS_OF_REASON, OtherPort, install_error_handlers
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.http.query import refuse_unknown_parameters
-from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestTracker
+from multiworld_serving.server.http.request_tracker import RequestIdMiddleware, RequestObserver, RequestTracker
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder, RequestRecorder
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
+from multiworld_serving.server.observability.request_recorder import LocalRequestRecorder
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import Pipeline, Predictor, ServedModel
 
 
-def create_app(
+@dataclass(frozen=True)
+class Api:
+    """The HTTP API, and what the gRPC API shares with it.
+
+    Attributes:
+        app: its lifespan runs the event feed and the decoding threads.
+        inference: needs the decoding threads.
+    """
+
+    app: FastAPI
+    inference: OipInference
+    observer: RequestObserver
+
+
+def create_api(
     pipeline: Pipeline,
     model: ServedModel,
     limits: RequestLimits,
@@ -66,8 +82,9 @@ def create_app(
     admin_port: int | None = None,
     metric_aliases: bool = False,
     handler: HandlerProcesses | None = None,
-) -> FastAPI:
-    """Create the application of the HTTP port. Its lifespan runs the event feed and the decoding threads.
+    protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
+) -> Api:
+    """Create the HTTP API.
 
     Args:
         authorizer: checks permissions; None = no authentication.
@@ -79,6 +96,7 @@ def create_app(
         admin_port: number of the admin port, for requests that belong there.
         metric_aliases: export the metrics of requests under the names of other servers, too.
         handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
+        protocols: those that are served, whose metrics exist from the start.
     """
     feed, statistics = feed or EventFeed(metrics), statistics or Statistics()
     inference = _Inference.of(pipeline, model, limits, handler)
@@ -99,20 +117,23 @@ def create_app(
     )
     strict = [Depends(refuse_unknown_parameters)]
     app.include_router(inference.predict.router(), dependencies=strict)
-    app.include_router(V2Routes(pipeline, inference.infer.signature, statistics).router(), dependencies=strict)
-    v2_infer = V2InferRoutes(pipeline, inference.infer.signature, inference.infer)
+    signature = inference.oip.signature
+    app.include_router(V2Routes(pipeline, signature, statistics).router(), dependencies=strict)
+    v2_infer = V2InferRoutes(pipeline, signature, InferRoute(inference.oip))
     app.include_router(v2_infer.router(), dependencies=strict)
-    app.include_router(OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed).router())
+    operations = OperationsRoutes(pipeline, model, scrape or OwnMetrics(metrics), feed, inference.predict.summary)
+    app.include_router(operations.router())
     app.add_middleware(DirectRoutes, handlers=inference.predict.direct() | v2_infer.direct())
     metrics.declare_closing_reasons(CLOSING_REASONS)
-    metrics.declare_outcomes(model.name, model.version, ("predict", "v2"), {"ok": 200, **STATUS_OF_REASON})
+    metrics.declare_outcomes(model.name, model.version, protocols, {"ok": 200, **STATUS_OF_REASON})
     aliases = ForeignNames() if metric_aliases else None
     if aliases is not None:
         metrics.include(aliases.families)
     recorder = LocalRequestRecorder(model.name, metrics, statistics, aliases)
+    observer = RequestObserver(recorder, traces, AccessLog(every_request=access_log))
     other = None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path)
-    _guard(app, pipeline, recorder, authorizer, traces, AccessLog(every_request=access_log), other)
-    return app
+    _guard(app, pipeline, observer, authorizer, other)
+    return Api(app, inference.oip, observer)
 
 
 @dataclass(frozen=True)
@@ -121,7 +142,7 @@ class _Inference:
 
     decoders: DecodePool
     predict: PredictRoute | HandlerRoute | NoPredictRoute
-    infer: InferRoute
+    oip: OipInference
 
     @classmethod
     def of(
@@ -144,7 +165,7 @@ class _Inference:
                 exact_images=limits.exact_images,
                 top_k=limits.top_k,
             )
-        infer = InferRoute(
+        oip = OipInference(
             predictor=predictor,
             signature=signature,
             bodies=bodies,
@@ -153,22 +174,20 @@ class _Inference:
             max_image_pixels=limits.max_image_pixels,
             exact_images=limits.exact_images,
         )
-        return cls(decoders, predict, infer)
+        return cls(decoders, predict, oip)
 
 
 def _guard(
     app: FastAPI,
     predictor: Predictor,
-    recorder: RequestRecorder,
+    observer: RequestObserver,
     authorizer: Authorizer | None,
-    traces: RequestTraces | None,
-    log: AccessLog,
     other_port: OtherPort | None,
 ) -> None:
     """Add the middleware and error handlers that apply to every request."""
     authorizer = authorizer or _open_access()
     app.add_middleware(AuthorizationMiddleware, authorizer=authorizer, permission_for=http_port_permission)
-    app.add_middleware(RequestTracker, predictor=predictor, recorder=recorder, traces=traces, log=log)
+    app.add_middleware(RequestTracker, predictor=predictor, observer=observer)
     install_error_handlers(app, other_port)
     if authorizer.keys.inference:
         document_authentication(app)

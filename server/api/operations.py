@@ -66,12 +66,17 @@ class NotReady(ErrorBody):
 
 @dataclass(frozen=True)
 class OperationsRoutes:
-    """The routes of the HTTP port that are not inference."""
+    """The routes of the HTTP port that are not inference.
+
+    Attributes:
+        predict: what POST /predict does, for the list of endpoints; empty if this model has none.
+    """
 
     predictor: Pipeline
     model: ServedModel
     metrics: Scrape
     feed: EventFeed
+    predict: str = ""
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
@@ -91,7 +96,7 @@ class OperationsRoutes:
         """The list of endpoints; for browsers, the status page."""
         endpoints = {
             "GET /": "this list; for browsers, the status page",
-            "POST /predict": "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict",
+            **({"POST /predict": self.predict} if self.predict else {}),
             "GET /v2": "Open Inference Protocol: /v2/models/MODEL, /v2/models/MODEL/infer, …",
             "GET /healthz": "liveness",
             "GET /readyz": "readiness",

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from fastapi import APIRouter, Header, Query
@@ -69,6 +69,7 @@ class PredictResponse(BaseModel):
 class NoPredictRoute:
     """POST /predict of a model that does not classify images: tells where to send requests."""
 
+    summary: ClassVar[str] = ""
     model: ServedModel
 
     def router(self) -> APIRouter:
@@ -94,6 +95,8 @@ class NoPredictRoute:
 class PredictRoute:
     """The route POST /predict of a model that classifies images, and its dependencies."""
 
+    summary: ClassVar[str] = "classify an image: curl -F image=@photo.jpg http://HOST:PORT/predict"
+    """For the list of endpoints."""
     predictor: Predictor
     model: ServedModel
     bodies: BodyReader

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import signal
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from multiworld_serving.common.config.keys import KeySet, keys_of_text, read_key
 from multiworld_serving.common.config.sources import variable
 from multiworld_serving.common.http.server import HttpServer
 from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.http.tls import server_context
+from multiworld_serving.server.http.tls import TlsFiles, read_tls_files, server_context
 from multiworld_serving.server.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,12 @@ class Credentials:
 
     Attributes:
         contexts: TLS contexts by the setting of the port; None = plain HTTP.
+        grpc: for the gRPC port; None = no TLS.
     """
 
     keys: ApiKeys
     contexts: Mapping[str, ssl.SSLContext | None]
+    grpc: TlsFiles | None
 
     def apply(self, authorizer: Authorizer, servers: Mapping[str, HttpServer]) -> None:
         """Use these credentials from now on. Cannot fail: everything was validated when they were read."""
@@ -56,6 +58,7 @@ def read_credentials(settings: HttpSettings) -> Credentials:
             "http_port": server_context(settings, settings.tls_client_ca_file),
             "metrics_port": server_context(settings, settings.metrics_client_ca_file),
         },
+        read_tls_files(settings),
     )
 
 
@@ -87,6 +90,7 @@ class CredentialReloader:
 
     Args:
         servers: the HTTP servers of this process, by the setting of their port.
+        reload_grpc: called with the files for the gRPC port; None = there is none.
     """
 
     def __init__(
@@ -94,10 +98,12 @@ class CredentialReloader:
         settings: HttpSettings,
         authorizer: Authorizer,
         servers: Mapping[str, HttpServer],
+        reload_grpc: Callable[[TlsFiles], None] | None = None,
     ) -> None:
         self._settings = settings
         self._authorizer = authorizer
         self._servers = servers
+        self._reload_grpc = reload_grpc
         self._task: asyncio.Task[None] | None = None
         self._requested = False
 
@@ -129,6 +135,8 @@ class CredentialReloader:
             return
         self._authorizer.tokens = tokens
         credentials.apply(self._authorizer, self._servers)
+        if self._reload_grpc is not None and credentials.grpc is not None:
+            self._reload_grpc(credentials.grpc)
         keys = credentials.keys
         logger.info(
             "reloaded keys, tokens and certificates keys=%d admin_keys=%d tokens=%d",

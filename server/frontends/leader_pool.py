@@ -288,7 +288,7 @@ class LeaderPool:
 
     def scrape(self) -> bytes:
         """See `LinkEvents`."""
-        return self._metrics.exposition()[0]
+        return self._metrics.part().encode()
 
     async def wait_idle(self) -> None:
         """Wait until no admitted request needs a leader that drains: there are none, or another leader is usable."""

@@ -1,4 +1,4 @@
-"""The entry point of a frontend: HTTP server and admin port, with links to all leaders."""
+"""The entry point of a frontend: HTTP API, gRPC port and admin port, with links to all leaders."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import torch
 import uvloop
@@ -17,17 +17,17 @@ import uvloop
 from multiworld import WorldManager
 from multiworld_serving.common.config import UserError, exit_with_parent, raise_descriptor_limit
 from multiworld_serving.common.config.addresses import Address, local_host
-from multiworld_serving.common.config.process import notify_systemd
+from multiworld_serving.common.config.process import notify_systemd, on_stop_signal
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.edges import EdgeMetrics, Edges
-from multiworld_serving.common.http.connection_table import ConnectionTable
+from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving, within_descriptor_limit
 from multiworld_serving.common.metrics import build_labels
 from multiworld_serving.common.tracing import Tracing, close_on_exit, start_tracing
 from multiworld_serving.common.wire import edge_states_json
 from multiworld_serving.server.api.admin import AdminRoutes
-from multiworld_serving.server.api.app import create_admin_app, create_app
+from multiworld_serving.server.api.app import Api, create_admin_app, create_api
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.api.operations import OperationsRoutes, OwnMetrics
 from multiworld_serving.server.api.repository import RepositoryRoutes
@@ -41,13 +41,16 @@ from multiworld_serving.server.auth.credential_reloader import (
 from multiworld_serving.server.frontends.leader_link import LeaderLink
 from multiworld_serving.server.frontends.leader_pool import LeaderPool
 from multiworld_serving.server.frontends.scrape import ServiceMetrics
-from multiworld_serving.server.http.limits import connection_limits, request_limits
+from multiworld_serving.server.http.limits import RequestLimits, connection_limits, request_limits
 from multiworld_serving.server.observability.event_feed import EventFeed
 from multiworld_serving.server.observability.inference_statistics import Statistics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import PipelineSnapshot
 from multiworld_serving.server.settings import FrontendSettings
+
+if TYPE_CHECKING:  # an extra
+    from multiworld_serving.server.api.oip_grpc.server import GrpcPort
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,11 @@ def run(settings: FrontendSettings) -> int:
         admin = stack.enter_context(
             _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
         )
+        grpc = None
+        if settings.grpc_port is not None:
+            grpc = stack.enter_context(
+                _listener(settings.grpc_fd, settings.host, settings.grpc_port, "grpc_port", reserve=True)
+            )
         tracing = start_tracing(
             settings.otlp_endpoint,
             service="multiworld-frontend",
@@ -84,13 +92,13 @@ def run(settings: FrontendSettings) -> int:
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(settings, credentials, tracing, http, admin, handler))
+            return runner.run(_serve(settings, credentials, tracing, http, admin, grpc, handler))
 
 
-def _listener(fd: int | None, host: str, port: int, name: str) -> socket.socket:
-    """The listening socket: the supervisor's, or an own one."""
+def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool = False) -> socket.socket:
+    """The socket of a port: the supervisor's, or an own one. See `bind`."""
     if fd is None:
-        return bind(host, port, option(name))
+        return bind(host, port, option(name), reserve=reserve)
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     return sock
@@ -102,9 +110,10 @@ async def _serve(
     tracing: Tracing | None,
     http: socket.socket,
     admin: socket.socket,
+    grpc: socket.socket | None,
     handler: HandlerProcesses | None,
 ) -> int:
-    return await _Frontend(settings, credentials, tracing, http, admin, handler).serve()
+    return await _Frontend(settings, credentials, tracing, http, admin, grpc, handler).serve()
 
 
 class _Frontend:
@@ -117,12 +126,13 @@ class _Frontend:
         tracing: Tracing | None,
         http: socket.socket,
         admin: socket.socket,
+        grpc: socket.socket | None,
         handler: HandlerProcesses | None,
     ) -> None:
         self._handler = handler
         self._settings = settings
         self._credentials = credentials
-        self._http, self._admin = http, admin
+        self._http, self._admin, self._grpc = http, admin, grpc
         self._stop = asyncio.Event()
         self._metrics = Metrics(build_labels(torch.__version__))
         self._feed = EventFeed(self._metrics)
@@ -137,9 +147,8 @@ class _Frontend:
         self._scrape = ServiceMetrics(settings.name, self._metrics, self._pool, settings.supervisor_metrics_file)
 
     async def serve(self) -> int:
-        settings, loop = self._settings, asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        settings = self._settings
+        on_stop_signal(self._stop.set)
         warn_if_unprotected(settings, self._credentials)
         try:
             async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
@@ -181,10 +190,11 @@ class _Frontend:
         settings, pool, metrics = self._settings, self._pool, self._metrics
         model, statistics = pool.model.result(), Statistics()
         authorizer = Authorizer(self._credentials.keys, settings.admin_tokens)
-        app = create_app(
+        requests = request_limits(settings)
+        api = create_api(
             pool,
             model,
-            request_limits(settings),
+            requests,
             metrics,
             self._feed,
             authorizer,
@@ -195,6 +205,7 @@ class _Frontend:
             metric_aliases=settings.metric_aliases,
             admin_port=self._admin.getsockname()[1],
             handler=self._handler,
+            protocols=("predict", "v2") if self._grpc is None else ("predict", "v2", "grpc"),
         )
         repository = RepositoryRoutes(pool.snapshot, pool.load_version, pool.unload)
         admin_app = create_admin_app(
@@ -209,7 +220,7 @@ class _Frontend:
         limits = within_descriptor_limit(connection_limits(settings))
         contexts = self._credentials.contexts
         http = HttpServer(
-            app,
+            api.app,
             self._http,
             ConnectionTable(limits, metrics.connection_closed, self._on_connections),
             context=contexts["http_port"],
@@ -220,8 +231,10 @@ class _Frontend:
             ConnectionTable(limits, metrics.connection_closed),
             context=contexts["metrics_port"],
         )
-        CredentialReloader(settings, authorizer, {"http_port": http, "metrics_port": admin}).reload_on_sighup()
-        async with serving(admin), serving(http), notify_systemd():
+        grpc = self._grpc_port(api, authorizer, requests, limits)
+        servers = {"http_port": http, "metrics_port": admin}
+        CredentialReloader(settings, authorizer, servers, grpc.reload_tls if grpc else None).reload_on_sighup()
+        async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
             logger.info("%s serves http=%s:%d", settings.name, *self._http.getsockname()[:2])
             ends = [asyncio.create_task(event.wait()) for event in (self._stop, http.stopped, admin.stopped)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -231,7 +244,21 @@ class _Frontend:
             http.set_graceful_timeout(
                 settings.drain_timeout_s
             )  # requests in flight are answered; new connections are not accepted
+            http.should_exit = True  # both at once
+            if grpc is not None:
+                grpc.stop(settings.drain_timeout_s)
             pool.stopping = not settings.http_shares > 1
+
+    def _grpc_port(
+        self, api: Api, authorizer: Authorizer, requests: RequestLimits, connections: ConnectionLimits
+    ) -> GrpcPort | None:
+        if self._grpc is None:
+            return None
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log has another format; clients cause lines of it
+        # An extra, and 30 MB.
+        from multiworld_serving.server.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
+
+        return GrpcPort(self._pool, api, authorizer, self._grpc, requests, connections, self._credentials.grpc)
 
     def _on_change(self, snapshot: PipelineSnapshot) -> None:
         self._feed.observe(snapshot)
@@ -253,10 +280,3 @@ class _Frontend:
             for link in self._pool.links:
                 link.send_load(self._connections, self._pool.open_requests.count, edges)
             await asyncio.sleep(_LOAD_INTERVAL_S)
-
-    def _on_signal(self, signum: signal.Signals) -> None:
-        """The first signal stops the frontend; the second one ends the process."""
-        if self._stop.is_set():
-            asyncio.get_running_loop().remove_signal_handler(signum)
-            signal.raise_signal(signum)
-        self._stop.set()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+_EXEMPLAR = re.compile(r' # \{trace_id="[0-9a-f]+"\} \S+ \S+$')
+# With an exemplar, the second group ends in the exemplar's labels. All groups are copied, so this does not matter.
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
 
 
 def merge_metrics(texts: Iterable[tuple[str, str]], *, openmetrics: bool = False) -> str:
-    """Merge expositions in Prometheus' text format.
+    """Merge expositions.
 
     Args:
-        texts: name of a process, and its metrics.
-        openmetrics: whether to return OpenMetrics 1.0 instead of Prometheus' text format.
+        texts: name of a process, and its metrics: Prometheus' text format, whose buckets may have exemplars.
+        openmetrics: whether to return OpenMetrics 1.0 with the exemplars, instead of Prometheus' text format without them.
     """
     families: dict[str, list[str]] = {}
     for process, text in texts:
         family = ""
         label = 'process="' + process.replace("\\", r"\\").replace('"', r"\"") + '"'
-        for line in text.splitlines():
+        for found in text.splitlines():
+            line = found if openmetrics or " # {" not in found else _EXEMPLAR.sub("", found)
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
                 families.setdefault(family, [line])

@@ -26,6 +26,8 @@ def snapshot_without_leaders(
         spares=(),
         frontends=(),
         edges=(),
+        version_loading=None,
+        rollout=None,
         leaders=leaders,
         requests_in_flight=in_flight,
     )
@@ -46,6 +48,8 @@ def merged_snapshot(
     """
     frontends = {frontend.name: frontend for state in states for frontend in state.snapshot.frontends}
     edges = {(edge.consumer, edge.producer): edge for state in (*states, best) for edge in state.snapshot.edges}
+    loading = next((state for state in states if state.snapshot.rollout is not None), best)
+    rollout = loading.snapshot.rollout and replace(loading.snapshot.rollout, leader=loading.leader)
     rerouted: Counter[int] = Counter()
     in_flight: Counter[tuple[int, str | None]] = Counter()
     batches_done: Counter[tuple[int, str | None]] = Counter()
@@ -75,6 +79,8 @@ def merged_snapshot(
         queue_depth=sum(state.snapshot.queue_depth for state in states),
         requests_in_flight=sum(state.snapshot.requests_in_flight for state in states),
         leaders=leaders,
+        version_loading=loading.snapshot.version_loading,
+        rollout=rollout,
         frontends=tuple(frontends[name] for name in sorted(frontends)),
         edges=tuple(edges[pair] for pair in sorted(edges)),
     )

@@ -27,6 +27,7 @@ from multiworld_serving.server.predictor import (
     PipelineSnapshot,
     Prediction,
     ReplicaSnapshot,
+    RolloutProgress,
     ServedModel,
     StageSnapshot,
 )
@@ -162,8 +163,13 @@ def _parse_snapshot(fields: Mapping[str, Any]) -> PipelineSnapshot:
             "leaders": tuple(LeaderSnapshot(**leader) for leader in fields["leaders"]),
             "frontends": tuple(FrontendSnapshot(**frontend) for frontend in fields["frontends"]),
             "edges": tuple(EdgeSnapshot(**edge) for edge in fields["edges"]),
+            "rollout": _parse_rollout(fields["rollout"]),
         }
     )
+
+
+def _parse_rollout(fields: Mapping[str, Any] | None) -> RolloutProgress | None:
+    return None if fields is None else RolloutProgress(**{**fields, "passed": tuple(fields["passed"])})
 
 
 def _parse_replica(fields: Mapping[str, Any]) -> ReplicaSnapshot:

@@ -38,7 +38,7 @@ class ServiceMetrics:
         """Body and content type of a scrape, negotiated from the `Accept` header. A process that does not reply in time is left out."""
         links = [link for link in self._pool.links if link.state is not None]
         found = await asyncio.gather(*(_scrape(link, others=link is links[0]) for link in links))
-        own = [(self._name, self._metrics.exposition()[0].decode())]
+        own = [(self._name, self._metrics.part())]
         if self._supervisor_file is not None:
             with contextlib.suppress(OSError):
                 own.append(("supervisor", self._supervisor_file.read_text()))

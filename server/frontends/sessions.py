@@ -387,7 +387,7 @@ class FrontendSession:
         self.link.send(FrameKind.DONE, frame.number, result)
 
     async def _scrape(self, frame: Frame) -> None:
-        texts = [(self._sessions.name, self._sessions.metrics.exposition()[0].decode())]
+        texts = [(self._sessions.name, self._sessions.metrics.part())]
         if frame.fields.get("others"):
             texts += await self._sessions.scrape_others(self)
         sizes = [(name, len(text.encode())) for name, text in texts]

@@ -16,13 +16,13 @@ DEADLINE_GRACE_S = 1.0
 
 
 @asynccontextmanager
-async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterator[None]:
+async def while_connected(receive: Receive | None, *, deadline_s: float) -> AsyncIterator[None]:
     """Cancel the block when the client disconnects or the deadline passes. Starlette does neither.
 
     Use it after the request's body was read: the next message from `receive` is then the disconnect.
 
     Args:
-        receive: ASGI receive of the request.
+        receive: ASGI receive of the request; None if the server itself cancels this task when the client goes away, as gRPC's does.
         deadline_s: by `time.monotonic()`.
     Raises:
         WithdrawnError: the client disconnected.
@@ -31,6 +31,9 @@ async def while_connected(receive: Receive, *, deadline_s: float) -> AsyncIterat
     gone = over = False
     try:
         async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as scope:
+            if receive is None:
+                yield
+                return
 
             def leave(_: asyncio.Task[None]) -> None:
                 nonlocal gone

@@ -55,6 +55,9 @@ STATUS_OF_REASON: Final[dict[str, int]] = {
 _DEFAULT_RETRY_AFTER_S = {"overloaded": 1.0, "no_replica": 1.0, "not_ready": 1.0, "draining": 1.0}
 """Retry-After in seconds for temporary errors whose exception does not say."""
 
+INTERNAL_ERROR = "the server failed on this request; search its log for the request id"
+"""The error after an unexpected exception."""
+
 _CLOSING = {"body_timeout"}
 """Errors after which the connection is closed: the client sends too slowly, and closing is the only way to stop it. After
 `body_too_large` the connection stays open: closing it while the client sends resets it, and the client loses the response."""
@@ -112,11 +115,8 @@ def error_documentation(statuses: Sequence[int]) -> dict[int | str, dict[str, An
 def rejection_response(rejection: RequestRejected, record: RequestRecord, **fields: object) -> JSONResponse:
     """The response to a rejected request; its body also contains `fields`."""
     headers = {}
-    retry_after_s = rejection.retry_after_s
-    if retry_after_s is None:
-        retry_after_s = _DEFAULT_RETRY_AFTER_S.get(rejection.reason)
-    if retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if (seconds := retry_after_s(rejection)) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(seconds)))
     if rejection.reason in _CLOSING:
         headers["Connection"] = "close"
     return error_response(
@@ -124,10 +124,16 @@ def rejection_response(rejection: RequestRejected, record: RequestRecord, **fiel
     )
 
 
+def retry_after_s(rejection: RequestRejected) -> float | None:
+    """Seconds after which the same request may succeed; None = not known, or never."""
+    if rejection.retry_after_s is not None:
+        return rejection.retry_after_s
+    return _DEFAULT_RETRY_AFTER_S.get(rejection.reason)
+
+
 def internal_error_response(record: RequestRecord) -> JSONResponse:
     """The response after an unexpected exception."""
-    detail = "the server failed on this request; search its log for the request id"
-    return error_response(500, detail, "internal", record)
+    return error_response(500, INTERNAL_ERROR, "internal", record)
 
 
 def error_response(

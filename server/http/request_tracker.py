@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server.http.access_log import AccessLog
 from multiworld_serving.server.http.errors import CLIENT_CLOSED_REQUEST, internal_error_response
-from multiworld_serving.server.observability.metrics import InferenceProtocol
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 from multiworld_serving.server.observability.request_record import RequestRecord
 from multiworld_serving.server.observability.request_recorder import RequestOutcome, RequestRecorder
-from multiworld_serving.server.observability.request_traces import RequestTraces
+from multiworld_serving.server.observability.request_traces import RequestTraces, current_span_ids
 from multiworld_serving.server.predictor import Predictor
 
 logger = logging.getLogger(__name__)
@@ -36,59 +37,65 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
 
 
-class RequestTracker:
-    """ASGI middleware that records each inference request. Costs some tens of microseconds."""
+class RequestObserver:
+    """Observes requests over HTTP and gRPC: metrics, traces and the log. Costs some tens of microseconds."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        predictor: Predictor,
-        recorder: RequestRecorder,
-        traces: RequestTraces | None = None,
-        log: AccessLog,
-    ) -> None:
-        self._app = app
-        self._predictor = predictor
+    def __init__(self, recorder: RequestRecorder, traces: RequestTraces | None, log: AccessLog) -> None:
         self._recorder = recorder
         self._traces = traces
         self._log = guarded(log)
+
+    @contextmanager
+    def observe(self, scope: Scope, record: RequestRecord, protocol: InferenceProtocol | None) -> Iterator[None]:
+        """Observe one request, which the block answers. The block stores the status of the answer in the record.
+
+        Args:
+            protocol: None = not an inference request, which is logged only.
+        """
+        record.status = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
+        try:
+            if protocol is None:
+                yield
+                return
+            with self._traces.request(scope, record) if self._traces else nullcontext():
+                yield from self._measured(record, protocol)
+        finally:
+            self._log.request_ended(scope, record, inference=protocol is not None)
+
+    def _measured(self, record: RequestRecord, protocol: InferenceProtocol) -> Iterator[None]:
+        number = self._recorder.request_started(protocol)
+        try:
+            yield
+        except Exception:
+            record.status = 500
+            raise
+        finally:
+            if record.status == CLIENT_CLOSED_REQUEST:
+                record.reason = "cancelled"
+            times = record.inference.times if record.inference else None
+            duration_s = time.monotonic() - record.started_s
+            trace_id, _ = current_span_ids() or (None, None)
+            self._recorder.request_ended(
+                number,
+                RequestOutcome(record.version, protocol, record.status, record.reason, duration_s, times, trace_id),
+            )
+
+
+class RequestTracker:
+    """ASGI middleware that begins the record of each request and observes it."""
+
+    def __init__(self, app: ASGIApp, *, predictor: Predictor, observer: RequestObserver) -> None:
+        self._app = app
+        self._predictor = predictor
+        self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = RequestRecord.begin(scope, self._predictor.version.name)
-        protocol = inference_protocol(scope["path"])
-        try:
-            if protocol is None:
-                record.status = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
-                record.status = await _respond(self._app, scope, receive, send, record)
-                return
-            with self._traces.request(scope, record) if self._traces else nullcontext():
-                await self._measured(scope, receive, send, record, protocol)
-        finally:
-            self._log.request_ended(scope, record, inference=protocol is not None)
-
-    async def _measured(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord, protocol: InferenceProtocol
-    ) -> None:
-        number = self._recorder.request_started(protocol)
-        code = CLIENT_CLOSED_REQUEST  # remains if this task is cancelled
-        try:
-            code = await _respond(self._app, scope, receive, send, record)
-        except Exception:
-            code = 500
-            raise
-        finally:
-            record.status = code
-            if code == CLIENT_CLOSED_REQUEST:
-                record.reason = "cancelled"
-            times = record.inference.times if record.inference else None
-            duration_s = time.monotonic() - record.started_s
-            self._recorder.request_ended(
-                number, RequestOutcome(record.version, protocol, code, record.reason, duration_s, times)
-            )
+        with self._observer.observe(scope, record, inference_protocol(scope["path"])):
+            record.status = await _respond(self._app, scope, receive, send, record)
 
 
 async def _respond(app: ASGIApp, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> int:

@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.server.settings import HttpSettings
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The same for gRPC, which takes PEM and no context.
+
+    Attributes:
+        client_ca: CA certificates; each client must present a certificate signed by one of them. None = no client certificates.
+    """
+
+    chain: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+def read_tls_files(settings: HttpSettings) -> TlsFiles | None:
+    """The files of the HTTP API, which `server_context` has checked; None if no certificate is configured. Raises OSError."""
+    if settings.tls_cert_file is None:
+        return None
+    client_ca = settings.tls_client_ca_file
+    return TlsFiles(
+        settings.tls_cert_file.read_bytes(),
+        (settings.tls_key_file or settings.tls_cert_file).read_bytes(),
+        None if client_ca is None else client_ca.read_bytes(),
+    )
 
 
 def server_context(settings: HttpSettings, client_ca: Path | None) -> ssl.SSLContext | None:

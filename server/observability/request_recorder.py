@@ -8,7 +8,8 @@ from typing import Protocol
 from multiworld_serving.common.metrics import guarded
 from multiworld_serving.server.observability.foreign_names import ForeignNames
 from multiworld_serving.server.observability.inference_statistics import InferenceTimes, Statistics
-from multiworld_serving.server.observability.metrics import InferenceProtocol, Metrics
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
 
 _NOT_FOR_THE_MODEL = (404, 405)
 MAX_VERSIONS = 8
@@ -24,6 +25,7 @@ class RequestOutcome:
         code: HTTP status; `CLIENT_CLOSED_REQUEST` if the client disconnected.
         reason: "ok", or the error's.
         times: None = no prediction.
+        trace_id: None = it was not traced.
     """
 
     version: str
@@ -32,6 +34,7 @@ class RequestOutcome:
     reason: str
     duration_s: float
     times: InferenceTimes | None
+    trace_id: int | None = None
 
 
 class RequestRecorder(Protocol):
@@ -86,6 +89,7 @@ class LocalRequestRecorder:
             reason=outcome.reason,
             duration_s=outcome.duration_s,
             images=0 if times is None else len(times.images),
+            trace_id=outcome.trace_id,
         )
 
     def _use(self, version: str) -> None:

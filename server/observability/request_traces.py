@@ -80,7 +80,7 @@ def _describe(span: Any, scope: Scope, record: RequestRecord) -> None:
 
 def _route(path: str) -> str:
     """The route as a span name, so that the number of names is bounded."""
-    return path if path == "/predict" else "/v2/models/{model}/infer"
+    return "/v2/models/{model}/infer" if path.startswith("/v2/") else path
 
 
 class _Carrier(dict[str, str]):

@@ -21,6 +21,7 @@ from multiworld_serving.server.errors import (
     RequestRejected,
     StageError,
 )
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.pipeline.batch_counts import BatchCounts
 from multiworld_serving.server.pipeline.batch_tensors import (
@@ -56,7 +57,6 @@ from multiworld_serving.server.scheduling.events import (
     Tick,
 )
 from multiworld_serving.server.scheduling.scheduler import Scheduler
-from multiworld_serving.server.settings import LeaderSettings
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class SchedulerDriver:
         # The times reported by a worker are not trusted: limit them to the time since the batch was sent.
         took_s = time.monotonic() - sent.sent_s
         compute_s = min(message.compute_ns / 1e9, took_s)
-        waited_s = min(message.waited_ns / 1e9, took_s - compute_s)
+        waited_s = min(message.waited_us / 1e6, took_s - compute_s)
         transfer_s = took_s - compute_s - waited_s
         self._metrics.batch_answered(
             sent.stage,
@@ -170,7 +170,9 @@ class SchedulerDriver:
         if times is not None:
             times.compute_s += compute_s
             times.transfer_s += transfer_s
-        self.submit_event(BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None), output)
+        others_s = min(message.others_us / 1e6, took_s)
+        done = BatchDone(message.batch, sent.replica, compute_s, transfer_s, kept is not None, others_s)
+        self.submit_event(done, output)
 
     def on_input_lost(self, link: WorkerLink, message: Message) -> None:
         """See `multiworld_serving.server.replicas.worker_link.BatchListener`. Raises WireError."""

@@ -11,8 +11,11 @@ and its batches go to the other replicas.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +23,7 @@ from multiworld import Cause
 from multiworld_serving.common.config import release_free_memory
 from multiworld_serving.server.administration import VersionFailedError
 from multiworld_serving.server.daemon_threads import DaemonThreadPool
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.link_types import LinkEndedError, SelfTestError
 from multiworld_serving.server.replicas.placement import Placement, ready_links
@@ -46,9 +49,11 @@ class VersionRollout:
 
     Args:
         timeout_s: longest wait for one worker to load its stage.
+        on_progress: called when `progress` has changed.
 
     Attributes:
         loading: the name of the version that workers are loading; None if there is none.
+        progress: of the rollout that is running; None if there is none.
     """
 
     def __init__(
@@ -59,14 +64,17 @@ class VersionRollout:
         loader: Loader | None,
         timeout_s: float,
         exclusive: ExclusiveOperation,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.loading: str | None = None
+        self.progress: RolloutProgress | None = None
         self._switch = switch
         self._placement = placement
         self._versions = versions
         self._loader = loader
         self._timeout_s = timeout_s
         self._exclusive = exclusive
+        self._on_progress = on_progress
         self._retired = asyncio.Event()
         self._cancelled = asyncio.Event()
         self._changes: set[asyncio.Task[ModelVersion]] = set()
@@ -101,7 +109,7 @@ class VersionRollout:
             await asyncio.gather(*changes, return_exceptions=True)
 
     async def _change(self, weights: str | None, cancelled: asyncio.Event) -> ModelVersion:
-        with self._exclusive.acquire("loading a version"):
+        with self._exclusive.acquire("loading a version"), self._showing_progress():
             self._cancelled = cancelled
             plan = await self._plan(weights)
             if plan.version == self._versions.current.version:
@@ -118,9 +126,28 @@ class VersionRollout:
             finally:
                 self.loading = None
             self._switch.switch_to(plan)
+            self._report(replace(self._progress_of(plan), phase="ending"))
             await self._until_retired()
             logger.info("rollout of version %s complete after %.1f s", plan.version.name, time.monotonic() - began_s)
             return plan.version
+
+    @contextlib.contextmanager
+    def _showing_progress(self) -> Iterator[None]:
+        self._report(RolloutProgress("reading"))
+        try:
+            yield
+        finally:
+            self._report(None)
+
+    def _report(self, progress: RolloutProgress | None) -> None:
+        self.progress = progress
+        self._on_progress()
+
+    def _progress_of(self, plan: VersionPlan) -> RolloutProgress:
+        """The workers that have loaded it already, while none is loading."""
+        links = self._links()
+        passed = tuple(link.worker for link in links if plan.version.number in link.loaded_versions)
+        return RolloutProgress("loading", passed=passed, workers=len(links))
 
     async def _plan(self, weights: str | None) -> VersionPlan:
         if self._loader is None:
@@ -174,12 +201,15 @@ class VersionRollout:
         number = plan.version.number
         while (link := next((link for link in self._links() if number not in link.loaded_versions), None)) is not None:
             self._raise_if_cancelled()
+            self._report(replace(self._progress_of(plan), worker=link.worker, world=link.world_name))
             try:
                 await self._load(link, plan)
             except LinkEndedError as error:
                 if link.state == "draining" or link.cause == Cause.LEFT:
                     continue  # it leaves on purpose: the version is not the reason
                 raise VersionFailedError(f"a worker was lost while it loaded {plan.version.name}: {error}") from error
+            finally:
+                self._report(self._progress_of(plan))
 
     async def _load(self, link: WorkerLink, plan: VersionPlan) -> None:
         began_s = time.monotonic()

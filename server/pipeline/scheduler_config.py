@@ -1,7 +1,7 @@
 """The scheduler's configuration from the settings of a leader."""
 
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.scheduling.config import SchedulerConfig
-from multiworld_serving.server.settings import LeaderSettings
 
 
 def scheduler_config(settings: LeaderSettings, num_stages: int) -> SchedulerConfig:

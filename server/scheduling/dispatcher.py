@@ -97,9 +97,9 @@ class Dispatcher:
         due_s = oldest.arrived_s + self._state.config.batch_timeout_s
         if not self._state.config.adaptive_batching:
             return due_s
-        if not replica.in_flight:
-            return oldest.arrived_s
         next_send_s = self._state.service_times.next_send_s(replica)
+        if not replica.in_flight:
+            return oldest.arrived_s if next_send_s is None else max(oldest.arrived_s, next_send_s)
         return due_s if next_send_s is None else max(due_s, next_send_s - self._state.config.batch_timeout_s)
 
     def _dispatch_isolated(self, pool: Pool) -> None:

@@ -75,6 +75,8 @@ class BatchDone:
     """Transfer time of input and output together; None if unknown."""
     kept: bool = False
     """The output stays at the replica until the driver releases it, and is lost with the replica. False: it came with the message."""
+    others_s: float = 0.0
+    """How long the worker is about to compute for other leaders, before the next batch."""
 
 
 @dataclass(frozen=True, slots=True)

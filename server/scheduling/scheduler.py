@@ -283,6 +283,7 @@ class Scheduler:
         if replica.draining:
             self._state.changed_draining[replica] = None
         if isinstance(event, BatchDone):
+            replica.expect_others(event.others_s)
             self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
         if not attempt.detach():
             return

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from multiworld_serving.models import Bundle, BundleError, Tuning, read_bundle
 from multiworld_serving.models.weights.labels import read_labels
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes, ServedModel
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from multiworld_serving.server.versions.weights_dir import path_in_weights_dir

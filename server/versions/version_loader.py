@@ -10,7 +10,7 @@ from pathlib import Path
 from multiworld_serving.common.config import check_memory
 from multiworld_serving.models import LoadedModel, StageSpec, WeightsError, load_model, respecify
 from multiworld_serving.models.weights.checkpoints import SUFFIXES
-from multiworld_serving.server.settings import LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.versions.stage_plan import make_plan
 from multiworld_serving.server.versions.version_table import VersionPlan, VersionTable
 from multiworld_serving.server.versions.weights_dir import path_in_weights_dir

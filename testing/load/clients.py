@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from multiworld_serving.common.config import NO_CREDENTIALS, ClientCredentials
+from multiworld_serving.common.threads import thread_while
 from multiworld_serving.testing.load.statistics import quantile
 
 _TOLERANCE = 1e-2
@@ -239,19 +240,14 @@ def run_load(
     Args:
         rate_hz: requests per second of an open loop; None runs `clients` in a closed loop.
     """
-    over, load = threading.Event(), Load()
-    common: dict[str, Any] = {"until": over.is_set, "load": load, "timeout_s": timeout_s, "credentials": credentials}
+    load = Load()
+    common: dict[str, Any] = {"load": load, "timeout_s": timeout_s, "credentials": credentials}
 
-    def run() -> None:
+    def run(over: threading.Event) -> None:
         if rate_hz:
-            asyncio.run(open_loop(url, requests, rate_hz=rate_hz, seed=seed, **common))
+            asyncio.run(open_loop(url, requests, rate_hz=rate_hz, seed=seed, until=over.is_set, **common))
         else:
-            asyncio.run(closed_loop(url, requests, clients=clients, **common))
+            asyncio.run(closed_loop(url, requests, clients=clients, until=over.is_set, **common))
 
-    thread = threading.Thread(target=run, name="chaos-load")
-    thread.start()
-    try:
+    with thread_while(run, "chaos-load"):
         yield load
-    finally:
-        over.set()
-        thread.join()

@@ -4,24 +4,16 @@ import pytest
 
 from multiworld_serving.testing.load.clients import ReferenceRequest, run_load
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 120.0
 
 
 def test_a_worker_is_added_under_load_and_leaves_afterwards_without_a_failed_request() -> None:
-    with LocalService(
-        model="resnet18",
-        weights="random:0",
-        image_size=224,
-        stages=1,
-        replicas=1,
-        leaders=2,
-        worker_threads=1,
-        autoscale="1..2",
-        autoscale_down_after_s=1,
+    with small_service(
+        image_size=224, leaders=2, worker_threads=1, autoscale="1..2", autoscale_down_after_s=1
     ) as service:
         requests = [ReferenceRequest(photo())]
         with run_load(service.url, requests, clients=8) as load:  # the only worker is always busy

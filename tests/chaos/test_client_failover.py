@@ -18,6 +18,7 @@ from multiworld_client import AsyncClient, Client
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN
+from tests.services import small_service
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,15 +36,7 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(token_file: Path) -> Iterator[LocalService]:
     """One leader and two frontends, which share a URL."""
-    with LocalService(
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        frontends=2,
-        token_file=token_file,
-    ) as running:
+    with small_service(frontends=2, token_file=token_file) as running:
         for slot in (0, 1):
             wait_until_serving(running, slot, 0)
         yield running

@@ -2,7 +2,7 @@
 
 Gloo's worker may then wait forever for a send to members that are gone (docs/decisions/0023-collectives-without-gloo.md).
 
-`MULTIWORLD_TEST_FREEZES` is the number of freezes (12; a soak takes 1000), `MULTIWORLD_TEST_SEED` reproduces a run. A freeze takes
+`MULTIWORLD_TEST_FREEZES` is the number of freezes (8; a soak takes 1000), `MULTIWORLD_TEST_SEED` reproduces a run. A freeze takes
 over three seconds, so the worlds are spread over several crews that are frozen concurrently.
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.members import Member, Spawn, form
 
-FREEZES = int(os.environ.get("MULTIWORLD_TEST_FREEZES", "12"))
+FREEZES = int(os.environ.get("MULTIWORLD_TEST_FREEZES", "8"))
 SEED = int(os.environ.get("MULTIWORLD_TEST_SEED", "0"))
 CREWS = 4
 SIZE = 3

@@ -8,6 +8,7 @@ import pytest
 
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
+from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -15,17 +16,7 @@ QUICK_REJOIN = ("--rejoin-backoff-max-s", "0.5")
 
 
 def leader(token_file: Path, join_port: int) -> LocalService:
-    return LocalService(
-        wait_until_ready=False,
-        external_workers=True,
-        token_file=token_file,
-        join_port=join_port,
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=2,
-        replicas=1,
-    )
+    return service_for_workers(token_file, join_port=join_port, stages=2)
 
 
 def test_workers_join_the_next_leader_when_theirs_is_killed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from multiworld_serving.testing.load.clients import record_reference_answers
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import assert_nothing_lost, run_load
+from tests.services import small_service
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,7 +21,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
-    with LocalService(model="resnet18", weights="random:0", image_size=32, stages=2, replicas=2, leaders=2) as running:
+    with small_service(stages=2, replicas=2, leaders=2) as running:
         wait_for_leaders(running, 2)
         yield running
         assert running.stop() == 0

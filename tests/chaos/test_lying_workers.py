@@ -10,6 +10,7 @@ from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, assert_nothing_lost, external_worker, run_load
 from tests.chaos.lies import LIES
+from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,14 +33,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     token_file.write_text(TOKEN)
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(
-            LocalService(
-                wait_until_ready=False,
-                external_workers=True,
-                token_file=token_file,
-                model="resnet18",
-                weights="random:0",
-                image_size=32,
-                stages=1,
+            service_for_workers(
+                token_file,
                 replicas=2,
                 heartbeat_timeout_s=PATIENCE_S,
                 hang_timeout_s=PATIENCE_S,

@@ -14,6 +14,7 @@ from multiworld_serving.testing.chaos.system.processes import resources
 from multiworld_serving.testing.local_service import LocalService, LogLine
 from tests.chaos.clients import answers, assert_nothing_lost, run_load
 from tests.chaos.injections import make_fault
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -138,7 +139,7 @@ def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: Loc
 
 
 def test_no_process_is_left_when_the_leader_is_killed() -> None:
-    with LocalService(model="resnet18", weights="random:0", stages=1, replicas=2, image_size=32) as running:
+    with small_service(replicas=2) as running:
         pids = list(running.worker_pids().values())
         assert len(pids) == 2
         running.stop(signal.SIGKILL)

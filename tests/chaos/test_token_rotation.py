@@ -9,6 +9,7 @@ import pytest
 
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import answers, assert_nothing_lost, external_worker, run_load
+from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,18 +30,7 @@ def test_token_rotation_fails_no_request(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("former")
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(
-            LocalService(
-                wait_until_ready=False,
-                external_workers=True,
-                token_file=file,
-                model="resnet18",
-                weights="random:0",
-                image_size=32,
-                stages=1,
-                replicas=1,
-            )
-        )
+        service = stack.enter_context(service_for_workers(file))
         old = stack.enter_context(external_worker(service.join_address, name="old", token="former"))
         service.wait_until_complete(WAIT_S)
         with run_load(service) as load:

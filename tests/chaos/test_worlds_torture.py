@@ -11,7 +11,7 @@ import pytest
 from tests.torture.schedule import COLLECTIVES, OF_PROCESSES, OF_WORLDS, plan_round
 from tests.torture.worlds import TortureError, run, torture
 
-DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "60"))
+DURATION_S = float(os.environ.get("MULTIWORLD_TORTURE_S", "30"))
 SEED = int(os.environ.get("MULTIWORLD_TORTURE_SEED", secrets.randbelow(2**40)))
 
 

@@ -12,7 +12,8 @@ import pytest
 from multiworld_serving.common.config.settings import Settings, declaration, fields_of
 from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
 from multiworld_serving.deploy.gpu_overlay import main, overlay
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.testing.chaos.system.containers import docker
 from multiworld_serving.workers.settings import WorkerSettings
 

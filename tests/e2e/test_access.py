@@ -19,6 +19,7 @@ from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.certificates import Authority
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,15 +46,23 @@ class Guarded:
         return self.service.metrics_url.removesuffix("/metrics")
 
     def renew(self) -> str:
-        """Send SIGHUP and return the resulting log line."""
+        """Send SIGHUP and return the message that each frontend logs then."""
         before = len(self.service.lines)
         os.kill(self.service.pid, signal.SIGHUP)
-        line = self.service.wait_for(lambda line: "tokens and certificates" in line.message, 60.0, after=before)
-        return line.message
+
+        def logged(frontend: str) -> str:
+            return self.service.wait_for(
+                lambda line: line["process"] == frontend and "tokens and certificates" in line.message,
+                60.0,
+                after=before,
+            ).message
+
+        (message,) = {logged(name) for name in ("frontend-0", "frontend-1")}
+        return message
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two frontends"])
-def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("access")
     authority = Authority(folder)
     authority.sign("server")
@@ -63,14 +72,9 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "alice.key").write_text(KEYS["alice"] + "\n")
     (folder / "ops.key").write_text(KEYS["ops"] + "\n")
     (folder / "photo.jpg").write_bytes(photo())
-    with LocalService(
+    with small_service(
         credentials=ClientCredentials(KEYS["alice"], authority.file, folder / "client.pem"),
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        frontends=request.param,
+        frontends=2,
         api_keys_file=folder / "api.keys",
         admin_keys_file=folder / "admin.keys",
         tls_cert_file=folder / "server.pem",

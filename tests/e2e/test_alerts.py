@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.prometheus_server import PrometheusServer, running_prometheus, wait_until_answers
+from tests.http_server import QuietHandler, serving
 from tests.programs import free_port, process, program
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -48,38 +49,28 @@ class Webhook:
 
 
 @contextmanager
-def webhook() -> Iterator[tuple[Webhook, int]]:
-    """A webhook server while the block lasts, and its port."""
+def webhook() -> Iterator[tuple[Webhook, str]]:
+    """A webhook server while the block lasts, and its URL."""
     heard = Webhook()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with heard.news:
                 for alert in message["alerts"]:
                     heard.told.append((self.path, alert["labels"]["alertname"], alert["status"]))
                 heard.news.notify_all()
-            self.send_response(200)
-            self.end_headers()
+            self.answer(200)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield heard, server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield heard, url
 
 
 @contextmanager
-def alertmanager(folder: Path, webhook_port: int) -> Iterator[str]:
+def alertmanager(folder: Path, webhook_url: str) -> Iterator[str]:
     """Alertmanager with the deployed configuration and a group wait of one second. Gives HOST:PORT."""
     binary = program("prometheus-alertmanager")
-    config = DEPLOYED.read_text().replace("127.0.0.1:9095", f"127.0.0.1:{webhook_port}")
+    config = DEPLOYED.read_text().replace("http://127.0.0.1:9095", webhook_url)
     folder.mkdir()
     (folder / "alertmanager.yml").write_text(re.sub(r"(group_wait|group_interval): \w+", r"\1: 1s", config))
     address = f"127.0.0.1:{free_port()}"
@@ -103,16 +94,14 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
     prometheus_folder.mkdir()
     metrics_port = free_port()
     with (
-        webhook() as (heard, port),
-        alertmanager(tmp_path / "alertmanager", port) as address,
+        webhook() as (heard, url),
+        alertmanager(tmp_path / "alertmanager", url) as address,
         running_prometheus(
             prometheus_folder, f"http://127.0.0.1:{metrics_port}/metrics", alertmanager=address, alert_for="0s"
         ) as prometheus,
     ):
         heard.wait_for("/page", "LeaderDown", "firing")
-        with LocalService(
-            model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, metrics_port=metrics_port
-        ) as service:
+        with small_service(replicas=2, metrics_port=metrics_port) as service:
             heard.wait_for("/page", "LeaderDown", "resolved")
             prometheus.wait_for("multiworld_redundancy == 1")
             # Frozen, not killed: the supervisor would replace a killed worker before the alert could fire.
@@ -198,9 +187,9 @@ def test_burn_rate_queue_detection_and_flapping_alerts_fire_and_resolve(
         **{"queue_limit": 4, "max_batch_size": 1, "window": 1},
     }
     with (
-        webhook() as (heard, port),
-        alertmanager(tmp_path / "alertmanager", port) as address,
-        LocalService(model="resnet18", weights="random:0", image_size=32, stages=1, replicas=2, **settings) as service,
+        webhook() as (heard, url),
+        alertmanager(tmp_path / "alertmanager", url) as address,
+        small_service(replicas=2, **settings) as service,
         running_prometheus(
             prometheus_folder, service.metrics_url, alertmanager=address, alert_for="0s", windows=WINDOWS
         ) as prometheus,

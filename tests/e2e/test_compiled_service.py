@@ -10,6 +10,7 @@ import pytest
 from multiworld_serving.models.optimize.compiling import compile_unavailable_reason
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
+from tests.bundles import classifier_bundle
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -26,14 +27,9 @@ def test_service_compiles_while_serving_and_reuses_the_code_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    classifier_bundle(tmp_path / "bundle")  # small: compiling a ResNet-18 takes a minute
     with LocalService(
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        max_batch_size=1,
-        optimize="compile",
+        model=str(tmp_path / "bundle"), stages=1, replicas=1, max_batch_size=1, optimize="compile"
     ) as service:
         first = service.wait_for(lambda line: "execution_mode=" in line.message, 60)
         assert "compiled" not in first.message

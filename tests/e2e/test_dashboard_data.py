@@ -13,13 +13,13 @@ import pytest
 from multiworld_serving.testing.load.clients import ReferenceRequest
 from multiworld_serving.testing.load.clients import run_load as slow_load_on
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService
 from tests import dashboard_queries as written
 from tests.chaos.clients import run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
 from tests.programs import program
+from tests.services import small_service
 from tests.worker_process import metered_service
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,15 +49,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """One worker was killed and one frozen under load, and both were replaced. A worker of a second service has a metrics port."""
     program("prometheus")
     with (
-        LocalService(
-            model="resnet18",
-            weights="random:0",
-            stages=2,
-            replicas=2,
-            image_size=32,
-            frontends=2,
-            heartbeat_timeout_s=3,  # on a busy machine no other worker may be taken for frozen
-        ) as service,
+        # 3 s: on a busy machine no other worker may be taken for frozen.
+        small_service(stages=2, replicas=2, frontends=2, heartbeat_timeout_s=3) as service,
         metered_service(tmp_path_factory.mktemp("worker")) as (other, worker_url),
         running_prometheus(
             tmp_path_factory.mktemp("prometheus"), service.metrics_url, worker_url=worker_url
@@ -110,11 +103,17 @@ def test_every_selector_of_a_rule_matches_series(watched: Watched) -> None:
     assert not empty
 
 
-def test_faults_have_stage_replica_and_cause(watched: Watched) -> None:
+def test_each_fault_is_counted_once_with_its_stage_replica_and_cause(watched: Watched) -> None:
     found = watched.prometheus.query("multiworld_world_failures_total > 0")
     faults = {(each["metric"]["stage"], each["metric"]["replica"], each["metric"]["cause"]) for each in found}
     assert faults == {("0", "0", "exit"), ("1", "1", "hang")}
     assert all(each["value"][1] == "1" for each in found)
+    for name in ("failure_detection", "recovery"):
+        counted = watched.prometheus.query(f"multiworld_{name}_seconds_count > 0")
+        assert {each["metric"]["cause"]: each["value"][1] for each in counted} == {"exit": "1", "hang": "1"}
+    sums = ("sum(multiworld_reroute_seconds_count)", "sum(multiworld_reroutes_total)")
+    (timed,), (rerouted,) = map(watched.prometheus.query, sums)
+    assert timed["value"][1] == rerouted["value"][1]
 
 
 def test_no_request_was_lost_and_the_timeline_shows_the_frozen_world(watched: Watched) -> None:

@@ -8,9 +8,8 @@ import httpx
 
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.local_service import LocalService
+from tests.services import small_service
 from tests.waiting import wait_until
-
-SETTINGS: dict[str, Any] = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 2, "replicas": 1}
 
 
 def classes(service: LocalService) -> list[list[int]]:
@@ -37,7 +36,7 @@ def edges_of(service: LocalService, least: int) -> list[dict[str, Any]]:
 
 
 def test_no_tensor_passes_a_leader_unless_nobody_can_be_reached() -> None:
-    with LocalService(**SETTINGS) as service:
+    with small_service(stages=2) as service:
         expected = classes(service)
         assert service.metric("multiworld_relayed_bytes_total") == 0
         assert service.metric("multiworld_edge_fetches_total", outcome="fetched") == 6
@@ -50,10 +49,7 @@ def test_no_tensor_passes_a_leader_unless_nobody_can_be_reached() -> None:
         assert edges.keys() == {(first, frontend), (last, first), (frontend, last)}
         assert {each["transport"] for each in edges.values()} == {"shared_memory"}
         assert all(each["received_bytes"] > 0 and each["fetch_s"] > 0 for each in edges.values())
-    with LocalService(**SETTINGS, edges="relay") as service:
-        assert classes(service) == expected
-        assert service.metric("multiworld_relayed_bytes_total") > 0
-    with LocalService(**SETTINGS, advertise_edge="127.0.0.1:1") as service:
+    with small_service(stages=2, advertise_edge="127.0.0.1:1") as service:
         assert classes(service) == expected
         assert service.metric("multiworld_relayed_bytes_total") > 0
         assert service.metric("multiworld_requests_resubmitted_total", reason="relay") >= 1

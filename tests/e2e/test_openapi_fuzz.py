@@ -9,11 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
 
 from multiworld_serving.common.config import ClientCredentials
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
+from tests.services import small_service
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,21 +29,21 @@ expected-statuses = ["2xx", "4xx", 503, 504]
 """Not ready, and the client's timeout exceeded: neither is a server error."""
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[LocalService]:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    tmp_path = tmp_path_factory.mktemp("keys")
     (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
-    with LocalService(
-        credentials=ClientCredentials(KEY),
-        api_keys_file=tmp_path / "api.keys",
-        model="resnet18",
-        weights="random:0",
-        image_size=32,
-        stages=1,
-        replicas=1,
-        max_body_bytes=100_000,
+    with small_service(
+        credentials=ClientCredentials(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000
     ) as running:
         yield running
         assert running.stop() == 0
+
+
+def test_the_document_is_valid_openapi(guarded: LocalService) -> None:
+    document = httpx.get(f"{guarded.url}/openapi.json", **guarded.credentials.options).json()
+    assert document["openapi"].startswith("3.1.")
+    OPENAPI_31_VALIDATOR.validate(document)
 
 
 def test_generated_requests_find_no_fault(guarded: LocalService, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -197,6 +198,69 @@ def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService,
     playwright.expect(page.locator("#model")).to_have_text("resnet18 random:1", timeout=WAIT_MS)
     visit.complaints = [each for each in visit.complaints if "401" not in each]  # the browser logs the rejection
     visit.assert_clean(admin_url)
+    page.close()
+
+
+def told_texts(page: playwright.Page, element: str) -> None:
+    """Collect all texts that the element shows from now on, in `window.told`."""
+    page.evaluate(
+        """(id) => {
+            window.told = [];
+            const element = document.getElementById(id);
+            new MutationObserver(() => window.told.push(element.textContent)).observe(element, { childList: true });
+        }""",
+        element,
+    )
+
+
+def test_operator_restarts_the_workers_and_sees_each_step(
+    small_service: LocalService, chromium: playwright.Browser
+) -> None:
+    admin_url = small_service.metrics_url.removesuffix("/metrics")
+    before = set(small_service.worker_pids().values())
+    visit = Visit(chromium, admin_url)
+    page = visit.page
+    page.wait_for_selector("#operate")
+    told_texts(page, "outcome-of-action")
+    page.fill("#key", TOKEN)
+    page.click("#restart")
+    page.wait_for_selector("#progress[value]")
+    assert page.locator("#load").get_attribute("aria-disabled") == "true", "one action at a time"
+    playwright.expect(page.locator("#outcome-of-action")).to_have_text("done: 4 workers restarted", timeout=WAIT_MS)
+    assert not page.locator("#progress").is_visible()
+    told = "\n".join(page.evaluate("window.told"))
+    for number in range(1, 5):
+        assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is restarting …$", told, re.MULTILINE), told
+        assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is back after [\d.]+ s$", told, re.MULTILINE), told
+    assert not before & set(small_service.worker_pids().values())
+    visit.assert_clean(admin_url)
+    page.close()
+
+
+def test_operator_sees_which_worker_loads_a_version(small_service: LocalService, chromium: playwright.Browser) -> None:
+    admin_url = small_service.metrics_url.removesuffix("/metrics")
+    progress = {"phase": "loading", "worker": "local-1", "world": "s0.r1", "passed": ["local-0"], "workers": 4}
+    status = {**small_service.status(), "rollout": {**progress, "leader": "leader-0"}}
+    answers: list[playwright.Route] = []
+    page = chromium.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.route("**/load", lambda route: answers.append(route))  # noqa: PLW0108 (playwright marks the function)
+    page.route(
+        "**/events",
+        lambda route: route.fulfill(
+            content_type="text/event-stream", body=f"event: status\ndata: {json.dumps(status)}\n\n"
+        ),
+    )
+    page.goto(admin_url)
+    page.wait_for_selector("#operate")
+    page.fill("#key", TOKEN)
+    page.click("#load")
+    outcome = page.locator("#outcome-of-action")
+    loading = "local-1 (s0.r1) loads its stage; 1 of 4 workers have passed the self-test"
+    playwright.expect(outcome).to_contain_text(loading, timeout=WAIT_MS)
+    assert page.locator("#progress").get_attribute("value") == "0.25"
+    answers[0].fulfill(json={"name": "resnet18", "version": "2", "weights": "random:1"})
+    playwright.expect(outcome).to_contain_text("version 2 (random:1) serves after", timeout=WAIT_MS)
     page.close()
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -20,6 +19,8 @@ import pytest
 
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
+from tests.http_server import QuietHandler, serving
+from tests.services import small_service
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -65,29 +66,15 @@ class Collector:
 def collector() -> Iterator[Collector]:
     made = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             made.take(body)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.answer(200)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        made.url = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+    with serving(Handler) as url:
+        made.url = f"{url}/v1/traces"
         yield made
-        server.shutdown()
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two frontends"])
-def frontends(request: pytest.FixtureRequest) -> int:
-    """The number of frontends of the service."""
-    found: int = request.param
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,14 +86,12 @@ def spans_sent_often() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def service(frontends: int, collector: Collector) -> Iterator[LocalService]:
-    with LocalService(
-        model="resnet18",
-        weights="random:0",
+def service(collector: Collector) -> Iterator[LocalService]:
+    with small_service(
         image_size=64,
         stages=2,
         replicas=2,
-        frontends=frontends,
+        frontends=2,
         otlp_endpoint=collector.url,
         trace_ratio=0,
         hedge_factor=0,
@@ -233,14 +218,8 @@ def test_trace_shows_the_failed_worker_and_its_replacement(service: LocalService
 def test_unresponsive_collector_delays_neither_answers_nor_shutdown() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        LocalService(
-            model="resnet18",
-            weights="random:0",
-            image_size=64,
-            stages=1,
-            replicas=1,
-            otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces",
-            trace_ratio=1,
+        small_service(
+            image_size=64, otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", trace_ratio=1
         ) as running,
     ):
         for _ in range(5):

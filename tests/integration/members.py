@@ -510,7 +510,9 @@ class Nursery:
         ours, theirs = socket.socketpair()
         with theirs, stderr.open("wb") as log:
             socket.send_fds(control, [b"fork"], [theirs.fileno(), log.fileno()])
-            return int(control.recv(64)), ours
+            pid = int(control.recv(64))
+            self._statuses.pop(pid, None)  # of an earlier member with the same process id
+            return pid, ours
 
     def status_of(self, pid: int) -> int:
         """The exit status of an ended member."""

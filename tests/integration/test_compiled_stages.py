@@ -46,8 +46,8 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STAGE = 3
 """Of ten blocks: one residual block."""
-LARGEST = 4
-"""Batch size; there is no compiled code for 3."""
+LARGEST = 2
+"""Batch size. There is compiled code for 1 and 2."""
 
 
 def spec_of() -> StageSpec:
@@ -75,15 +75,15 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size(packages: Comp
     request, model = request_of(), loaded("resnet18")
     compiled, stage = packages.load(request), reference_stage(model, spec_of())
     assert compiled is not None
-    for rows in (1, 2, 3, 4):
+    for rows in (1, 2):
         batch = torch.rand(rows, *request.sample_shape)
         before = batch.clone()
         output, expected = compiled(batch), stage(batch)
         assert output.shape == expected.shape
         assert deviation(output, expected) <= TOLERANCE["float32"] / 10
         assert torch.equal(batch, before)
-    with pytest.raises(StageError, match="at most 4"):
-        compiled(torch.rand(5, *request.sample_shape))
+    with pytest.raises(StageError, match="at most 2"):
+        compiled(torch.rand(3, *request.sample_shape))
     with pytest.raises(StageError, match=r"expected torch\.float32"):
         compiled(torch.zeros(1, *request.sample_shape, dtype=torch.uint8))
 
@@ -111,8 +111,8 @@ async def test_engine_serves_cached_compiled_code_immediately(packages: Compiled
         made = await queue.load(request.spec, request.weights, request.sample_shape, LARGEST, tuning)
         queue.serve(1, LoadedStage(request.spec, made))
         assert str(made.mode) == "compiled/float32"
-        output, _, _ = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
-        assert len(output) == 2
+        computed = await queue.compute(1, STAGE, torch.zeros(2, *request.sample_shape))
+        assert len(computed.output) == 2
     finally:
         engine.close()
 

@@ -26,7 +26,7 @@ from multiworld.elastic import (
 )
 from multiworld.elastic.allreduce import ring as ring_module
 from multiworld.elastic.allreduce.bucket import BUCKET_BYTES
-from multiworld.elastic.allreduce.channel import ByteCounters, ViewWorld
+from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
 from multiworld.elastic.allreduce.quantization import BLOCK
 from multiworld.elastic.allreduce.quantized import quantized_all_reduce
 from multiworld.elastic.allreduce.reduction import DTYPES, Reduction, copy
@@ -86,7 +86,8 @@ def test_ring_reduces_when_chunks_are_small_uneven_or_empty(
                 manager: WorldManager, world: World, operands: list[Tensor] = operands, op: str = op
             ) -> tuple[Tensor, ByteCounters]:
                 result, counters = torch.empty_like(operands[world.rank]), ByteCounters()
-                await ring_all_reduce(view_world(world), operands[world.rank], result, Reduction(op), 3, counters)
+                with TaggedChannel(view_world(world), 3, counters) as channel:
+                    await ring_all_reduce(channel, operands[world.rank], result, Reduction(op))
                 return result, counters
 
             came = crew.run(size, reduce)
@@ -107,9 +108,8 @@ def test_quantized_result_is_within_its_bound_and_identical_on_all_members(
 
     async def reduce(manager: WorldManager, world: World) -> Tensor:
         result = torch.empty(count)
-        await quantized_all_reduce(
-            view_world(world), operands[world.rank], result, Reduction(op), quantization, 9, ByteCounters()
-        )
+        with TaggedChannel(view_world(world), 9, ByteCounters()) as channel:
+            await quantized_all_reduce(channel, operands[world.rank], result, Reduction(op), quantization)
         return result
 
     results = crew.run(size, reduce)
@@ -177,14 +177,14 @@ async def test_at_most_max_in_flight_operations_run(
     running, most = 0, 0
     real = ring_module.ring_all_reduce
 
-    async def counted(world: ViewWorld, *arguments: object) -> None:
+    async def counted(channel: TaggedChannel, *arguments: object) -> None:
         nonlocal running, most
-        if world.rank:
-            return await real(world, *arguments)  # type: ignore[arg-type]
+        if channel.world.rank:
+            return await real(channel, *arguments)  # type: ignore[arg-type]
         running += 1
         most = max(most, running)
         try:
-            await real(world, *arguments)  # type: ignore[arg-type]
+            await real(channel, *arguments)  # type: ignore[arg-type]
         finally:
             running -= 1
 

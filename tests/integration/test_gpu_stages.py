@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from multiworld.transport.segments import SegmentPool
 from multiworld_serving.models import (
     Tuning,
     deviation,
@@ -20,6 +21,7 @@ from multiworld_serving.models.optimize.cuda_graphs import record_cuda_graphs
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.compute.transfers import transfers_for
 
@@ -56,6 +58,20 @@ def test_batches_and_results_are_intact_when_copies_overlap_computation() -> Non
         assert torch.equal(back, batches[value] * 2)
 
 
+def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_when_it_is_freed() -> None:
+    device = torch.device("cuda", 0)
+    pinned, transfers = PinnedMemory(device), transfers_for(device)
+    for _ in range(200):  # a segment that stays pinned would make the next mapping at its address fail
+        pool, there = SegmentPool(1 << 24, register=pinned.register), torch.rand(64, 3, 32, 32, device=device)
+        output = transfers.to_host(there, allocate=pool.allocate)
+        assert output.is_pinned()
+        assert pool.find(output) is not None
+        assert torch.equal(output, there.cpu())
+        del output
+        pool.close()
+        assert pool.reserved_bytes == 0
+
+
 @pytest.mark.parametrize("optimize", ["eager", "compile", "auto"])
 async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
@@ -68,7 +84,7 @@ async def test_engine_matches_the_reference(optimize: str) -> None:
     batches = [torch.randint(0, 256, (1 + at % LARGEST, *shape), dtype=torch.uint8) for at in range(20)]
     answers = await asyncio.gather(*(queue.compute(1, stage.spec.index, batch) for batch in batches))
     expected = reference_stage(model, spec)
-    for batch, (output, _, _) in zip(batches, answers, strict=True):
+    for batch, answer in zip(batches, answers, strict=True):
         with torch.inference_mode():
-            assert deviation(output, expected(batch)) <= 100 * TOLERANCE["float32"]
+            assert deviation(answer.output, expected(batch)) <= 100 * TOLERANCE["float32"]
     engine.close()

@@ -16,8 +16,9 @@ from jsonschema import Draft202012Validator
 
 from multiworld_serving.common.config import Settings, load
 from multiworld_serving.deploy.kubernetes.rules import RESOURCE, rendered
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.observability.metrics import Metrics
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.integration.test_prometheus_files import check

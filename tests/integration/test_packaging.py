@@ -49,6 +49,7 @@ def test_serving_wheel_has_three_top_level_packages_and_their_data(serving: Path
     page = {path.name for path in (ROOT / "server" / "api" / "status_page").iterdir()}
     assert {f"multiworld_serving/server/api/status_page/{name}" for name in page} <= set(names)
     assert {f"{package}/py.typed" for package in top} <= set(names)
+    assert "multiworld_serving/server/api/oip_grpc/open_inference.proto" in names
 
 
 def test_command_runs_when_other_projects_have_packages_named_config_and_models(serving: Path, tmp_path: Path) -> None:

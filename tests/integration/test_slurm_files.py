@@ -14,7 +14,8 @@ import pytest
 from multiworld_serving.cli.options import PROGRAMS
 from multiworld_serving.common.config import load
 from multiworld_serving.common.config.settings import Settings
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.waiting import wait_until
 

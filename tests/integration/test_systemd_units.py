@@ -11,7 +11,8 @@ import pytest
 
 from multiworld_serving.common.config.settings import Settings
 from multiworld_serving.common.config.sources import option
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings
 from multiworld_serving.workers.leader_connection import DRAIN_S
 from multiworld_serving.workers.settings import WorkerSettings
 

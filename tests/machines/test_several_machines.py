@@ -16,6 +16,7 @@ import pytest
 from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
 from tests.machines.network import Host, Network, need_namespaces
+from tests.services import service_for_workers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -85,18 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         leader = network.host("leader", f"{LEADER}/24")
         stack.enter_context(leader.entered())
         service = stack.enter_context(
-            LocalService(
-                wait_until_ready=False,
-                external_workers=True,
-                join_host=LEADER,
-                token_file=folder / "token",
-                model="resnet18",
-                weights="random:0",
-                image_size=32,
-                stages=1,
-                replicas=2,
-                heartbeat_timeout_s=PATIENCE_S,
-            )
+            service_for_workers(folder / "token", join_host=LEADER, replicas=2, heartbeat_timeout_s=PATIENCE_S)
         )
         made = Site(network, leader, service, folder)
         for number, name in enumerate(("sound", "victim"), 11):

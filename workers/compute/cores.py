@@ -8,7 +8,7 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,10 +18,15 @@ _FLOCK = struct.Struct("hhqqi4x")
 _OVERSUBSCRIBED = 2
 """More runnable threads than this per processor count as oversubscribed."""
 
-_MUCH_WAITING, _LITTLE_WAITING = 0.15, 0.03
-"""Share of a batch's time spent waiting for a core, above which contention begins and below which it ends."""
-_NEWEST = 0.1
-"""Weight of the newest batch in the average of that share."""
+_FIRST_BATCHES = 3
+"""Batches with each number of threads before they are compared."""
+_NEWEST, _NEWEST_OF_TRIAL = 0.2, 0.5
+"""Weight of the newest batch in the mean time of a number of threads: of the one in use, and of the other one."""
+_CLEARLY = 0.9
+"""Fewer threads are used if they take less than this part of the time."""
+_FIRST_TRIAL, _LAST_TRIAL = 16, 128
+"""Batches until the other number of threads is tried again: at first, and after it was slower several times."""
+_MOST_KINDS = 256
 
 
 def oversubscribed() -> bool:
@@ -33,41 +38,40 @@ def oversubscribed() -> bool:
     return False
 
 
-def run_queue_ns() -> int:
-    """Nanoseconds that the calling thread was ready to run and waited for a core; always 0 if the kernel does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    return 0
+class ThreadChoice:
+    """Learns which of two numbers of threads computes one kind of work in less time.
 
-
-class CoreContention:
-    """Whether other programs take the cores from a thread while it computes.
-
-    Args:
-        waited_ns: returns how long the calling thread has waited for a core.
-        clock_ns: returns the time.
+    Threads of one operation wait for each other. When other programs use the cores, or when operations are small, one thread may be faster
+    than two, and this depends on the model and on the batch size. So the time of batches decides: the faster number is used, and the other
+    one is tried again now and then.
     """
 
-    def __init__(
-        self, waited_ns: Callable[[], int] = run_queue_ns, clock_ns: Callable[[], int] = time.perf_counter_ns
-    ) -> None:
-        self.high = False
-        """Whether the thread has waited for much of its time in the last batches."""
-        self._waited_ns = waited_ns
-        self._clock_ns = clock_ns
-        self._share = 0.0
+    def __init__(self) -> None:
+        self._mean_s: dict[int, float] = {}
+        """Seconds per unit of work, by number of threads."""
+        self._batches: dict[int, int] = {}
+        """Batches computed, by number of threads."""
+        self._used = 0
+        self._until_trial = self._interval = _FIRST_TRIAL
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure one batch, computed by the calling thread in the block."""
-        waited_ns, began_ns = self._waited_ns(), self._clock_ns()
-        try:
-            yield
-        finally:
-            took_ns = max(1, self._clock_ns() - began_ns)
-            share = min(1.0, (self._waited_ns() - waited_ns) / took_ns)
-            self._share += _NEWEST * (share - self._share)
-            self.high = self._share > (_LITTLE_WAITING if self.high else _MUCH_WAITING)
+    def choose(self, most: int, fewest: int) -> int:
+        """`most` or `fewest`, whichever to use for the next batch."""
+        for threads in (most, fewest):
+            if self._batches.get(threads, 0) < _FIRST_BATCHES:
+                return threads
+        self._used = fewest if self._mean_s[fewest] < _CLEARLY * self._mean_s[most] else most
+        if self._until_trial:
+            self._until_trial -= 1
+            return self._used
+        self._until_trial = self._interval = min(2 * self._interval, _LAST_TRIAL)
+        return most + fewest - self._used
+
+    def measured(self, threads: int, unit_s: float) -> None:
+        """So many threads have computed a batch, in this time per unit of work."""
+        self._batches[threads] = batches = self._batches.get(threads, 0) + 1
+        newest = 1 / batches if batches <= _FIRST_BATCHES else _NEWEST if threads == self._used else _NEWEST_OF_TRIAL
+        mean_s = self._mean_s.get(threads, unit_s)
+        self._mean_s[threads] = mean_s + newest * (unit_s - mean_s)
 
 
 class SharedCores:
@@ -80,9 +84,7 @@ class SharedCores:
         index: this worker's byte, from 0 to `workers` - 1, unique per process.
         workers: number of workers that share.
         total: number of cores to share.
-        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle. The same is done, with at
-            most half of the cores, while other programs take the cores from this worker's thread: two threads that wait for each other
-            after every operation use several times the CPU time of one then.
+        oversubscribed: returns whether to use only an equal share among all workers, even if some are idle.
     Raises:
         OSError: the file cannot be opened.
     """
@@ -94,13 +96,15 @@ class SharedCores:
         workers: int,
         total: int,
         oversubscribed: Callable[[], bool] = oversubscribed,
-        contention: CoreContention | None = None,
+        clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._index = index
         self._others = [other for other in range(workers) if other != index]
         self._total = total
         self._oversubscribed = oversubscribed
-        self._contention = contention or CoreContention()
+        self._clock_s = clock_s
+        self._choices: dict[Hashable, ThreadChoice] = {}
+        """By stage and size of batch."""
         # Opened once: closing any descriptor of a file releases all locks that the process has on it.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -114,19 +118,29 @@ class SharedCores:
         return max(2, len(self._others) + 1)
 
     @contextmanager
-    def acquire_cores(self) -> Iterator[int]:
-        """Count as computing while the block runs. Yields how many threads to use: an equal share, at least 1."""
+    def acquire_cores(self, stage: Hashable, elements: int) -> Iterator[int]:
+        """Count as computing while the block runs. Yields how many threads to use: at most an equal share, at least 1.
+
+        Args:
+            stage: what is computed.
+            elements: size of the batch, at least 1. Batches of one stage and about the same size take about the same time per element.
+        """
         with suppress(OSError):  # another process has the same index; the others count both as one
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
         try:
-            if self._contention.high:
-                shares = self._most_shares
-            else:
-                shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
-            with self._contention.measure():
-                yield max(1, self._total // shares)
+            shares = 1 + (len(self._others) if self._oversubscribed() else self._busy_others())
+            least = max(1, self._total // self._most_shares)
+            choice, began_s = self._choice(stage, elements), self._clock_s()
+            yield (threads := choice.choose(max(least, self._total // shares), least))
+            choice.measured(threads, (self._clock_s() - began_s) / elements)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._index)
+
+    def _choice(self, stage: Hashable, elements: int) -> ThreadChoice:
+        work = stage, elements.bit_length()
+        if work not in self._choices and len(self._choices) >= _MOST_KINDS:
+            self._choices.clear()  # most are of versions that are not served any more
+        return self._choices.setdefault(work, ThreadChoice())
 
     def close(self) -> None:
         """Close the file, which releases the lock."""

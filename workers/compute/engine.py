@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +92,11 @@ class Engine:
         with self._changed:
             return time.monotonic() - self._current_since_s if self._current is queue else 0.0
 
+    def others_us(self, queue: "EngineQueue") -> int:
+        """About how long this queue's next batch waits for those of other queues: for one of each that has jobs."""
+        with self._changed:
+            return sum(other.computed_ns // 1000 for other in self._jobs.owners() if other is not queue)
+
     def waits_for_others(self, queue: "EngineQueue") -> bool:
         """Whether jobs of this queue wait while a job of another queue runs."""
         with self._changed:
@@ -113,12 +118,15 @@ class Engine:
         return sorted(shapes, reverse=True)
 
     @contextmanager
-    def acquire_cores(self) -> Iterator[None]:
-        """Use this worker's share of the cores while the block runs. Called on the engine's thread."""
+    def acquire_cores(self, stage: Hashable, elements: int) -> Iterator[None]:
+        """Use this worker's share of the cores while the block runs. Called on the engine's thread.
+
+        Args: see `SharedCores.acquire_cores`.
+        """
         if self._cores is None:
             yield
             return
-        with self._cores.acquire_cores() as threads:
+        with self._cores.acquire_cores(stage, elements) as threads:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
             yield
@@ -172,10 +180,30 @@ class Engine:
             del job, result, error  # free the tensors before waiting for the next job
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A computed batch.
+
+    Attributes:
+        output: on the CPU.
+        compute_ns, waited_us, others_us: see `Message`.
+    """
+
+    output: Tensor
+    compute_ns: int
+    waited_us: int
+    others_us: int
+
+
 class EngineQueue:
-    """The stages and jobs of one session. Jobs of one queue run in the order of submission."""
+    """The stages and jobs of one session. Jobs of one queue run in the order of submission.
+
+    Attributes:
+        computed_ns: how long the last batch took.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.computed_ns = 0
         self._engine = engine
         self._stages: dict[tuple[int, int], LoadedStage] = {}
         """By version and stage."""
@@ -241,8 +269,8 @@ class EngineQueue:
         batch: Tensor,
         float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
-    ) -> tuple[Tensor, int, int]:
-        """Compute a batch. Returns the output on the CPU, nanoseconds computed, and nanoseconds waited.
+    ) -> Computed:
+        """Compute a batch.
 
         Args:
             batch: of the dtype of the stage's input, or as it travels, which is converted.
@@ -253,15 +281,16 @@ class EngineQueue:
         asked_ns = time.perf_counter_ns()
         arrived = self._engine.transfers.to_device(batch)
 
-        def compute() -> tuple[Tensor, int, int]:
+        def compute() -> Computed:
             started_ns = time.perf_counter_ns()
-            with self._engine.acquire_cores():
-                loaded = self._stages[version, stage]
+            loaded = self._stages[version, stage]
+            with self._engine.acquire_cores((version, stage), batch.numel()):
                 rows = arrived().to(loaded.spec.input_dtype)
                 output = self._forward(loaded.optimized.module, rows, float32_as, allocate)
-            return output, time.perf_counter_ns() - started_ns, started_ns - asked_ns
+            self.computed_ns = time.perf_counter_ns() - started_ns
+            return Computed(output, self.computed_ns, (started_ns - asked_ns) // 1000, self._engine.others_us(self))
 
-        result: tuple[Tensor, int, int] = await self._engine.run(self, compute, is_batch=True)
+        result: Computed = await self._engine.run(self, compute, is_batch=True)
         return result
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Chooses whose job runs next, so that leaders with work get equal shares of the engine's time. Pure: no clock, no thread."""
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -30,6 +30,10 @@ class FairQueue(Generic[Owner, Job]):
     def has_jobs(self, owner: Owner) -> bool:
         """Whether jobs of this owner wait."""
         return owner in self._jobs
+
+    def owners(self) -> Iterable[Owner]:
+        """Those that have jobs."""
+        return self._jobs
 
     def add(self, owner: Owner, job: Job) -> None:
         """Append a job."""

@@ -87,8 +87,9 @@ class _GpuTransfers:
     ) -> Tensor:
         output, dtype = _converting(output, float32_as)
         output = output.to(dtype)
-        # Only pinned memory is copied to without blocking, and segments of shared memory are not pinned.
-        host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        host = None if allocate is None else allocate(output.shape, output.dtype)
+        if host is None or not host.is_pinned():  # small, no shared memory is left, or it cannot be pinned
+            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
         host.copy_(output, non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
         return host

@@ -25,14 +25,14 @@ class ComputeTraces:
         self._facts = {"multiworld.worker": worker, "multiworld.device": device}
 
     def computed(
-        self, parents: Sequence[TraceContext], *, stage: int, images: int, compute_ns: int, waited_ns: int
+        self, parents: Sequence[TraceContext], *, stage: int, images: int, compute_ns: int, waited_us: int
     ) -> None:
         """Record that a batch has just been computed. `parents` are the leader's spans of its traced requests."""
         ended_ns = time.time_ns()
         facts = self._facts | {
             "multiworld.stage": stage,
             "multiworld.images": images,
-            "multiworld.waited_s": waited_ns / 1e9,
+            "multiworld.waited_s": waited_us / 1e6,
         }
         for parent in parents:
             span = self._tracer.start_span(

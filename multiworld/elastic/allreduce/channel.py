@@ -52,7 +52,12 @@ class ViewWorld:
 
 @dataclass(slots=True)
 class TaggedChannel:
-    """The transfers of one all-reduce. They share one tag, so they stay in order. Use it with `with`, which counts the bytes sent."""
+    """The transfers of one all-reduce. They share one tag, so they stay in order. Use it with `with`, which counts the bytes sent.
+
+    Attributes:
+        tag: identifies the all-reduce; the same on all members.
+        counters: the bytes sent and received are added to it, also on failure.
+    """
 
     world: ViewWorld
     tag: int

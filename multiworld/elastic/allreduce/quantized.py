@@ -15,36 +15,21 @@ import itertools
 import torch
 from torch import Tensor
 
-from multiworld.elastic.allreduce.channel import ByteCounters, TaggedChannel, ViewWorld
+from multiworld.elastic.allreduce.channel import TaggedChannel, ViewWorld
 from multiworld.elastic.allreduce.quantization import Quantization, dequantize, quantize, wire_bytes
 from multiworld.elastic.allreduce.reduction import Reduction, copy
 
 
 async def quantized_all_reduce(
-    world: ViewWorld,
-    operand: Tensor,
-    result: Tensor,
-    reduction: Reduction,
-    quantization: Quantization,
-    tag: int,
-    counters: ByteCounters,
+    channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction, quantization: Quantization
 ) -> None:
-    """Reduce the `operand` of all members into the `result` of all members.
+    """Reduce the `operand` of all members into the `result` of all members, quantized.
 
     Args:
         operand, result: flat, contiguous, on the host, in different memory; same dtype and size on all members.
-        tag: identifies the all-reduce; the same on all members.
-        counters: the bytes sent and received are added to it, also on failure.
     Raises:
         BrokenWorldException: the view has ended. `result` is undefined, `operand` is unchanged.
     """
-    with TaggedChannel(world, tag, counters) as channel:
-        await _exchange(channel, operand, result, reduction, quantization)
-
-
-async def _exchange(
-    channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction, quantization: Quantization
-) -> None:
     world = channel.world
     dtype, others = operand.dtype, [rank for rank in range(world.size) if rank != world.rank]
     operands, results = _chunks(operand, world.size), _chunks(result, world.size)

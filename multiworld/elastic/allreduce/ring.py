@@ -50,23 +50,14 @@ class _Chunk:
     forward: bool
 
 
-async def ring_all_reduce(
-    world: ViewWorld, operand: Tensor, result: Tensor, reduction: Reduction, tag: int, counters: ByteCounters
-) -> None:
-    """Reduce the `operand` of all members into the `result` of all members.
+async def ring_all_reduce(channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction) -> None:
+    """Reduce the `operand` of all members into the `result` of all members, in chunks around a ring.
 
     Args:
         operand, result: flat, contiguous, on the host, in different memory; same dtype and size on all members.
-        tag: identifies the all-reduce; the same on all members.
-        counters: the bytes sent and received are added to it, also on failure.
     Raises:
         BrokenWorldException: the view has ended. `result` is undefined, `operand` is unchanged.
     """
-    with TaggedChannel(world, tag, counters) as channel:
-        await _pass_around(channel, operand, result, reduction)
-
-
-async def _pass_around(channel: TaggedChannel, operand: Tensor, result: Tensor, reduction: Reduction) -> None:
     world = channel.world
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     for own in _chunks(operand, world.rank, world.size):

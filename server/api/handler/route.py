@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ _FAILED = "the handler failed on this request; search the log for the request id
 class HandlerRoute:
     """The route POST /predict of a service with a handler, and its dependencies. The handler runs in the slots of the decoding threads."""
 
+    summary: ClassVar[str] = "any body that the handler decodes"
     predictor: Predictor
     model: ServedModel
     handler: HandlerProcesses

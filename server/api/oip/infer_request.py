@@ -1,4 +1,7 @@
-"""Parses the body of an inference request: JSON, JSON followed by binary data, or one raw tensor."""
+"""Parses inference requests: JSON, JSON followed by binary data, or one raw tensor.
+
+gRPC has another encoding of the same request: it calls `named_inputs` and `infer_request` with what it has decoded.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from multiworld_serving.server.api.oip.metadata import Signature
 from multiworld_serving.server.api.oip.tensors import BINARY_ONLY, DATATYPES, abbreviated, input_tensor
 from multiworld_serving.server.errors import InferenceRequestError
 
-_MAX_JSON_VALUES = 1_000_000
-_MAX_JSON_FIELDS = 20_000
+MAX_VALUES = 1_000_000
+MAX_FIELDS = 20_000
 """Parsing holds the GIL and so blocks the leader's event loop: about 50 ms for this many values, but seconds for a body full of
 lists and fields. Counting commas, brackets and colons limits it before parsing. Sixty-four images as nested lists, as large as
 the limit of values allows, have 14,000 lists."""
 
 _MAX_TIMEOUT_US = 2**63 - 1
+
+Given = list[tuple[dict[str, Any], memoryview | None]]
+"""Each input as the request describes it, and its binary data; None if its values are in its `data`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class InferRequest:
         outputs: at least one, in the order of the response.
         id: the client's id, to be returned; None = none.
         timeout_s: the client's timeout since the request's arrival; None = the server's.
+        version: number of the version that must answer; None = any.
     """
 
     rows: Sequence[Image]
@@ -57,6 +64,7 @@ class InferRequest:
     outputs: Sequence[OutputOptions]
     id: str | None = None
     timeout_s: float | None = None
+    version: int | None = None
 
 
 def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signature) -> InferRequest:
@@ -79,6 +87,15 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
         )
     request = _json_object(body if json_bytes is None else body[:json_bytes])
     binary = None if json_bytes is None else memoryview(body)[json_bytes:]
+    return infer_request(request, _with_data(named_inputs(request.get("inputs"), signature), binary), signature)
+
+
+def infer_request(request: Mapping[str, Any], given: Given, signature: Signature) -> InferRequest:
+    """The request that a client describes, as in JSON.
+
+    Raises:
+        InferenceRequestError: the request is invalid for this model.
+    """
     parameters = _object(request.get("parameters"), "`parameters` of the request")
     for name in parameters:
         if name.startswith("sequence_") and parameters[name] not in (0, "", False):
@@ -86,7 +103,6 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
                 f"the parameter {abbreviated(name)} is for stateful models, and this model is stateless; omit it"
             )
     outputs = _outputs(request.get("outputs"), _flag(parameters, "binary_data_output"), signature)
-    given = _with_data(_inputs(request.get("inputs"), signature), binary)
     rows: Sequence[Image]
     if signature.model.image is not None:
         ((tensor, data),) = given
@@ -104,9 +120,9 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
 
 def _json_object(data: bytes) -> dict[str, Any]:
     values, fields = data.count(b","), data.count(b"[") + data.count(b"{") + data.count(b":")
-    if values > _MAX_JSON_VALUES or fields > _MAX_JSON_FIELDS:
+    if values > MAX_VALUES or fields > MAX_FIELDS:
         raise InferenceRequestError(
-            f"the JSON has more than {_MAX_JSON_VALUES} values or {_MAX_JSON_FIELDS} lists and fields; "
+            f"the JSON has more than {MAX_VALUES} values or {MAX_FIELDS} lists and fields; "
             "send the numbers as binary data"
         )
     try:
@@ -119,8 +135,8 @@ def _json_object(data: bytes) -> dict[str, Any]:
     return _object(found, "body")
 
 
-def _inputs(inputs: object, signature: Signature) -> list[dict[str, Any]]:
-    """The inputs of the request, in the order of the model's."""
+def named_inputs(inputs: object, signature: Signature) -> list[dict[str, Any]]:
+    """The inputs of the request, in its order. Raises InferenceRequestError unless they are the model's, each once."""
     names = [spec.name for spec in signature.model.inputs]
     if not isinstance(inputs, list) or not inputs:
         raise InferenceRequestError(f"the request has no list `inputs`; the model's {_named('input', names)}")
@@ -134,6 +150,8 @@ def _inputs(inputs: object, signature: Signature) -> list[dict[str, Any]]:
     for name, found in by_name.items():
         if len(found) != 1:
             raise InferenceRequestError(f"the input {name!r} is given {len(found)} times; expected once")
+        if "shared_memory_region" in _object(found[0].get("parameters"), f"`parameters` of input {name!r}"):
+            raise InferenceRequestError("shared memory is not supported; send the data in the request")
     return tensors
 
 
@@ -143,17 +161,13 @@ def _named(kind: str, names: Sequence[str]) -> str:
     return f"{kind} is {listed}" if len(names) == 1 else f"{kind}s are {listed}"
 
 
-def _with_data(
-    tensors: list[dict[str, Any]], binary: memoryview | None
-) -> list[tuple[dict[str, Any], memoryview | None]]:
-    """Each input with its part of the binary data; None if its data are in the JSON."""
-    found: list[tuple[dict[str, Any], memoryview | None]] = []
+def _with_data(tensors: list[dict[str, Any]], binary: memoryview | None) -> Given:
+    """Each input with its part of the binary data that follow the JSON."""
+    found: Given = []
     at = 0
     for tensor in tensors:
         name = tensor["name"]
         parameters = _object(tensor.get("parameters"), f"`parameters` of input {name!r}")
-        if "shared_memory_region" in parameters:
-            raise InferenceRequestError("shared memory is not supported; send the data in the request")
         size = parameters.get("binary_data_size")
         if size is None:
             found.append((tensor, None))

@@ -50,13 +50,11 @@ def output_tensors(predictions: Sequence[Prediction], model: ServedModel) -> tup
     return outputs
 
 
-def build_response(
-    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
-) -> EncodedResponse:
-    """Serialize the predictions of the samples, in their order.
+def encoded_outputs(
+    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], signature: Signature
+) -> list[tuple[dict[str, Any], bytes | None]]:
+    """The wanted outputs of the samples, in their order: how JSON describes each, and its binary data.
 
-    Args:
-        request_id: the client's id; None = none.
     Raises:
         InferenceRequestError: JSON cannot express the values, or there are too many.
         StageError: as `output_tensors`.
@@ -67,7 +65,20 @@ def build_response(
         raise InferenceRequestError(
             f"the outputs have {values} values, and JSON may have {_MAX_JSON_VALUES}; ask for binary data with `binary_data_output`"
         )
-    parts = [_output(tensors[each.index], each, signature) for each in wanted]
+    return [_output(tensors[each.index], each, signature) for each in wanted]
+
+
+def build_response(
+    predictions: Sequence[Prediction], wanted: Sequence[OutputOptions], request_id: str | None, signature: Signature
+) -> EncodedResponse:
+    """Serialize the predictions of the samples, in their order.
+
+    Args:
+        request_id: the client's id; None = none.
+    Raises:
+        InferenceRequestError, StageError: as `encoded_outputs`.
+    """
+    parts = encoded_outputs(predictions, wanted, signature)
     head = {
         "model_name": predictions[0].model,
         "model_version": str(predictions[0].version_number),

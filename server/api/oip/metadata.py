@@ -8,6 +8,7 @@ from typing import Any
 
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.api.oip.tensors import DATATYPES
+from multiworld_serving.server.errors import UnknownModelError
 from multiworld_serving.server.predictor import ModelVersion, PipelineSnapshot, ServedModel
 from multiworld_serving.server.readiness import readiness_error
 
@@ -36,6 +37,21 @@ class Signature:
     def num_classes(self) -> int:
         """Number of probabilities per sample; 0 if the output is no probabilities of classes."""
         return len(self.model.labels)
+
+    def check_served(self, model: str, version: str | None, now: ModelVersion) -> None:
+        """Raise UnknownModelError unless this model, and this version of it if one is named, serves.
+
+        Args:
+            version: as the client wrote it; None = any.
+            now: the version that serves.
+        """
+        if model != self.model.name:
+            raise UnknownModelError(f"there is no model {model[:64]!r}; the only model is {self.model.name!r}")
+        if version is not None and version != str(now.number):
+            raise UnknownModelError(
+                f"the model {model!r} has no version {version[:64]!r}; the only version is {str(now.number)!r}, "
+                f"with the weights {now.name}"
+            )
 
     def metadata(self, version: ModelVersion) -> dict[str, Any]:
         """The response of GET /v2/models/{model}."""

@@ -21,7 +21,6 @@ from multiworld_serving.server.api.oip.metadata import Signature, repository_ind
 from multiworld_serving.server.api.oip.tensors import DATATYPES
 from multiworld_serving.server.api.predict import Seconds, timeout_parameter
 from multiworld_serving.server.api.response_headers import HEADER_DOCUMENTATION
-from multiworld_serving.server.errors import UnknownModelError
 from multiworld_serving.server.http.direct_routes import DirectHandler
 from multiworld_serving.server.http.errors import error_documentation
 from multiworld_serving.server.observability.inference_statistics import Statistics
@@ -50,14 +49,7 @@ class _ModelRoutes:
         return name, version
 
     def _check(self, model: str, version: str | None = None) -> None:
-        served, now = self.signature.model, self.predictor.version
-        if model != served.name:
-            raise UnknownModelError(f"there is no model {model[:64]!r}; the only model is {served.name!r}")
-        if version is not None and version != str(now.number):
-            raise UnknownModelError(
-                f"the model {served.name!r} has no version {version[:64]!r}; the only version is {str(now.number)!r}, "
-                f"with the weights {now.name}"
-            )
+        self.signature.check_served(model, version, self.predictor.version)
 
 
 @dataclass(frozen=True)
@@ -157,19 +149,19 @@ class V2Routes(_ModelRoutes):
 class V2InferRoutes(_ModelRoutes):
     """The inference routes under /v2."""
 
-    inference: InferRoute
+    route: InferRoute
 
     def router(self) -> APIRouter:
         """The routes, documented for OpenAPI."""
         router = APIRouter(tags=[_TAG])
-        timeout_header = timeout_parameter(self.inference.timeout_s)
+        timeout_header = timeout_parameter(self.route.inference.timeout_s)
         model_parameter, version_parameter = self._path_parameters()
 
         async def of_model(
             request: Request, model: str = model_parameter, timeout_s: Seconds = timeout_header
         ) -> Response:
             self._check(model)
-            return await self.inference.infer(request, timeout_s)
+            return await self.route.infer(request, timeout_s)
 
         async def of_version(
             request: Request,
@@ -178,7 +170,7 @@ class V2InferRoutes(_ModelRoutes):
             timeout_s: Seconds = timeout_header,
         ) -> Response:
             self._check(model, version)
-            return await self.inference.infer(request, timeout_s, version=int(version))
+            return await self.route.infer(request, timeout_s, version=int(version))
 
         endpoints: dict[str, Callable[..., Awaitable[Response]]] = {"": of_model, "/versions/{version}": of_version}
         for path, endpoint in endpoints.items():
@@ -197,7 +189,7 @@ class V2InferRoutes(_ModelRoutes):
     def direct(self) -> dict[str, DirectHandler]:
         """The route of the current version for requests without a timeout."""
         path = f"/v2/models/{self.signature.model.name}/infer"
-        return {path: lambda request: self.inference.infer(request, None)}
+        return {path: lambda request: self.route.infer(request, None)}
 
 
 _INFER_ERRORS = (400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

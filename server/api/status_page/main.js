@@ -5,7 +5,7 @@ import { $, duration, number, setText } from "./dom.js";
 import { showEvent } from "./events.js";
 import { Graph } from "./graph.js";
 import { lost, noIncident, seen, showIncident, showState } from "./hero.js";
-import { startOperating } from "./operate.js";
+import { showRollout, startOperating } from "./operate.js";
 import { Rates } from "./rates.js";
 import { ReplicaTable } from "./replicas.js";
 import { startTrying } from "./try.js";
@@ -27,6 +27,7 @@ function showStatus(fresh) {
   status = fresh;
   const ready = status.stages.map((stage) => stage.replicas.filter((replica) => replica.state === "ready").length);
   showState(status);
+  showRollout(status);
   setText($("model"), `${status.model} ${status.version}`);
   setText($("uptime"), duration(status.uptime_s));
   setText($("queue"), status.queue_depth);

@@ -1,9 +1,24 @@
-// Operator actions, on the admin port only: a rolling restart with its steps, and loading a version.
+// Operator actions, on the admin port only: a rolling restart and loading a version, both with their progress.
 
 import { $, duration, setText } from "./dom.js";
 
+const REFRESH_MS = 500;
+
 let model = "";
 let running = false;
+let rollout = null; // of the version that is being loaded, as in GET /status
+
+export function showRollout(status) {
+  rollout = status.rollout;
+}
+
+function rolloutText() {
+  if (!rollout) return "waiting for a leader";
+  if (rollout.phase === "reading") return `${rollout.leader} reads the weights`;
+  if (rollout.phase === "ending") return `${rollout.leader} waits for requests with the former version`;
+  const passed = `${rollout.passed.length} of ${rollout.workers} workers have passed the self-test`;
+  return `${rollout.worker ? `${rollout.worker} (${rollout.world}) loads its stage` : "a stage waits for a ready worker"}; ${passed}`;
+}
 
 export function startOperating(listing) {
   model = listing.model;
@@ -59,7 +74,10 @@ async function restartWorkers() {
 async function loadVersion() {
   const startedMs = performance.now();
   const elapsed = () => duration((performance.now() - startedMs) / 1000);
-  const timer = setInterval(() => setText($("outcome-of-action"), `workers load the version: ${elapsed()} …`), 1000);
+  const timer = setInterval(() => {
+    if (rollout?.workers) $("progress").value = rollout.passed.length / rollout.workers;
+    setText($("outcome-of-action"), `${rolloutText()}, ${elapsed()} …`);
+  }, REFRESH_MS);
   try {
     const weights = $("weights").value.trim();
     const response = await post(`/v2/repository/models/${encodeURIComponent(model)}/load`, weights ? { parameters: { weights } } : {});

@@ -16,7 +16,8 @@ export async function startTrying(listing, lighten) {
   const response = await fetch(`/v2/models/${encodeURIComponent(model)}`);
   if (!response.ok) return;
   const metadata = await response.json();
-  const takesImages = (metadata.parameters?.input_datatypes ?? "").split(",").includes("BYTES");
+  const imageFiles = (metadata.parameters?.input_datatypes ?? "").split(",").includes("BYTES");
+  const takesImages = imageFiles && (listing.endpoints["POST /predict"] ?? "").startsWith("classify");
   $("try").hidden = false;
   $(takesImages ? "try-image" : "try-json").hidden = false;
   if (takesImages) startImages();
@@ -60,16 +61,25 @@ function showCommand(name) {
   $("curl").textContent = `curl -sS -F image=@${/^[\w.-]+$/.test(name) ? name : quoted(name)} ${location.origin}/predict`;
 }
 
-function zeros(shape) {
+function filled(shape, value) {
   const [size, ...rest] = shape;
-  return Array.from({ length: size }, () => (rest.length ? zeros(rest) : 0));
+  return Array.from({ length: size }, () => (rest.length ? filled(rest, value) : value));
+}
+
+// [least, most] length of each variable dimension, by its name.
+function ranges(metadata) {
+  const named = Object.entries(metadata.parameters ?? {}).filter(([name]) => name.startsWith("dimension."));
+  return named.map(([name, range]) => [name.replace("dimension.", ""), ...range.split("..").map(Number)]);
 }
 
 function startJson(metadata) {
+  const variable = ranges(metadata);
+  const least = Math.max(1, ...variable.map(([, from]) => from));
+  if (variable.length) $("inputs").append(element("p", `Variable lengths (-1): ${variable.map(([name, from, to]) => `${name} is ${from} to ${to}`).join(", ")}.`, { class: "note" }));
   for (const input of metadata.inputs) {
-    const shape = input.shape.map((size) => Math.max(1, size));
+    const shape = input.shape.map((size, at) => (size > 0 ? size : at ? least : 1));
     const small = shape.reduce((product, size) => product * size, 1) <= MOST_VALUES && input.datatype !== "BYTES";
-    const area = element("textarea", small ? JSON.stringify(zeros(shape)) : "[]", { id: `input-${input.name}`, rows: 4, spellcheck: "false" });
+    const area = element("textarea", small ? JSON.stringify(filled(shape, input.datatype === "BOOL" ? true : 0)) : "[]", { id: `input-${input.name}`, rows: 4, spellcheck: "false" });
     $("inputs").append(element("label", `${input.name}: ${input.datatype} [${input.shape.join(", ")}], as JSON`, { for: area.id }), area);
     area.addEventListener("input", () => showJsonCommand(metadata));
   }

@@ -51,8 +51,6 @@ class _SizeClass:
         self.took = SlidingWindow()
         """From when the replica had no earlier batch left to do until it returned this one."""
         self.computed = SlidingWindow()
-        self.others = SlidingWindow()
-        """How long batches waited for those of other leaders: what is left of `took` after computing and transfers."""
         self.transfer = SlidingWindow()
         """Input and output together."""
         self.per_row = SlidingWindow()
@@ -71,7 +69,6 @@ class ServiceTimes:
         computed_s, transfer_s = worked_s if computed_s is None else computed_s, transfer_s or 0.0
         size_class.took.add(worked_s)
         size_class.computed.add(computed_s)
-        size_class.others.add(max(0.0, worked_s - computed_s - transfer_s))
         size_class.transfer.add(transfer_s)
         size_class.per_row.add(computed_s / len(attempt.batch.rows))
 
@@ -109,17 +106,17 @@ class ServiceTimes:
     def next_send_s(self, replica: Replica) -> float | None:
         """When to send a batch so that it arrives as this replica becomes idle; None with too few samples.
 
-        Tends to be early: it assumes the shortest recent compute time for each batch in flight. Between two of them the worker computes
-        for other leaders, for the median of the recent times.
+        Tends to be early: it assumes the shortest recent compute time for each batch in flight. After each batch the worker computes for
+        other leaders, as long as it did last (`Replica.others_s`).
         """
-        done_s, transfer_s = replica.answered_s, 0.0
+        idle_s, transfer_s = replica.answered_s + replica.others_s, 0.0
         for attempt in replica.in_flight.values():
             size_class = self._size_classes.get(_key(attempt))
             if size_class is None or (min_s := size_class.computed.min_s()) is None:
                 return None
             transfer_s = size_class.transfer.median_s()
-            done_s = max(done_s, attempt.sent_s + transfer_s) + size_class.others.median_s() + min_s
-        return done_s - transfer_s
+            idle_s = max(idle_s, attempt.sent_s + transfer_s) + min_s + replica.others_s
+        return idle_s - transfer_s
 
 
 def _key(attempt: Attempt) -> tuple[int, int]:

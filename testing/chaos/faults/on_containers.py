@@ -30,14 +30,10 @@ _container_fault = partial(fault, of="container", unavailable_reason=docker_unav
 
 @_container_fault("container-kill", "docker kill, and docker start", causes=EXIT_CAUSES)
 def _kill(context: FaultContext) -> None:
-    """Kill the container. Docker does not restart a container after `docker kill`, so this starts it again."""
     container = context.container(context.targets[0])
     context.begin()
-    container.run_docker("kill")
-    try:
+    with container.killed():
         context.wait_broken()
-    finally:
-        container.run_docker("start")
 
 
 # The kernel first tries to reclaim memory, which may block the process for longer than the heartbeat timeout.
@@ -58,12 +54,9 @@ def _out_of_memory(context: FaultContext) -> None:
 def _pause(context: FaultContext) -> None:
     container = context.container(context.targets[0])
     context.begin()
-    container.run_docker("pause")
-    try:
+    with container.paused():
         context.wait_broken()
         context.hold(HOLD_S)
-    finally:
-        container.run_docker("unpause")
 
 
 @_container_fault(
@@ -74,13 +67,9 @@ def _pause(context: FaultContext) -> None:
 def _unplug(context: FaultContext) -> None:
     container = context.container(context.targets[0])
     context.begin()
-    container.disconnect_networks()
-    try:
+    with container.unplugged():
         context.wait_broken()
         context.hold(HOLD_S)
-    finally:
-        with container.addresses_reserved():
-            container.connect_networks()
 
 
 @_container_fault(
@@ -133,11 +122,8 @@ def _scale_to(context: FaultContext, service: str, count: int) -> None:
 )
 def _kill_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
-        leader.run_docker("kill")
-        try:
+        with leader.killed():
             context.hold(HOLD_S)
-        finally:
-            leader.run_docker("start")
 
 
 @_container_fault(
@@ -148,11 +134,8 @@ def _kill_leader(context: FaultContext) -> None:
 )
 def _pause_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
-        leader.run_docker("pause")
-        try:
+        with leader.paused():
             context.hold(PAUSE_S)
-        finally:
-            leader.run_docker("unpause")
 
 
 @_container_fault("leader-restart", "docker compose restart of each leader in turn", "leader", excused=NOT_SERVED)
@@ -169,12 +152,8 @@ def _restart_leader(context: FaultContext) -> None:
 )
 def _unplug_leader(context: FaultContext) -> None:
     for leader in _leaders(context):
-        leader.disconnect_networks()
-        try:
+        with leader.unplugged():
             context.hold(PAUSE_S)
-        finally:
-            with leader.addresses_reserved():
-                leader.connect_networks()
 
 
 def _leaders(context: FaultContext) -> Iterator[Container]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from multiworld_serving.testing.chaos.faults.context import FaultContext
 from multiworld_serving.testing.chaos.faults.fault import HOLD_S, fault
+from multiworld_serving.testing.chaos.observer import Replica
 from multiworld_serving.testing.chaos.system import network
 from multiworld_serving.testing.chaos.system.processes import Connection, Process
 
@@ -53,11 +54,7 @@ def _cut(context: FaultContext) -> None:
 def _kill_holder(context: FaultContext) -> None:
     """Kill a worker while the batches that it has computed are on the way to a consumer that does not read."""
     holder, consumer = sorted(context.targets, key=lambda target: target.stage)
-    with context.stopped([consumer]):
-        context.hold(context.heartbeat_timeout_s / 4)
-        context.signal(signal.SIGKILL, [holder])
-        context.hold(context.heartbeat_timeout_s / 4)
-    context.wait_broken([holder])
+    _kill_while_stopped(context, killed=holder, stopped=consumer)
 
 
 @fault(
@@ -69,8 +66,13 @@ def _kill_holder(context: FaultContext) -> None:
 def _kill_reader(context: FaultContext) -> None:
     """Kill a worker while it waits for tensors of a producer that does not send."""
     holder, reader = sorted(context.targets, key=lambda target: target.stage)
-    with context.stopped([holder]):
+    _kill_while_stopped(context, killed=reader, stopped=holder)
+
+
+def _kill_while_stopped(context: FaultContext, *, killed: Replica, stopped: Replica) -> None:
+    """Kill a worker while another one is stopped for half the heartbeat timeout, so that it lives."""
+    with context.stopped([stopped]):
         context.hold(context.heartbeat_timeout_s / 4)
-        context.signal(signal.SIGKILL, [reader])
+        context.signal(signal.SIGKILL, [killed])
         context.hold(context.heartbeat_timeout_s / 4)
-    context.wait_broken([reader])
+    context.wait_broken([killed])

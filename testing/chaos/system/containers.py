@@ -60,21 +60,41 @@ class Container:
     addresses: dict[str, str]
     http: str
 
-    def run_docker(self, verb: str, *options: str) -> None:
-        """Run `docker VERB OPTIONS` with this container. Raises ContainerError."""
-        docker(verb, *options, self.id)
-
     def run(self, *command: str) -> None:
         """Run a command in the container with `docker exec`. Raises ContainerError if it fails."""
         docker("exec", self.id, *command)
 
-    def disconnect_networks(self) -> None:
-        """Disconnect the container from all its networks."""
-        for network in self.networks:
-            docker("network", "disconnect", network, self.id)
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
+        """Kill the container, and start it after the block: Docker does not restart a container after `docker kill`."""
+        docker("kill", self.id)
+        try:
+            yield
+        finally:
+            docker("start", self.id)
 
     @contextlib.contextmanager
-    def addresses_reserved(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Pause all processes of the container while the block runs."""
+        docker("pause", self.id)
+        try:
+            yield
+        finally:
+            docker("unpause", self.id)
+
+    @contextlib.contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Disconnect the container from all its networks while the block runs; its addresses change."""
+        for network in self.networks:
+            docker("network", "disconnect", network, self.id)
+        try:
+            yield
+        finally:
+            with self._addresses_reserved():
+                self._connect_networks()
+
+    @contextlib.contextmanager
+    def _addresses_reserved(self) -> Iterator[None]:
         """Occupy its previous addresses while the block runs, so that it gets new ones. Call while it is disconnected.
 
         Raises ContainerError.
@@ -90,7 +110,7 @@ class Container:
                         break
             yield
 
-    def connect_networks(self) -> None:
+    def _connect_networks(self) -> None:
         """Reconnect the container to its networks with its aliases; its addresses may change."""
         for network, aliases in self.networks.items():
             names = [part for alias in aliases for part in ("--alias", alias)]

@@ -17,8 +17,9 @@ from multiworld.membership.mesh import _next_frame
 from multiworld.ops.operation import Operation, SubOperation
 from multiworld.ops.p2p import recv, send
 from multiworld.ops.validation import Ranks
-from multiworld.transport.connection import MAX_CREDITS, PeerConnection, Transfer
+from multiworld.transport.connection import MAX_CREDITS, PeerConnection
 from multiworld.transport.poller import poller_of
+from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, encode_signature, message_head
 from tests.waiting import until
 

@@ -8,7 +8,7 @@ import resource
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,10 @@ from multiworld.membership.local_socket import bind_local, default_runtime_dir
 from multiworld.ops.messages import recv_view, send_message
 from multiworld.ops.operation import Operation
 from multiworld.ops.views import View
-from multiworld.transport.connection import Transfer
 from multiworld.transport.poller import poller_of
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
 from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedMemoryConnection
+from multiworld.transport.transfer import Transfer
 from multiworld.transport.wire import (
     HEAD,
     IN_PLACE,
@@ -198,6 +198,25 @@ def test_sizes_change_within_the_budget_when_kept_segments_are_unused() -> None:
         assert pool.reserved_bytes <= 4 * MIB
     pool.close()
     assert pool.reserved_bytes == 0
+
+
+def test_memory_of_segments_is_registered_until_it_is_freed() -> None:
+    registered: dict[int, int] = {}
+
+    def register(address: int, size: int) -> Callable[[], None]:
+        registered[address] = size
+        return lambda: registered.__delitem__(address)
+
+    pool = SegmentPool(4 * MIB, register=register)
+    first = pool.allocate((MIB,), torch.uint8)
+    assert registered == {first.data_ptr(): MIB}
+    del first
+    again = pool.allocate((MIB,), torch.uint8)
+    assert len(registered) == 1, "the segment is used again"
+    pool.close()
+    assert registered == {again.data_ptr(): MIB}, "a tensor uses the memory"
+    del again
+    assert not registered
 
 
 def test_forked_child_does_not_use_the_segments_of_its_parent() -> None:

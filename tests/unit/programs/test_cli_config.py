@@ -93,6 +93,14 @@ def test_config_prints_a_table_of_changed_settings(capsys: pytest.CaptureFixture
         (["worker", "--set", "leader=a:1"], "no join token"),
         (["--set", "external_workers=true"], "no join token"),
         (["somebody"], "somebody"),
+        (["--set", "model=resnet19"], "did you mean resnet18"),
+        (["--set", "model=./nowhere"], "--model ./nowhere: there is no such file or folder"),
+        (["--set", "model=resnet18", "--set", "stages=11"], "resnet18 has 10 blocks"),
+        (["--set", "weights=nowhere.pth"], "--weights nowhere.pth: there is no such file"),
+        (["--set", "labels=nowhere.txt"], "--labels nowhere.txt: there is no such file"),
+        (["--set", "api_keys_file=nowhere"], "nowhere"),
+        (["--set", "tls_cert_file=nowhere", "--set", "tls_key_file=nowhere"], "nowhere"),
+        (["--set", "handler=nowhere.py:Handler"], "nowhere.py"),
     ],
 )
 def test_config_rejects_what_the_program_would_reject(

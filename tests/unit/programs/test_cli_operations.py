@@ -2,29 +2,36 @@
 
 import contextlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
 
 from multiworld_serving.cli.main import main
 from multiworld_serving.cli.verbs import admin
+from tests.http_server import QuietHandler, serving
 
 STATUS = {
     "model": "resnet18",
     "version": "random:0",
     "version_loading": "random:1",
-    "stages": [{"replicas": [{}, {}]}, {"replicas": [{}]}],
-    "spares": [],
+    "rollout": {
+        "phase": "loading",
+        "leader": "leader-0",
+        "worker": "w1",
+        "world": "s0.r1",
+        "passed": ["w0"],
+        "workers": 3,
+    },
 }
 RESTARTING = {"worker": "w0", "slot": "s0.r0", "state": "restarting", "number": 1, "total": 2}
 RESTARTED = {**RESTARTING, "state": "restarted", "left_s": 0.5, "back_s": 2.5}
 
 
-class Port(BaseHTTPRequestHandler):
+class Port(QuietHandler):
     """One port of a service. Requests for the other one get 404 with its number."""
 
     other_port: ClassVar[int] = 0
@@ -32,6 +39,7 @@ class Port(BaseHTTPRequestHandler):
     steps: ClassVar[list[dict[str, Any]]] = []
     status_asked: ClassVar[threading.Semaphore]
     interrupts: ClassVar[bool] = False
+    hangs: ClassVar[bool] = False
 
     def do_GET(self) -> None:
         self._serve()
@@ -51,7 +59,9 @@ class Port(BaseHTTPRequestHandler):
         elif self.path.endswith("/load"):
             for _ in range(2):  # the first answer was shown when the second question comes
                 self.status_asked.acquire(timeout=30)
-            if self.interrupts:
+            if self.hangs:
+                self.rfile.read(1)  # until the client closes the connection
+            elif self.interrupts:
                 main_thread = threading.main_thread().ident
                 assert main_thread is not None
                 signal.pthread_kill(main_thread, signal.SIGINT)
@@ -62,35 +72,18 @@ class Port(BaseHTTPRequestHandler):
             self._answer(200, *self.steps)
 
     def _answer(self, status: int, *lines: object) -> None:
-        body = "\n".join(map(json.dumps, lines)).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        self.answer(status, "\n".join(map(json.dumps, lines)).encode())
 
 
 @contextlib.contextmanager
-def service(*steps: dict[str, Any], interrupts: bool = False) -> Iterator[tuple[str, str]]:
+def service(*steps: dict[str, Any], interrupts: bool = False, hangs: bool = False) -> Iterator[tuple[str, str]]:
     """The URLs of the HTTP API and of the admin port of a service."""
-    with contextlib.ExitStack() as stack:
-        asked = threading.Semaphore(0)
-        http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
-        own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
-        operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts})
-        servers = []
-        for handler in (http, operations):
-            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            servers.append(server)
-        http.other_port = servers[1].server_port
-        operations.other_port = servers[0].server_port
-        http_url, admin_url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    asked = threading.Semaphore(0)
+    http: Any = type("Http", (Port,), {"serves": ("/status", "/predict"), "status_asked": asked})
+    own = {"serves": ("/admin", "/v2/repository"), "steps": list(steps), "status_asked": asked}
+    operations: Any = type("Admin", (Port,), {**own, "interrupts": interrupts, "hangs": hangs})
+    with serving(http) as http_url, serving(operations) as admin_url:
+        http.other_port, operations.other_port = (int(url.rpartition(":")[2]) for url in (admin_url, http_url))
         yield http_url, admin_url
 
 
@@ -121,8 +114,10 @@ def test_load_says_what_it_waits_for_and_for_how_long(capsys: pytest.CaptureFixt
         assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "50"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "resnet18 answers with random:1, version 2\n"
-    assert shown.err.splitlines()[0] == (
-        "multiworld: loading random:1: 3 workers load random:1 one after another and pass its self-test (at most 50 s)"
+    assert re.fullmatch(
+        r"multiworld: loading random:1: leader-0 waits for w1 \(s0\.r1\) to load its stage; "
+        r"1 of 3 workers \(w0\) have passed the self-test \(\d+ s of at most 50 s\)",
+        shown.err.splitlines()[0],
     )
 
 
@@ -130,7 +125,10 @@ def test_ctrl_c_during_a_load_says_what_serves(capsys: pytest.CaptureFixture[str
     with service(interrupts=True) as (_, admin_url):
         assert main(["load-version", "random:1", "--operations-url", admin_url]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "multiworld: interrupted: the service cancels the load; resnet18 answers with random:0"
+    assert last == (
+        "multiworld: interrupted: 1 of 3 workers (w0) have passed the self-test; the service cancels the load; "
+        "resnet18 answers with random:0"
+    )
 
 
 def test_restart_that_takes_too_long_says_what_was_done(
@@ -141,3 +139,10 @@ def test_restart_that_takes_too_long_says_what_was_done(
     with service(RESTARTING, RESTARTED, {**RESTARTING, "worker": "w1", "number": 2}) as (_, admin_url):
         assert main(["rolling-restart", "--operations-url", admin_url, "--timeout-s", "5"]) == 1
     assert "not done within 5 s: 1 of 2 workers restarted; the service finishes w1 and stops" in capsys.readouterr().err
+
+
+def test_load_that_takes_too_long_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    with service(hangs=True) as (_, admin_url):
+        assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "1"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "did not answer within 1 s; increase --timeout-s: 1 of 3 workers (w0) have passed the self-test" in error

@@ -7,10 +7,8 @@ import pty
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
@@ -26,8 +24,10 @@ from multiworld_serving.common.config.settings import declaration
 from multiworld_serving.deploy.processes.fork_server import ForkServer
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.deploy.processes.supervisor import Supervisor
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
+from tests.http_server import QuietHandler, serving
 
 S = TypeVar("S", bound=Settings)
 
@@ -90,7 +90,7 @@ SNAPSHOT = {
 }
 
 
-class FakeService(BaseHTTPRequestHandler):
+class FakeService(QuietHandler):
     """Answers like the service; refuses files that are not named cat."""
 
     status: ClassVar[Any] = SNAPSHOT
@@ -107,24 +107,7 @@ class FakeService(BaseHTTPRequestHandler):
         self._answer(200, {**ANSWER, "asked_for": top_k})
 
     def _answer(self, status: int, content: object) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serving(handler: type[FakeService]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        self.answer(status, json.dumps(content).encode())
 
 
 @pytest.fixture
@@ -411,8 +394,8 @@ def test_predict_shows_progress_on_a_terminal_when_its_output_is_redirected(url:
 def test_unreachable_service_prints_one_line_with_instructions(
     images: None, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeService) as server:
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(FakeService) as url:
+        pass
     assert main([*arguments, "--url", url]) == 1
     assert "multiworld serve" in one_line(capsys)
 

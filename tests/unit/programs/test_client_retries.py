@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from multiworld_client import (
     UnreachableError,
 )
 from multiworld_client.retries import RemainingTime
+from tests.http_server import QuietHandler, serving
 
 JPEG = b"\xff\xd8\xff"
 FAST_RETRIES = Retries(max_tries=4, first_pause_s=0.01, max_pause_s=0.02)
@@ -63,13 +63,11 @@ def served() -> Iterator[Script]:
     """A server with its script."""
     made = Script()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.send_response(made.readiness)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(made.readiness)
 
         def do_POST(self) -> None:
             made.connections.add(self.client_address)
@@ -91,20 +89,12 @@ def served() -> Iterator[Script]:
             if headers.get("Connection") == "close":
                 self.close_connection = True
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
-
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
             """Ignore: the script closes connections."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        made.url = f"http://127.0.0.1:{server.server_address[1]}"
+    with serving(Handler, Server) as made.url:
         yield made
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

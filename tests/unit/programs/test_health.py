@@ -1,37 +1,25 @@
 """The health check of a container: healthy, unhealthy, not responding, or not listening."""
 
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from multiworld_serving.deploy.health import health_error, main
+from tests.http_server import QuietHandler, serving
 
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
     """A server that answers with this status; returns its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(b"says the server")
+            self.answer(status, b"says the server")
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/readyz"
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield f"{url}/readyz"
 
 
 def test_status_200_is_healthy() -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import socket
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from multiworld_serving.cli.options import PROGRAMS
-from multiworld_serving.common.config import Settings, SettingsError, load
+from multiworld_serving.common.config import Settings, SettingsError, UserError, load
 from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
 from multiworld_serving.deploy.processes.service import _Service
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
@@ -221,3 +224,42 @@ def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown
         found = [load(FrontendSettings, {}, config_file=file, programs=PROGRAMS).banner for file in files]
         port = made._http.getsockname()[1]
     assert [text is not None and f"http://127.0.0.1:{port}/predict" in text for text in found] == shown
+
+
+@pytest.mark.parametrize(("cls", "needed"), [(ServeSettings, {}), (FrontendSettings, {"leader": "127.0.0.1:1"})])
+@pytest.mark.parametrize("missing", ["grpc", "google.protobuf"])
+def test_grpc_port_is_refused_without_its_packages(
+    cls: type[Settings], needed: dict[str, str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert load(cls, needed).grpc_port is None  # type: ignore[attr-defined]
+    with pytest.raises(SettingsError) as raised:
+        load(cls, {**needed, "grpc_port": "8005"})
+    text = str(raised.value)
+    assert f"grpc_port needs {missing}, which this Python does not have; install multiworld-serving[grpc]" in text
+    assert "\n" not in text
+
+
+def test_grpc_port_differs_from_the_others() -> None:
+    with pytest.raises(SettingsError, match="http_port and grpc_port are both 8000"):
+        load(ServeSettings, {"grpc_port": "8000"})
+
+
+def test_service_keeps_the_grpc_port_for_its_frontends_and_refuses_that_of_another() -> None:
+    with service(load(ServeSettings, {**PORTS, "grpc_port": "0", "frontends": "2"})) as made:
+        frontends = made._frontends(None)  # type: ignore[arg-type]
+        found = load(FrontendSettings, {}, config_file=Path(frontends._command(1)[-1]), programs=PROGRAMS)
+        assert made._grpc is not None
+        assert (found.grpc_port, found.grpc_fd) == (0, made._grpc.fileno())
+        assert found.grpc_fd in frontends._fds(1)
+        host, port = made._grpc.getsockname()
+        with socket.socket() as frontend:
+            frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            frontend.bind((host, port))
+            frontend.listen()
+            with (
+                pytest.raises(UserError, match="choose another --grpc-port"),
+                service(load(ServeSettings, {**PORTS, "grpc_port": str(port)})),
+            ):
+                pass
+        assert f"gRPC        127.0.0.1:{port} (Open Inference Protocol)" in made._banner

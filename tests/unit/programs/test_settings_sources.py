@@ -11,7 +11,8 @@ from pydantic import SecretStr, ValidationError
 
 from multiworld_serving.common.config import Settings, SettingsError, describe, effective_settings, load
 from multiworld_serving.common.config.sources import option, variable
-from multiworld_serving.server.settings import LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 PROGRAMS = (ServeSettings, WorkerSettings)

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from PIL import Image
 from torch import Tensor
 
-from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.auth.authorizer import Authorizer
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
@@ -126,7 +126,7 @@ async def running_frontend(
     """The application with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
     options: Any = {"authorizer": authorizer, "access_log": access_log, "admin_port": admin_port}
-    app = create_app(predictor, model, RequestLimits(**limits), metrics, **options)
+    app = create_api(predictor, model, RequestLimits(**limits), metrics, **options).app
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

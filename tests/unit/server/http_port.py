@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from multiworld_serving.common.http.connection_table import ConnectionLimits, ConnectionTable
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
-from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.http.limits import RequestLimits
 from multiworld_serving.server.observability.metrics import Metrics
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
@@ -100,7 +100,7 @@ async def http_port(
 ) -> AsyncIterator[Port]:
     """Serve with these connection limits. `app` replaces the application; with `context` the port uses TLS."""
     predictor, metrics = predictor or ColourPredictor(), Metrics()
-    app = app or create_app(predictor, MODEL, RequestLimits(timeout_s=10.0), metrics)
+    app = app or create_api(predictor, MODEL, RequestLimits(timeout_s=10.0), metrics).app
     connections = ConnectionTable(ConnectionLimits(**limits), metrics.connection_closed, metrics.connections)
     sock = bind("127.0.0.1", 0, "--http-port")
     async with serving(HttpServer(app, sock, connections, context=context)) as server:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.models import NO_TUNING, BundleError, ModelError, WeightsError
+from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
-from multiworld_serving.server.settings import LeaderSettings
 from multiworld_serving.server.versions.bundle_loader import open_bundle
 from multiworld_serving.server.versions.stage_weights import FileRange, StageWeights
 from multiworld_serving.server.versions.version_table import VersionTable

@@ -43,6 +43,7 @@ from multiworld_serving.server.predictor import (
     PipelineSnapshot,
     Prediction,
     ReplicaSnapshot,
+    RolloutProgress,
     ServedModel,
     StageSnapshot,
 )
@@ -395,6 +396,8 @@ STATE = LeaderState(
         leaders=(LeaderSnapshot("10.0.0.1:8001", "ready"),),
         frontends=(FrontendSnapshot("frontend-0", "here", 13, 2, 1),),
         edges=(EdgeSnapshot("frontend-0", "local-0", "shared_memory", 5, 0.5),),
+        version_loading="v2",
+        rollout=RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2),
     ),
 )
 
@@ -423,10 +426,11 @@ def test_frames_are_those_of_the_protocol() -> None:
         LeaderSnapshot,
         FrontendSnapshot,
         EdgeSnapshot,
+        RolloutProgress,
     )
     described = [[each.name for each in fields(cls)] for cls in (*parts, ServedModel, Prediction, RestartStep)]
     text = repr((described, [(kind.name, kind.value) for kind in FrameKind]))
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    assert (FRONTEND_PROTOCOL, digest) == (2, "cff82546c143"), (
+    assert (FRONTEND_PROTOCOL, digest) == (2, "9d25f5f26641"), (
         "increase FRONTEND_PROTOCOL once for the next release, and write the new digest here"
     )

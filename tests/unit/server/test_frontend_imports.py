@@ -22,6 +22,8 @@ _NOT_IN_A_FRONTEND = (
     "torch._dynamo",
     "torch._inductor",
     "torchvision",
+    "grpc",
+    "google.protobuf",
     "sympy",
 )
 

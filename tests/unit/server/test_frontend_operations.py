@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import BaseRoute, Route
 
 from multiworld_serving.server.administration import RestartStep
 from multiworld_serving.server.api.admin import AdminRoutes
@@ -15,6 +17,7 @@ from multiworld_serving.server.api.operations import OwnMetrics
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.predictor import ReplicaState
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, running_frontend
+from tests.unit.server.text_model import TEXT, TextPredictor
 
 
 async def no_steps() -> AsyncGenerator[RestartStep, None]:
@@ -90,6 +93,14 @@ async def test_index_lists_existing_endpoints() -> None:
                 assert (await frontend.client.get(path)).status_code == 200, endpoint
 
 
+async def test_index_has_no_predict_for_a_model_that_classifies_no_images() -> None:
+    async with running_frontend() as frontend:
+        listed = (await frontend.client.get("/")).json()["endpoints"]
+    async with running_frontend(TextPredictor(), TEXT) as frontend:
+        without = (await frontend.client.get("/")).json()["endpoints"]
+    assert listed.keys() - without.keys() == {"POST /predict"}
+
+
 async def test_metrics_are_the_same_on_both_ports() -> None:
     async with running_frontend() as frontend:
         await frontend.assert_serves()
@@ -159,6 +170,28 @@ async def test_openapi_describes_bodies_answers_and_errors() -> None:
     assert _schema(document["paths"]["/readyz"]["get"]["responses"]["503"]) == "#/components/schemas/NotReady"
     assert "/metrics" in document["paths"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+async def test_openapi_covers_every_route_but_the_files_of_the_status_page() -> None:
+    async with running_frontend() as frontend:
+        paths = (await frontend.client.get("/openapi.json")).json()["paths"]
+        routes = {
+            (route.path, method)
+            for route in _all_routes(frontend.app.routes)
+            for method in (route.methods or set()) - {"HEAD"}
+        }
+    documented = {(path, method.upper()) for path, methods in paths.items() for method in methods}
+    assert {path for path, _ in routes - documented if not path.startswith("/status-page/")} == {"/openapi.json"}
+    assert documented <= routes
+
+
+def _all_routes(routes: Iterable[BaseRoute]) -> Iterator[Route | APIRoute]:
+    """These and those of included routers, which newer versions of FastAPI keep as routers."""
+    for route in routes:
+        if isinstance(route, Route | APIRoute):
+            yield route
+        elif (included := getattr(route, "original_router", None)) is not None:
+            yield from _all_routes(included.routes)
 
 
 def _schema(response: Mapping[str, Mapping[str, Mapping[str, Mapping[str, str]]]]) -> str:

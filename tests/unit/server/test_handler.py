@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from multiworld_serving.common.config import UserError
-from multiworld_serving.server.api.app import create_app
+from multiworld_serving.server.api.app import create_api
 from multiworld_serving.server.api.handler.exchange import Kind, pack_arrays, pack_text, unpack_arrays
 from multiworld_serving.server.api.handler.processes import HandlerProcesses
 from multiworld_serving.server.errors import HandlerError
@@ -63,7 +63,7 @@ class Handler:
 async def serving(file: Path, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
     """A frontend of the text model with this handler."""
     with HandlerProcesses(f"{file}:Handler", timeout_s) as handler:
-        app = create_app(TextPredictor(), TEXT, RequestLimits(), Metrics(), handler=handler)
+        app = create_api(TextPredictor(), TEXT, RequestLimits(), Metrics(), handler=handler).app
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),

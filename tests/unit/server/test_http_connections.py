@@ -4,6 +4,7 @@ import asyncio
 import gc
 import socket
 import struct
+import time
 import weakref
 
 import pytest
@@ -27,7 +28,7 @@ async def assert_neighbour_is_answered(port: Port) -> None:
 
 
 async def test_connection_is_closed_when_it_sends_nothing() -> None:
-    async with http_port(idle_timeout_s=0.2) as port:
+    async with http_port(idle_timeout_s=0.6) as port:
         silent, kept = await port.open(), await port.open()
         assert await kept.healthy()
         assert await silent.rest() == b""
@@ -38,7 +39,7 @@ async def test_connection_is_closed_when_it_sends_nothing() -> None:
 
 @pytest.mark.parametrize("start", [b"GET /healthz HTTP/1.1\r\nX-A: b", b"\r\n\r\n", b"GET /" + b"a" * 500])
 async def test_head_gets_408_when_it_does_not_end(start: bytes) -> None:
-    async with http_port(header_timeout_s=0.3) as port:
+    async with http_port(header_timeout_s=0.6) as port:
         slow = await port.open()
 
         async def drip() -> None:
@@ -56,7 +57,7 @@ async def test_head_gets_408_when_it_does_not_end(start: bytes) -> None:
 
 
 async def test_body_gets_408_when_it_stalls() -> None:
-    async with http_port(stall_timeout_s=0.3) as port:
+    async with http_port(stall_timeout_s=0.6) as port:
         slow = await port.open()
         await slow.say(ASK % len(IMAGE) + IMAGE[:10])
         status, answer = await slow.answer()
@@ -67,7 +68,7 @@ async def test_body_gets_408_when_it_stalls() -> None:
 
 
 async def test_rest_of_a_rejected_body_is_read_for_a_limited_time() -> None:
-    async with http_port(stall_timeout_s=0.3) as port:
+    async with http_port(stall_timeout_s=0.6) as port:
         client = await port.open()
         await client.say(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
         assert (await client.answer())[0] == 404
@@ -285,7 +286,7 @@ async def test_earlier_requests_get_responses_when_a_pipelined_one_is_invalid(na
 async def test_request_completes_when_the_next_pipelined_body_stalls() -> None:
     """The time limit for that body starts when the client waits for no other response."""
     proceed = asyncio.Event()
-    async with http_port(ColourPredictor(proceed=proceed), stall_timeout_s=0.3) as port:
+    async with http_port(ColourPredictor(proceed=proceed), stall_timeout_s=0.6) as port:
         client = await port.open()
         await client.say(ASK % len(IMAGE) + IMAGE + ASK % len(IMAGE) + IMAGE[:10])
         await port.predictor.asked_times(1)
@@ -494,11 +495,12 @@ async def test_connection_leaves_the_table_when_it_is_reset() -> None:
 
 @pytest.mark.parametrize("after", ["close", "keep-alive"])
 async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 0.5)
+    monkeypatch.setattr("multiworld_serving.common.http.connection_table._CLOSE_S", 1.0)
     size = 20_000_000
-    async with http_port(app=Response(bytes(size)), stall_timeout_s=0.5) as port:
+    async with http_port(app=Response(bytes(size)), stall_timeout_s=1.0) as port:
         client = await port.open()
         await client.say(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % after.encode())
+        began_s = time.monotonic()
         async with asyncio.timeout(60):
             head = await client.reader.readuntil(b"\r\n\r\n")
             taken = 0
@@ -507,6 +509,7 @@ async def test_slowly_read_response_is_sent_completely(after: str, monkeypatch: 
                 await asyncio.sleep(0.02)
         assert head.startswith(b"HTTP/1.1 200")
         assert taken == size
+        assert time.monotonic() - began_s > 1.0, "shorter than the limits"
 
 
 class Told:

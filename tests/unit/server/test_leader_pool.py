@@ -31,6 +31,7 @@ from multiworld_serving.server.predictor import (
     ImageSizes,
     ModelVersion,
     Prediction,
+    RolloutProgress,
     ServedModel,
     ServiceState,
 )
@@ -386,6 +387,17 @@ async def test_snapshot_joins_what_all_leaders_know() -> None:
     assert [each.address for each in found.leaders] == ["10.0.0.1:8000", "10.0.0.1:8001", "10.0.0.1:8002"]
     assert found.frontends == (two, one)
     assert made.seen[-2].leaders == found.leaders
+
+
+async def test_snapshot_has_the_rollout_of_the_leader_that_loads() -> None:
+    progress = RolloutProgress("loading", "local-1", "s0.r1", ("local-0",), 2)
+    with pool_of(2) as made:
+        assert made.pool.snapshot().rollout is None
+        second = made.leaders[1]
+        assert second.state is not None
+        second.tells(snapshot=replace(second.state.snapshot, version_loading="v2", rollout=progress))
+        found = made.pool.snapshot()
+    assert (found.version_loading, found.rollout) == ("v2", replace(progress, leader="leader-1"))
 
 
 async def test_snapshot_has_the_last_stages_without_workers_when_no_leader_is_connected() -> None:

@@ -48,6 +48,42 @@ def test_samples_say_which_process_they_are_from() -> None:
     assert len(found) == 8
 
 
+def test_exemplars_are_kept_in_openmetrics_only() -> None:
+    metrics = Metrics()
+    for code, duration_s, trace_id in ((200, 0.3, 0xABC), (200, 0.7, None), (500, 9.0, 0xDEF)):
+        metrics.request_finished(
+            model='odd "} # {',
+            version="v",
+            protocol="predict",
+            code=code,
+            reason="ok",
+            duration_s=duration_s,
+            trace_id=trace_id,
+        )
+    parts = [("frontend-0", metrics.part()), ("leader-0", Metrics().part())]
+    exemplars = {
+        (sample.labels["model"], sample.labels["process"], sample.labels["code"]): (
+            sample.exemplar.labels["trace_id"],
+            sample.exemplar.value,
+        )
+        for family in openmetrics.text_string_to_metric_families(  # type: ignore[no-untyped-call]
+            merge_metrics(parts, openmetrics=True)
+        )
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert exemplars == {
+        ('odd "} # {', "frontend-0", "200"): (f"{0xABC:032x}", 0.3),
+        ('odd "} # {', "frontend-0", "500"): (f"{0xDEF:032x}", 9.0),
+    }
+    plain = merge_metrics(parts)
+    assert "trace_id" not in plain
+    without = [("frontend-0", metrics.exposition()[0].decode()), ("leader-0", Metrics().exposition()[0].decode())]
+    assert samples(plain).keys() == samples(merge_metrics(without)).keys()
+    assert b"trace_id" not in metrics.exposition()[0]
+    assert b"trace_id" in metrics.exposition("application/openmetrics-text; version=1.0.0")[0]
+
+
 def test_families_are_described_once_and_their_samples_are_together() -> None:
     lines = merge_metrics([("a", LEADER), ("b", FRONTEND), ("c", LEADER)]).splitlines()
     assert [line for line in lines if line.startswith("#")] == [

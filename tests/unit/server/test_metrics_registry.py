@@ -47,7 +47,7 @@ NAMES = {
     "multiworld_leaders": ("gauge", set()),
     "multiworld_leaders_configured": ("gauge", set()),
     "multiworld_requests_resubmitted_total": ("counter", {"reason"}),
-    "multiworld_model_version": ("gauge", set()),
+    "multiworld_model_version": ("gauge", {"model", "version", "number"}),
     "multiworld_version_changes_total": ("counter", set()),
     "multiworld_build_info": ("gauge", {"version"}),
 }
@@ -63,6 +63,7 @@ def stage(index: int, *states: ReplicaState) -> StageSnapshot:
 
 
 def tell_everything(metrics: Metrics) -> None:
+    metrics.version_serves("m", ModelVersion(1, "v"))
     metrics.declare_closing_reasons(("idle",))
     metrics.request_started()
     metrics.request_finished(

@@ -74,7 +74,7 @@ def test_handshakes_are_counted_and_evicted_when_there_are_too_many(
 
 def test_unfinished_handshake_is_closed(on_loop: Scenario, contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def scenario() -> None:
-        async with http_port(context=contexts[0], header_timeout_s=0.3) as port:
+        async with http_port(context=contexts[0], header_timeout_s=1.0) as port:
             silent, slow = await port.open(), await port.open()
             await slow.say(bytes.fromhex("16030100c8010000c4"))
             assert [await client.rest() for client in (silent, slow)] == [b"", b""]

@@ -11,7 +11,7 @@ import pytest
 
 from multiworld_serving.server.administration import OperationInProgressError
 from multiworld_serving.server.pipeline.rollout import VersionRollout
-from multiworld_serving.server.predictor import ModelVersion
+from multiworld_serving.server.predictor import ModelVersion, RolloutProgress
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import Placement, Slot
 from multiworld_serving.server.replicas.worker_link import WorkerLink
@@ -130,6 +130,33 @@ async def test_workers_drop_the_version_when_a_load_is_cancelled_while_one_loads
     assert [worker.dropped for worker in service.workers] == [[2], [2]]
     assert service.versions.current.version.number == 1
     assert service.change.loading is None
+
+
+async def test_progress_names_the_worker_that_loads_and_those_that_have_passed() -> None:
+    service = Service()
+    first, second = service.workers
+    first.worker, second.worker = "a", "b"
+    second.world_name = "s0.r1"
+    task = asyncio.create_task(service.change.run("v2"))
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(service.loader.begun.wait, 30)
+        assert service.change.progress == RolloutProgress("reading")
+        service.loader.proceed.set()
+        await first.loading.wait()
+        assert service.change.progress == RolloutProgress("loading", "a", "s0.r0", (), 2)
+        first.proceed.set()
+        await second.loading.wait()
+        assert service.change.progress == RolloutProgress("loading", "b", "s0.r1", ("a",), 2)
+        second.proceed.set()
+        while service.versions.retiring is None:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+        assert service.change.progress == RolloutProgress("ending", passed=("a", "b"), workers=2)
+        service.versions.retiring = None
+        for worker in service.workers:
+            worker.active_versions = {2}
+        service.change.check_retired()
+        await task
+    assert service.change.progress is None
 
 
 async def test_rollout_completes_when_its_caller_leaves_after_the_switch() -> None:

@@ -38,7 +38,7 @@ def test_header_survives_a_round_trip(
 ) -> None:
     payload = torch.zeros(shape, dtype=dtype)
     header = parsed(Message(kind, batch, payload, compute_ns, 7, 3, 2**32 - 1))
-    assert (header.kind, header.batch, header.compute_ns, header.waited_ns) == (kind, batch, compute_ns, 7)
+    assert (header.kind, header.batch, header.compute_ns, header.waited_us) == (kind, batch, compute_ns, 7)
     assert (header.stage, header.version) == (3, 2**32 - 1)
     assert (header.dtype, header.shape) == (dtype, tuple(shape))
 

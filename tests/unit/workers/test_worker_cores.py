@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from multiworld_serving.workers.compute.cores import CoreContention, SharedCores
+from multiworld_serving.workers.compute.cores import SharedCores
 
 _COMPUTES = """
 import sys
 from multiworld_serving.workers.compute.cores import SharedCores
-with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores() as threads:
+with SharedCores(sys.argv[1], int(sys.argv[2]), 4, 4, lambda: False).acquire_cores(0, 1) as threads:
     print(threads, flush=True)
     sys.stdin.read()
 """
@@ -39,16 +39,15 @@ def computing(file: str, seat: int) -> Iterator[tuple["subprocess.Popen[str]", i
 
 
 def threads(cores: SharedCores) -> int:
-    with cores.acquire_cores() as count:
+    with cores.acquire_cores(0, 1) as count:
         return count
 
 
 def test_all_cores_are_used_when_no_other_worker_computes(file: str) -> None:
-    cores = SharedCores(file, 0, 4, 4, lambda: False)
-    assert threads(cores) == 4
+    assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
     with computing(file, 1) as (_, theirs):
         assert theirs == 4
-    assert threads(cores) == 4
+    assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_cores_are_shared_equally_when_others_compute(file: str) -> None:
     with computing(file, 1), computing(file, 3) as (_, of_the_second):
         assert of_the_second == 2
         assert threads(cores) == 1  # of three: 4 // 3
-        with cores.acquire_cores(), computing(file, 2) as (_, of_the_fourth):
+        with cores.acquire_cores(0, 1), computing(file, 2) as (_, of_the_fourth):
             assert of_the_fourth == 1
 
 
@@ -80,7 +79,7 @@ def test_cores_are_released_when_a_computing_worker_is_killed(file: str) -> None
         assert threads(cores) == 2
         process.kill()
         process.wait(60)
-        assert threads(cores) == 4
+        assert threads(SharedCores(file, 0, 4, 4, lambda: False)) == 4
 
 
 def test_batch_is_computed_when_all_slots_are_taken(file: str) -> None:
@@ -94,25 +93,25 @@ def test_share_is_at_most_equal_when_other_programs_use_the_machine(file: str) -
     assert threads(SharedCores(file, 0, 8, 4, lambda: True)) == 1
 
 
-def test_half_of_the_cores_are_used_while_other_programs_take_them(file: str) -> None:
-    now_ns = waited_ns = 0
-    contention = CoreContention(lambda: waited_ns, lambda: now_ns)
-    cores = SharedCores(file, 0, 1, 4, lambda: False, contention)
+def test_faster_number_of_threads_is_learned_for_each_stage_and_size_and_learned_again(file: str) -> None:
+    now_s = 0.0
+    cores = SharedCores(file, 0, 1, 4, lambda: False, lambda: now_s)
 
-    def batches(count: int, waiting: float) -> list[int]:
-        nonlocal now_ns, waited_ns
+    def batches(count: int, size: int, **took_s: float) -> list[int]:
+        nonlocal now_s
         used = []
         for _ in range(count):
-            with cores.acquire_cores() as threads:
+            with cores.acquire_cores("stage", size) as threads:
                 used.append(threads)
-                now_ns += 1_000_000
-                waited_ns += round(waiting * 1_000_000)
+                now_s += size * (took_s["four"] if threads == 4 else took_s["two"])
         return used
 
-    assert set(batches(100, 0.1)) == {4}
-    assert batches(100, 0.5)[-1] == 2
-    assert set(batches(100, 0.05)) == {2}, "it does not return while a little contention is left"
-    assert batches(100, 0.0)[-1] == 4
+    assert batches(6, 8, four=1.0, two=2.0) == [4, 4, 4, 2, 2, 2], "each is tried"
+    assert batches(1000, 8, four=1.0, two=2.0).count(2) < 15
+    assert batches(1000, 100, four=2.0, two=1.0).count(4) < 15, "a larger batch, for which two threads are faster"
+    assert batches(1, 8, four=1.0, two=2.0) == [4], "the smaller batch is still known"
+    assert batches(100, 8, four=5.0, two=2.0)[-50:].count(4) < 5, "another program uses the cores"
+    assert batches(2000, 8, four=1.0, two=2.0)[-200:].count(2) < 5, "it has ended"
 
 
 def test_sharing_is_refused_when_the_file_is_gone(tmp_path: Path) -> None:

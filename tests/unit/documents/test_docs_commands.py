@@ -11,7 +11,8 @@ import typer
 
 from multiworld_serving.cli.main import app
 from multiworld_serving.common.config import Settings, SettingsError, load
-from multiworld_serving.server.settings import FrontendSettings, LeaderSettings, ServeSettings
+from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.settings import FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 from tests.documents import documents
 

@@ -1,0 +1,11 @@
+"""The Open Inference Protocol over gRPC, with the model, limits and errors of `server.api.oip`. Needs the extra `grpc`.
+
+open_inference.proto    the definition, also for clients
+definitions.py          message classes made of it
+codec.py                messages to requests and predictions to messages
+calls.py                one call: record, authorization, deadline, errors
+service.py              the methods
+server.py               the port; start reading here
+
+Only a frontend with a gRPC port imports it. May import what server.api.oip may.
+"""

@@ -1,0 +1,178 @@
+"""One gRPC call, from its first byte to its status: record, authorization, deadline, message, errors.
+
+Calls are observed as HTTP requests are: `status` in the log and `code` in the metrics are the HTTP status of the same outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from starlette.types import Scope
+
+from multiworld_serving.server.auth.authorizer import Authorizer, http_port_permission
+from multiworld_serving.server.errors import BodyTimeoutError, BodyTooLargeError, RequestRejected
+from multiworld_serving.server.http.errors import INTERNAL_ERROR, STATUS_OF_REASON, retry_after_s
+from multiworld_serving.server.http.request_tracker import RequestObserver
+from multiworld_serving.server.observability.request_metrics import InferenceProtocol
+from multiworld_serving.server.observability.request_record import RequestRecord
+from multiworld_serving.server.predictor import Predictor
+
+logger = logging.getLogger(__name__)
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    415: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""The gRPC status of each HTTP status. The only place that maps them."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The status of a call that failed."""
+
+    code: grpc.StatusCode
+    detail: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, rejection: RequestRejected) -> Failure:
+        """The failure that this rejection becomes."""
+        return cls(_CODES[STATUS_OF_REASON[rejection.reason]], rejection.detail, retry_after_s(rejection))
+
+
+class Call:
+    """One call.
+
+    Attributes:
+        deadline_s: by `time.monotonic()`: that of the client, or of the server if it is earlier.
+        trailers: metadata at the end of an answer.
+    """
+
+    def __init__(self, context: Any, record: RequestRecord, limits: CallLimits) -> None:
+        self.record = record
+        self.trailers: dict[str, str] = {}
+        self._context = context
+        self._limits = limits
+        left_s = context.time_remaining()
+        self.deadline_s = record.started_s + min(limits.timeout_s, limits.timeout_s if left_s is None else left_s)
+
+    async def message(self) -> bytes:
+        """Receive the message of the request.
+
+        Raises:
+            BodyTimeoutError: it did not arrive before the deadline.
+            BodyTooLargeError: gRPC has refused it.
+        """
+        try:
+            async with asyncio.timeout(max(0.0, self.deadline_s - time.monotonic())), self._limits.receiving:
+                message = await self._context.read()
+        except TimeoutError as error:
+            raise BodyTimeoutError("the message was not received before the call timed out; send it faster") from error
+        if message is grpc.aio.EOF:
+            raise BodyTooLargeError(
+                f"there is no message, or it is larger than the limit of {self._limits.max_bytes} bytes; send a smaller one"
+            )
+        received: bytes = message
+        return received
+
+
+class CallLimits:
+    """Limits of one call and of all calls together.
+
+    Attributes:
+        receiving: calls that receive a message at the same time: the memory for the largest messages is reserved for them.
+    """
+
+    def __init__(self, *, timeout_s: float, max_bytes: int, max_held_bytes: int) -> None:
+        self.timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self.receiving = asyncio.Semaphore(max(1, max_held_bytes // max_bytes))
+
+
+Answer = Callable[[Call], Awaitable[bytes]]
+"""Answers a call that is authorized. Raises RequestRejected."""
+
+
+@dataclass(frozen=True)
+class CallHandler:
+    """Runs calls."""
+
+    predictor: Predictor
+    observer: RequestObserver
+    authorizer: Authorizer
+    limits: CallLimits
+
+    def handler(
+        self, path: str, equivalent: str, answer: Answer, protocol: InferenceProtocol | None
+    ) -> grpc.RpcMethodHandler:
+        """The handler of a method. To the client it is a unary method; as a stream, the server chooses when to receive the message.
+
+        Args:
+            path: of the method.
+            equivalent: path of the same method over HTTP, for its permission.
+            protocol: see `RequestObserver.observe`.
+        """
+        permission = http_port_permission(equivalent)
+
+        async def run(_: object, context: Any) -> bytes:
+            scope = _scope(path, context)
+            record = RequestRecord.begin(scope, self.predictor.version.name)
+            with self.observer.observe(scope, record, protocol):
+                call = Call(context, record, self.limits)
+                try:
+                    record.key_name = self.authorizer.check(permission, scope)
+                    outcome: bytes | Failure = await answer(call)
+                    record.status = 200
+                except RequestRejected as rejection:
+                    outcome = Failure.of(rejection)
+                    record.status, record.reason = STATUS_OF_REASON[rejection.reason], rejection.reason
+                except asyncio.CancelledError:
+                    if time.monotonic() >= call.deadline_s:  # gRPC has cancelled the call, and not the client
+                        record.status, record.reason = STATUS_OF_REASON["deadline"], "deadline"
+                    raise
+                except Exception:
+                    outcome = Failure(_CODES[500], INTERNAL_ERROR)
+                    record.status, record.reason = 500, "internal"
+                    logger.exception("request failed request_id=%s path=%s", record.request_id, path)
+            return await _finished(context, call, outcome)
+
+        return grpc.stream_unary_rpc_method_handler(run)
+
+
+async def _finished(context: Any, call: Call, outcome: bytes | Failure) -> bytes:
+    """The message of the answer. Ends the call if it failed."""
+    trailers = {"x-request-id": call.record.request_id, **call.trailers}
+    if isinstance(outcome, bytes):
+        context.set_trailing_metadata(tuple(trailers.items()))
+        return outcome
+    trailers["reason"] = call.record.reason
+    if outcome.retry_after_s is not None:
+        trailers["grpc-retry-pushback-ms"] = str(round(outcome.retry_after_s * 1e3))
+    await context.abort(outcome.code, outcome.detail, tuple(trailers.items()))
+    raise AssertionError("abort raises")
+
+
+def _scope(path: str, context: Any) -> Scope:
+    """The call as an ASGI scope, for what observes and authorizes HTTP requests."""
+    headers = [
+        (name.encode("ascii"), value if isinstance(value, bytes) else value.encode("latin-1", "replace"))
+        for name, value in context.invocation_metadata() or ()
+    ]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, "client": None}

@@ -1,0 +1,202 @@
+"""Converts messages to requests and predictions to messages. All functions are synchronous and stateless."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from multiworld_serving.server.api.oip.infer_request import (
+    MAX_FIELDS,
+    MAX_VALUES,
+    Given,
+    InferRequest,
+    infer_request,
+    named_inputs,
+)
+from multiworld_serving.server.api.oip.infer_response import encoded_outputs
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip.tensors import BINARY_ONLY
+from multiworld_serving.server.api.oip_grpc.definitions import MESSAGES
+from multiworld_serving.server.errors import InferenceRequestError
+from multiworld_serving.server.predictor import ModelVersion, Prediction
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of `InferTensorContents` for each datatype. FP16 and BF16 have none."""
+_LENGTH_BYTES = 4
+_MAX_DIMENSIONS = 64
+"""More are cut off: no model has as many, so the request is refused in any case."""
+
+_Nested = Mapping[int, "_Nested"]
+_NESTED: _Nested = {4: {}, 5: {4: {}}, 6: {2: {}}}
+"""Fields of ModelInferRequest with messages: parameters, inputs, outputs, and the parameters of these."""
+_MAX_VARINT_BYTES = 10
+
+
+def decode(message_class: Any, body: bytes) -> Any:
+    """The message of this class. Raises InferenceRequestError if it is none."""
+    try:
+        return message_class.FromString(body)
+    except DecodeError as error:
+        raise InferenceRequestError(f"the message is not a {message_class.DESCRIPTOR.name} ({error})") from error
+
+
+def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) -> InferRequest:
+    """The request of a ModelInferRequest.
+
+    Args:
+        now: the version that serves.
+    Raises:
+        UnknownModelError: of another model or version.
+        InferenceRequestError: the request is invalid for this model.
+    """
+    _check_fields(body)
+    message = decode(MESSAGES["ModelInferRequest"], body)
+    version = message.model_version or None
+    signature.check_served(message.model_name, version, now)
+    request = {
+        "id": message.id,
+        "parameters": _parameters(message.parameters) | {"binary_data_output": True},
+        "outputs": [
+            {"name": each.name, "parameters": _parameters(each.parameters, without="binary_data")}
+            for each in message.outputs
+        ],
+    }
+    described = [
+        {
+            "name": each.name,
+            "datatype": each.datatype,
+            "shape": list(each.shape[:_MAX_DIMENSIONS]),
+            "parameters": _parameters(each.parameters),
+        }
+        for each in message.inputs
+    ]
+    given = _with_values(named_inputs(described, signature), message)
+    return replace(infer_request(request, given, signature), version=None if version is None else int(version))
+
+
+def infer_message(predictions: Sequence[Prediction], *, asked: InferRequest, signature: Signature) -> bytes:
+    """A ModelInferResponse, always with raw contents. Raises as `encoded_outputs`."""
+    parts = encoded_outputs(predictions, asked.outputs, signature)
+    message: bytes = MESSAGES["ModelInferResponse"](
+        model_name=predictions[0].model,
+        model_version=str(predictions[0].version_number),
+        id=asked.id,
+        outputs=[{name: each[name] for name in ("name", "datatype", "shape")} for each, _ in parts],
+        raw_output_contents=[binary for _, binary in parts],
+    ).SerializeToString()
+    return message
+
+
+def _parameters(parameters: Mapping[str, Any], without: str = "") -> dict[str, Any]:
+    found = ((name, value, value.WhichOneof("parameter_choice")) for name, value in parameters.items())
+    return {name: getattr(value, choice) if choice else None for name, value, choice in found if name != without}
+
+
+def _with_values(described: list[dict[str, Any]], message: Any) -> Given:
+    """Each input with its values: its raw contents, or in `data`."""
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(described):
+        raise InferenceRequestError(
+            f"`raw_input_contents` has {len(raw)} elements for {len(described)} inputs; expected one for each"
+        )
+    values = sum(len(found) for each in message.inputs for _, found in each.contents.ListFields())
+    if values > MAX_VALUES:
+        raise InferenceRequestError(
+            f"the `contents` of the inputs have {values} values, at most {MAX_VALUES}; send `raw_input_contents`"
+        )
+    given: Given = []
+    for at, tensor in enumerate(described):
+        contents = message.inputs[at].contents
+        typed = [field.name for field, _ in contents.ListFields()]
+        if raw and typed:
+            raise InferenceRequestError(
+                f"the input {tensor['name']!r} has both `contents` and `raw_input_contents`; give one of them"
+            )
+        given.append((tensor, memoryview(raw[at])) if raw else _typed(tensor, contents, typed))
+    return given
+
+
+def _typed(tensor: dict[str, Any], contents: Any, fields: Sequence[str]) -> tuple[dict[str, Any], memoryview | None]:
+    """The input with the values of its `contents`: elements of BYTES as binary data, others as in JSON."""
+    name, datatype = tensor["name"], tensor["datatype"]
+    if datatype not in _CONTENTS.keys() | BINARY_ONLY:
+        return tensor, None  # refused because of its datatype
+    expected = _CONTENTS.get(datatype)
+    if fields != [expected] and (fields or 0 not in tensor["shape"]):
+        raise InferenceRequestError(
+            f"the input {name!r} of {datatype} has its values in {' and '.join(fields) or 'no field'}; expected "
+            + ("raw_input_contents" if expected is None else f"raw_input_contents or {expected}")
+        )
+    if expected is None:
+        return tensor, memoryview(b"")
+    values = getattr(contents, expected)
+    if datatype == "BYTES":
+        elements = (part for each in values for part in (len(each).to_bytes(_LENGTH_BYTES, "little"), each))
+        return tensor, memoryview(b"".join(elements))
+    return tensor | {"data": list(values)}, None
+
+
+def _check_fields(body: bytes) -> None:
+    """Raise InferenceRequestError for a message of many small fields, which would take a hundred times its size in memory."""
+    try:
+        left = _count(memoryview(body), _NESTED, MAX_FIELDS)
+    except IndexError as error:
+        raise InferenceRequestError("the message is not a ModelInferRequest (it is truncated)") from error
+    if left < 0:
+        raise InferenceRequestError(
+            f"the message has more than {MAX_FIELDS} inputs, outputs, parameters and their fields"
+        )
+
+
+def _count(data: memoryview, nested: _Nested, left: int) -> int:
+    """`left` minus the number of fields, also of nested messages; negative as soon as there are too many.
+
+    Raises:
+        IndexError: a field ends behind the data.
+    """
+    at = 0
+    while at < len(data) and left >= 0:
+        tag, at = _varint(data, at)
+        left -= 1
+        match tag & 7:
+            case 0:
+                _, at = _varint(data, at)
+            case 1:
+                at += 8
+            case 2:
+                size, at = _varint(data, at)
+                if tag >> 3 in nested:
+                    left = _count(data[at : at + size], nested[tag >> 3], left)
+                at += size
+            case 5:
+                at += 4
+            case other:
+                raise InferenceRequestError(f"the message is not a ModelInferRequest (a field has wire type {other})")
+    return left
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number at this position, and the position behind it."""
+    value = 0
+    for count in range(_MAX_VARINT_BYTES):
+        byte = data[at + count]
+        value |= (byte & 0x7F) << 7 * count
+        if byte < 0x80:
+            return value, at + count + 1
+    raise InferenceRequestError("the message is not a ModelInferRequest (a number has more than ten bytes)")

@@ -1,0 +1,93 @@
+"""The methods of the service. Each one answers as its path over HTTP does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from multiworld_serving.server.api.oip.inference import OipInference, PreparedRequest
+from multiworld_serving.server.api.oip.metadata import repository_index
+from multiworld_serving.server.api.oip_grpc.calls import Answer, Call, CallHandler
+from multiworld_serving.server.api.oip_grpc.codec import decode, infer_message, parse_infer_message
+from multiworld_serving.server.api.oip_grpc.definitions import METHODS, SERVICE
+from multiworld_serving.server.api.response_headers import prediction_headers
+from multiworld_serving.server.predictor import Pipeline
+
+_EXTENSIONS = ["classification", "model_repository(index)"]
+
+
+@dataclass(frozen=True)
+class InferenceService:
+    """Implements `inference.GRPCInferenceService`."""
+
+    pipeline: Pipeline
+    inference: OipInference
+
+    def handlers(self, calls: CallHandler) -> dict[str, grpc.RpcMethodHandler]:
+        """The handlers of all methods, by name."""
+        model = f"/v2/models/{self.inference.signature.model.name}"
+        plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
+            "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
+            "ServerReady": ("/v2/health/ready", lambda _: {"ready": self.pipeline.ready}),
+            "ModelReady": (f"{model}/ready", self._model_ready),
+            "ServerMetadata": ("/v2", lambda _: _server()),
+            "ModelMetadata": (model, self._model_metadata),
+            "RepositoryIndex": ("/v2/repository/index", self._index),
+        }
+        found = {
+            name: calls.handler(f"/{SERVICE}/{name}", path, _plain(name, respond), None)
+            for name, (path, respond) in plain.items()
+        }
+        found["ModelInfer"] = calls.handler(f"/{SERVICE}/ModelInfer", f"{model}/infer", self._infer, "grpc")
+        return found
+
+    async def _infer(self, call: Call) -> bytes:
+        with self.inference.predictor.request():
+            prepared = await self._prepared(call)
+            encode = partial(infer_message, asked=prepared.asked, signature=self.inference.signature)
+            predictions, message = await self.inference.answer(prepared, call.record, encode)
+        call.trailers = {name.lower(): value for name, value in prediction_headers(predictions).items()}
+        return message
+
+    async def _prepared(self, call: Call) -> PreparedRequest:
+        """Receive and decode the message. Frees it before the prediction."""
+        body, inference = await call.message(), self.inference
+        with inference.bodies.reserve(len(body), already_held=0):
+            parse = partial(parse_infer_message, body, inference.signature, self.pipeline.version)
+            return await inference.prepare(parse, len(body), call.record, deadline_s=call.deadline_s)
+
+    def _model_ready(self, request: Any) -> Mapping[str, Any]:
+        self._check(request)
+        return {"ready": self.pipeline.ready}
+
+    def _model_metadata(self, request: Any) -> Mapping[str, Any]:
+        self._check(request)
+        metadata = self.inference.signature.metadata(self.pipeline.version)
+        return {name: metadata[name] for name in ("name", "versions", "platform", "inputs", "outputs")}
+
+    def _index(self, request: Any) -> Mapping[str, Any]:
+        return {"models": repository_index(self.pipeline.snapshot(), only_ready=request.ready)}
+
+    def _check(self, request: Any) -> None:
+        self.inference.signature.check_served(request.name, request.version or None, self.pipeline.version)
+
+
+def _plain(name: str, respond: Callable[[Any], Mapping[str, Any]]) -> Answer:
+    """The answer of a method that costs nothing."""
+    method = METHODS[name]
+
+    async def answer(call: Call) -> bytes:
+        response: bytes = method.response(**respond(decode(method.request, await call.message()))).SerializeToString()
+        return response
+
+    return answer
+
+
+def _server() -> dict[str, Any]:
+    version = importlib.metadata.version("multiworld-serving")
+    return {"name": "multiworld-serving", "version": version, "extensions": _EXTENSIONS}

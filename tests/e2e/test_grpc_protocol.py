@@ -1,0 +1,178 @@
+"""The Open Inference Protocol over gRPC with NVIDIA's client: answers as over HTTP, from two frontends, also while workers die."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from multiworld_serving.testing.local_service import LocalService
+from tests.e2e.images import png
+from tests.waiting import until, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+MODEL = "resnet18"
+SIDE = 32
+CLIENTS = 8
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""Clients of one process share a connection otherwise."""
+Pixels = NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[LocalService]:
+    with LocalService(
+        model=MODEL,
+        weights="random:0",
+        image_size=SIDE,
+        stages=2,
+        replicas=2,
+        frontends=2,
+        grpc_port=0,
+        heartbeat_timeout_s=5,
+    ) as running:
+        for name in ("frontend-0", "frontend-1"):
+            text = f"{name} serves"
+            running.wait_for(lambda line, text=text: str(line.message).startswith(text), 60.0)  # type: ignore[misc]
+        yield running
+        assert running.stop() == 0
+        assert not [line.message for line in running.lines if line["level"] is None], "the log is JSON only"
+
+
+@pytest.fixture(scope="module")
+def pixels() -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, (8, 3, SIDE, SIDE), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def expected(served: LocalService, pixels: Pixels) -> NDArray[np.float32]:
+    """The probabilities of each image, as JSON over HTTP gives them."""
+    image = {"name": "input", "datatype": "UINT8", "shape": list(pixels.shape), "data": pixels.ravel().tolist()}
+    found = httpx.post(f"{served.url}/v2/models/{MODEL}/infer", json={"inputs": [image]}, timeout=60).json()
+    (output,) = found["outputs"]
+    return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+@pytest.fixture
+def client(served: LocalService) -> Iterator[Any]:
+    with triton.InferenceServerClient(served.grpc_address) as running:
+        yield running
+
+
+def tensor(images: Pixels, datatype: str = "UINT8") -> Any:
+    data: NDArray[Any] = images
+    if datatype == "FP32":
+        data = images.astype(np.float32) / 255
+    elif datatype == "BYTES":
+        data = np.array([png(image) for image in images], dtype=np.object_)
+    found = triton.InferInput("input", list(data.shape), datatype)
+    found.set_data_from_numpy(data)
+    return found
+
+
+def assert_same(result: Any, expected: NDArray[np.float32]) -> None:
+    # The same images in another batch: the last bits may differ.
+    np.testing.assert_allclose(result.as_numpy("probabilities"), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_metadata_and_health_reach_the_client(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready(MODEL)
+    assert client.get_server_metadata(as_json=True)["name"] == "multiworld-serving"
+    metadata = client.get_model_metadata(MODEL, "1", as_json=True)
+    assert metadata["inputs"] == [{"name": "input", "datatype": "UINT8", "shape": ["-1", "3", str(SIDE), str(SIDE)]}]
+    assert client.get_model_repository_index(as_json=True)["models"] == [
+        {"name": MODEL, "version": "1", "state": "READY"}
+    ]
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP32", "BYTES"])
+def test_answers_equal_those_over_http(
+    client: Any, pixels: Pixels, expected: NDArray[np.float32], datatype: str
+) -> None:
+    result = client.infer(MODEL, [tensor(pixels, datatype)], model_version="1", request_id="mine")
+    assert_same(result, expected)
+    assert (result.get_response().id, result.get_response().model_version) == ("mine", "1")
+    best = client.infer(
+        MODEL, [tensor(pixels[:1], datatype)], outputs=[triton.InferRequestedOutput("probabilities", class_count=2)]
+    ).as_numpy("probabilities")
+    assert [int(text.split(b":")[1]) for text in best[0]] == np.argsort(-expected[0])[:2].tolist()
+
+
+def test_refusals_raise_the_clients_exception(client: Any, pixels: Pixels) -> None:
+    image = tensor(pixels[:1])
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"model_name": "other", "inputs": [image]}, "NOT_FOUND", "the only model is 'resnet18'"),
+        ({"model_name": MODEL, "model_version": "7", "inputs": [image]}, "NOT_FOUND", "no version '7'"),
+        ({"model_name": MODEL, "inputs": [image], "timeout": 1}, "DEADLINE_EXCEEDED", "."),
+        ({"model_name": MODEL, "inputs": [image], "client_timeout": 1e-4}, "DEADLINE_EXCEEDED", "."),
+        ({"model_name": MODEL, "inputs": [image, image]}, "INVALID_ARGUMENT", "given 2 times"),
+        ({"model_name": MODEL, "inputs": [image], "sequence_id": 3}, "INVALID_ARGUMENT", "stateful"),
+        ({"model_name": MODEL, "inputs": [image], "compression_algorithm": "gzip"}, "UNIMPLEMENTED", "gzip"),
+    ]
+    for arguments, code, says in refused:
+        with pytest.raises(InferenceServerException, match=says) as raised:
+            client.infer(**arguments)
+        assert raised.value.status() == f"StatusCode.{code}"
+
+
+async def test_killed_workers_cost_no_request(
+    served: LocalService, pixels: Pixels, expected: NDArray[np.float32]
+) -> None:
+    answered, failed, stop = 0, list[object](), asyncio.Event()
+
+    async def ask() -> None:
+        nonlocal answered
+        async with triton_aio.InferenceServerClient(served.grpc_address, channel_args=OWN_CONNECTION) as client:
+            while not stop.is_set():
+                for number, image in enumerate(pixels):
+                    try:
+                        assert_same(await client.infer(MODEL, [tensor(image[None])]), expected[number : number + 1])
+                    except (InferenceServerException, AssertionError) as error:
+                        failed.append(error)
+                    answered += 1
+
+    before = served.metric("multiworld_requests_total", protocol="grpc", code="200")
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(ask())
+        for stage in range(2):
+            status = await asyncio.to_thread(served.wait_until_complete, 60.0)
+            wanted = answered + 50
+            os.kill(status["stages"][stage]["replicas"][0]["pid"], signal.SIGKILL)
+            await until(lambda wanted=wanted: answered > wanted)  # type: ignore[misc]
+        stop.set()
+    assert not failed, failed[:3]
+    counted = served.metric("multiworld_requests_total", protocol="grpc", code="200") - before
+    assert counted == answered
+    assert served.metric("multiworld_requests_lost_total") == 0
+
+
+def test_both_frontends_serve_the_port(served: LocalService) -> None:
+    """The kernel chooses one of them for each connection."""
+    asked = 0
+
+    def answering() -> int:
+        nonlocal asked
+        with triton.InferenceServerClient(served.grpc_address, channel_args=OWN_CONNECTION) as client:
+            for _ in range(3):
+                with pytest.raises(InferenceServerException, match="no model"):
+                    client.infer("x", [])
+        asked += 3
+        counts = [
+            served.metric("multiworld_requests_total", protocol="grpc", reason="unknown_model", process=name)
+            for name in ("frontend-0", "frontend-1")
+        ]
+        return sum(count > 0 for count in counts)
+
+    wait_until(lambda: answering() == 2)

@@ -1,0 +1,149 @@
+"""Settings, environment variables, options, metrics, identifiers and files that the documentation names exist."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from multiworld_serving.cli.main import app
+from multiworld_serving.cli.options import PROGRAMS
+from multiworld_serving.common.config.sources import OTHER_VARIABLES, variable
+from tests.dashboard_queries import recorded_names
+from tests.documents import ROOT, documents
+from tests.unit.programs.test_dashboards import told
+
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FENCED = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"\bMULTIWORLD_[A-Z][A-Z_]*[A-Z]\b")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+IDENTIFIER = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
+METRIC = re.compile(r"(?P<name>[a-z_]+)(?:\{(?P<labels>[a-z_,]+)\})?")
+FILE = re.compile(r"[\w.-]+(?:/[\w.*-]+)+")
+PARTS_OF_FAMILIES = re.compile(r"_(?:bucket|sum|count|created)$")
+SOURCES = ("py", "yml", "yaml", "json", "toml", "html", "js", "css", "sh", "sbatch", "service")
+
+FOREIGN_OPTIONS = {
+    "--enable-feature",  # Prometheus
+    "--model-control-mode",  # Triton
+    *("--no-kill", "--nodes", "--requeue"),  # Slurm
+    "--port",  # torchrun
+}
+FOREIGN_IDENTIFIERS = {
+    *("api_auth", "batch_timeout", "decode_request", "encode_response", "max_payload_size"),  # LitServe
+    *("job_queue_size", "max_batch_delay", "min_worker"),  # TorchServe
+    *("perf_analyzer", "version_policy"),  # Triton
+}
+NOT_EXPORTED = {
+    *("multiworld_client", "multiworld_serving", "multiworld_token"),
+    "multiworld_workers_wanted",  # of the Prometheus adapter for Kubernetes
+    "multiworld_worlds",  # a network of Docker
+}
+"""Names that begin like those of metrics."""
+PAGES = {str(page.relative_to(ROOT)): page for page in documents()}
+
+
+@pytest.fixture(params=list(PAGES.values()), ids=list(PAGES))
+def page(request: pytest.FixtureRequest) -> str:
+    """The text of a page."""
+    text: str = request.param.read_text(encoding="utf-8")
+    return text
+
+
+def spans(text: str) -> set[str]:
+    """The inline code of a page."""
+    return set(SPAN.findall(FENCED.sub("", text)))
+
+
+@cache
+def sources() -> str:
+    """All program text of the repository."""
+    files = [path for suffix in SOURCES for path in ROOT.glob(f"[a-z]*/**/*.{suffix}")]
+    files += [*ROOT.glob("*.yml"), ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / "Dockerfile"]
+    here = Path(__file__).parent
+    return "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file() and here not in path.parents)
+
+
+@cache
+def words() -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", sources()))
+
+
+@cache
+def metrics() -> dict[str, set[str]]:
+    """Label names of each metric, by its name as in the documentation."""
+    found: dict[str, set[str]] = {}
+    for name, labels in told().items():
+        found.setdefault(PARTS_OF_FAMILIES.sub("", name), set()).update(labels)
+    return found
+
+
+@cache
+def options() -> frozenset[str]:
+    """Options of all verbs, and those that benchmarks, examples and the simulation declare."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    items = [item for command in group.commands.values() for item in command.params]
+    declared = re.findall(r"add_argument\(\s*\"(--[a-z0-9-]+)\"", sources())
+    return frozenset({name for item in items for name in (*item.opts, *item.secondary_opts)} | {*declared, "--help"})
+
+
+def test_environment_variables_are_settings_or_read_by_a_program(page: str) -> None:
+    known = {variable(name) for cls in PROGRAMS for name in cls.model_fields} | {
+        f"MULTIWORLD_{name}" for name in OTHER_VARIABLES
+    }
+    assert set(VARIABLE.findall(page)) <= known | words()
+
+
+def test_options_are_declared(page: str) -> None:
+    named = {option for span in spans(page) if span.startswith("--") for option in OPTION.findall(span)}
+    assert named <= options() | FOREIGN_OPTIONS
+
+
+def test_identifiers_occur_in_the_source(page: str) -> None:
+    named = {span for span in spans(page) if IDENTIFIER.fullmatch(span)}
+    unprefixed = {name.removeprefix("multiworld_") for name in metrics()}
+    assert named <= words() | metrics().keys() | unprefixed | FOREIGN_IDENTIFIERS | NOT_EXPORTED
+
+
+def test_metrics_with_prefix_are_exported_with_these_labels(page: str) -> None:
+    known = metrics() | {name: set() for name in recorded_names()}
+    for name, labels in re.findall(r"\b(multiworld_[a-z_]+)(?:\{([a-z_,]+)\})?", page):
+        if PARTS_OF_FAMILIES.sub("", name) in known:
+            assert set(filter(None, labels.split(","))) <= known[PARTS_OF_FAMILIES.sub("", name)], name
+        else:
+            assert name in NOT_EXPORTED, name
+
+
+def test_files_exist(page: str) -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = {span for span in spans(page) if FILE.fullmatch(span) and span.split("/")[0] in folders - {"build"}}
+    assert not [span for span in named if not any(ROOT.glob(span.rstrip("/")))]
+
+
+def documented_metrics() -> Iterator[tuple[str, set[str]]]:
+    """Names and labels in the first column of the tables of metrics."""
+    text = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8").partition("## The metrics")[2]
+    for row in text.splitlines():
+        first_cell = row.split(" | ")[0]
+        for span in SPAN.findall(first_cell) if row.startswith("| `") else ():
+            if found := METRIC.fullmatch(span):
+                yield f"multiworld_{found['name']}", set(filter(None, (found["labels"] or "").split(",")))
+
+
+def test_tables_of_metrics_are_complete_and_right() -> None:
+    documented = {name for name, _ in documented_metrics()}
+    exported = {name for name in metrics() if name.startswith("multiworld_")}
+    assert documented == exported
+    for name, labels in documented_metrics():
+        assert labels <= metrics()[name], name
+
+
+def test_names_that_do_not_exist_are_detected() -> None:
+    text = "`nobody_knows_this` `--replica-count 2` MULTIWORLD_NOBODY_KNOWS `server/gone.py`\n```\n`in_a_block`\n```\n"
+    assert spans(text) == {"nobody_knows_this", "--replica-count 2", "server/gone.py"}
+    assert "nobody_knows_this" not in words()
+    assert "--replica-count" not in options()
+    assert "MULTIWORLD_NOBODY_KNOWS" not in words()

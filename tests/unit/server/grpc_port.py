@@ -1,0 +1,110 @@
+"""The gRPC port on a socket of this process, with the pipeline of `frontend_app` and Triton's message classes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from multiworld_serving.common.config.keys import KeySet
+from multiworld_serving.common.http.connection_table import ConnectionLimits
+from multiworld_serving.common.http.listener import bind
+from multiworld_serving.server.api.app import create_api
+from multiworld_serving.server.api.oip_grpc.server import GrpcPort
+from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.http.limits import RequestLimits
+from multiworld_serving.server.http.tls import TlsFiles
+from multiworld_serving.server.observability.metrics import Metrics
+from multiworld_serving.server.predictor import ServedModel
+from tests.unit.server.frontend_app import MODEL, ColourPredictor
+
+PATIENCE_S = 30.0
+
+
+@dataclass
+class RunningGrpc:
+    """The port, a client of it, and its dependencies."""
+
+    port: GrpcPort
+    number: int
+    stub: Any
+    predictor: ColourPredictor
+    metrics: Metrics
+
+    def requests(self, **labels: str) -> float:
+        """How many requests with these labels were counted."""
+        labels = {"model": MODEL.name, "version": MODEL.version, "protocol": "grpc", **labels}
+        return self.metrics.registry.get_sample_value("multiworld_requests_total", labels) or 0
+
+
+@asynccontextmanager
+async def running_grpc(
+    predictor: ColourPredictor | None = None,
+    model: ServedModel = MODEL,
+    *,
+    authorizer: Authorizer | None = None,
+    tls: TlsFiles | None = None,
+    root: bytes | None = None,
+    **limits: Any,
+) -> AsyncIterator[RunningGrpc]:
+    """The port with these limits, served in this process. With `root`, the client uses TLS."""
+    predictor, metrics = predictor or ColourPredictor(), Metrics()
+    requests = RequestLimits(**limits)
+    api = create_api(predictor, model, requests, metrics, access_log=True, protocols=("predict", "v2", "grpc"))
+    authorizer = authorizer or Authorizer(ApiKeys(KeySet(), KeySet()))
+    with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:
+        port = GrpcPort(predictor, api, authorizer, reserved, requests, ConnectionLimits(), tls)
+        number: int = reserved.getsockname()[1]
+        async with api.app.router.lifespan_context(api.app), port, channel(number, root) as opened:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(opened)
+            yield RunningGrpc(port, number, stub, predictor, metrics)
+
+
+def channel(port: int, root: bytes | None = None) -> Any:
+    """A connection to this port."""
+    if root is None:
+        return grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    return grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(root))
+
+
+async def refused(call: Awaitable[Any], code: str, says: str = "") -> dict[str, Any]:
+    """Check that a call fails with this code and text. Returns the trailing metadata."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    assert (raised.value.code().name, says in raised.value.details()) == (code, True), raised.value
+    return dict(raised.value.trailing_metadata())
+
+
+def parameters(given: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of a message."""
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    return {name: pb.InferParameter(**{kinds[type(value)]: value}) for name, value in given.items()}
+
+
+def tensor(name: str, datatype: str, shape: list[int], given: dict[str, Any] | None = None, **contents: Any) -> Any:
+    """An input, with its values in these contents if there are any."""
+    found = pb.ModelInferRequest.InferInputTensor(
+        name=name, datatype=datatype, shape=shape, parameters=parameters(given or {})
+    )
+    if contents:
+        found.contents.CopyFrom(pb.InferTensorContents(**contents))
+    return found
+
+
+def wanted(name: str, **given: Any) -> Any:
+    """A requested output with these parameters."""
+    return pb.ModelInferRequest.InferRequestedOutputTensor(name=name, parameters=parameters(given))
+
+
+def infer(*inputs: Any, raw: list[bytes] | None = None, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """A request for the color model, unless `fields` names another."""
+    fields = {"model_name": MODEL.name, **fields}
+    return pb.ModelInferRequest(
+        inputs=inputs, raw_input_contents=raw or [], parameters=parameters(given or {}), **fields
+    )

@@ -1,0 +1,253 @@
+"""Messages of the Open Inference Protocol over gRPC: their definition, and what they become."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given as generated
+from hypothesis import settings, strategies
+from tritonclient.grpc import service_pb2 as pb
+
+from multiworld_serving.server.api.oip.infer_request import InferRequest
+from multiworld_serving.server.api.oip.metadata import Signature
+from multiworld_serving.server.api.oip_grpc.codec import infer_message, parse_infer_message
+from multiworld_serving.server.api.oip_grpc.definitions import MESSAGES, METHODS, SERVICE, messages_of
+from multiworld_serving.server.errors import InferenceRequestError, RequestRejected, UnknownModelError
+from multiworld_serving.server.predictor import ModelVersion, Prediction
+from tests.unit.server.frontend_app import MODEL, image_bytes
+from tests.unit.server.grpc_port import infer, tensor, wanted
+from tests.unit.server.text_model import TEXT
+from tests.unit.server.v2_requests import elements, pixels
+
+NOW = ModelVersion(1, "v1")
+SIGNATURES = {model.name: Signature(model, max_rows=8) for model in (MODEL, TEXT)}
+ONE = pixels("red")
+SHAPE = list(ONE.shape)
+FLOATS = ONE.float() / 255
+FILE = image_bytes("red")
+IDS = torch.tensor([[1, 2, 3], [4, 5, 600]])
+MASK = torch.tensor([[True, True, False], [False, True, True]])
+TYPED = (
+    tensor("ids", "INT64", [2, 3], int64_contents=IDS.flatten().tolist()),
+    tensor("mask", "BOOL", [2, 3], bool_contents=MASK.flatten().tolist()),
+)
+
+
+def parsed(message: Any) -> InferRequest:
+    return parse_infer_message(message.SerializeToString(), SIGNATURES[message.model_name], NOW)
+
+
+def fields(descriptor: Any) -> dict[str, Any]:
+    """The fields of a message and of those in it."""
+    found: dict[str, Any] = {
+        each.name: (
+            each.number,
+            each.type,
+            each.is_repeated,
+            each.message_type and each.message_type.full_name,
+            each.containing_oneof and each.containing_oneof.name,
+        )
+        for each in descriptor.fields
+    }
+    return found | {f"{each.name}.": fields(each) for each in descriptor.nested_types}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_definition_equals_that_of_triton(name: str) -> None:
+    assert fields(MESSAGES[name].DESCRIPTOR) == fields(getattr(pb, name).DESCRIPTOR)
+
+
+def test_methods_equal_those_of_triton() -> None:
+    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    assert service.full_name == SERVICE
+    for name, method in METHODS.items():
+        theirs = service.methods_by_name[name]
+        assert (method.request.DESCRIPTOR.name, method.response.DESCRIPTOR.name) == (
+            theirs.input_type.name,
+            theirs.output_type.name,
+        )
+
+
+@pytest.mark.parametrize("line", ["optional string name = 1;", "string name;", "enum Kind {", "reserved 2;"])
+def test_definition_in_another_part_of_the_language_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="not understood"):
+        messages_of(f"\nmessage One {{\n  {line}\n}}\n")
+
+
+def test_inputs_have_the_same_rows_typed_and_raw_in_any_order() -> None:
+    raw = [MASK.numpy().tobytes(), IDS.numpy().tobytes()]
+    plain = (tensor("mask", "BOOL", [2, 3]), tensor("ids", "INT64", [2, 3]))
+    typed = parsed(infer(*TYPED, model_name="text"))
+    for other in (infer(*TYPED[::-1], model_name="text"), infer(*plain, raw=raw, model_name="text")):
+        rows = parsed(other).rows
+        assert len(rows) == 2
+        assert all(torch.equal(one, two) for one, two in zip(rows, typed.rows, strict=True))  # type: ignore[arg-type]
+    assert (typed.key, typed.id, typed.timeout_s, typed.version) == ("3x3", None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "raw"),
+    [
+        (tensor("input", "UINT8", SHAPE, uint_contents=ONE.flatten().tolist()), None),
+        (tensor("input", "UINT8", SHAPE), ONE.numpy().tobytes()),
+        (tensor("input", "FP32", SHAPE, fp32_contents=FLOATS.flatten().tolist()), None),
+        (tensor("input", "FP32", SHAPE), FLOATS.numpy().tobytes()),
+    ],
+)
+def test_pixels_are_taken_in_every_representation(given: Any, raw: bytes | None) -> None:
+    (row,) = parsed(infer(given, raw=[raw] if raw else [])).rows
+    assert torch.equal(row, ONE[0])  # type: ignore[arg-type]
+
+
+def test_image_files_are_taken_in_both_representations() -> None:
+    typed = infer(tensor("input", "BYTES", [2], bytes_contents=[FILE, b""]))
+    raw = infer(tensor("input", "BYTES", [2, 1]), raw=[elements(FILE, b"")])
+    assert list(parsed(typed).rows) == list(parsed(raw).rows) == [FILE, b""]
+
+
+def test_fields_and_parameters_mean_the_same_as_over_http() -> None:
+    message = infer(
+        tensor("input", "UINT8", SHAPE),
+        raw=[ONE.numpy().tobytes()],
+        id="mine",
+        model_version="1",
+        given={"timeout": 2_000_000, "priority": 3, "binary_data_output": False},
+        outputs=[wanted("probabilities", classification=2, binary_data=False)],
+    )
+    asked = parsed(message)
+    assert (asked.id, asked.version, asked.timeout_s) == ("mine", 1, 2.0)
+    assert [(each.index, each.classes, each.binary) for each in asked.outputs] == [(0, 2, True)]
+
+
+def test_outputs_are_raw_in_the_order_asked_for() -> None:
+    outputs = (torch.tensor([3.5]), torch.tensor([[1, 2, 3]]).bfloat16(), torch.tensor([[7, 8, 9]]))
+    prediction = Prediction(TEXT.output_rows.pack(outputs)[0], "text", "v1", 0, 0, 0, 1, ("w",))
+    asked = parsed(infer(*TYPED, model_name="text", id="mine", outputs=[wanted("ids"), wanted("halves")]))
+    data = infer_message([prediction], asked=asked, signature=SIGNATURES["text"])
+    found = pb.ModelInferResponse.FromString(data)
+    assert (found.model_name, found.model_version, found.id) == ("text", "1", "mine")
+    assert [(each.name, each.datatype, list(each.shape)) for each in found.outputs] == [
+        ("ids", "INT64", [1, 3]),
+        ("halves", "BF16", [1, 3]),
+    ]
+    assert list(found.raw_output_contents) == [
+        struct.pack("<3q", 7, 8, 9),
+        outputs[1].view(torch.int16).numpy().tobytes(),
+    ]
+
+
+def test_classes_are_length_prefixed_texts() -> None:
+    prediction = Prediction(torch.tensor([0.25, 0.5, 0.25]), MODEL.name, "v1", 0, 0, 0, 1, ("w",))
+    message = infer(
+        tensor("input", "UINT8", SHAPE),
+        raw=[ONE.numpy().tobytes()],
+        outputs=[wanted("probabilities", classification=1)],
+    )
+    data = infer_message([prediction], asked=parsed(message), signature=SIGNATURES[MODEL.name])
+    assert list(pb.ModelInferResponse.FromString(data).raw_output_contents) == [elements(b"0.5:1:green")]
+
+
+def image(datatype: str = "UINT8", shape: list[int] = SHAPE, **contents: Any) -> Any:
+    return tensor("input", datatype, shape, **contents)
+
+
+DATA = ONE.numpy().tobytes()
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": (infer(), "no list `inputs`"),
+    "no values": (infer(image()), "has its values in no field; expected raw_input_contents or uint_contents"),
+    "fewer raw contents": (infer(image(), image(), raw=[DATA]), "'input' is given 2 times"),
+    "more raw contents": (infer(image(), raw=[DATA, DATA]), "2 elements for 1 inputs; expected one for each"),
+    "both": (infer(image(uint_contents=[1]), raw=[DATA]), "both `contents` and `raw_input_contents`"),
+    "another field": (infer(image(int_contents=[1])), "has its values in int_contents; expected"),
+    "several fields": (infer(image(uint_contents=[1], fp32_contents=[1])), "in uint_contents and fp32_contents"),
+    "FP16 typed": (
+        infer(tensor("ids", "FP16", [1, 3], fp32_contents=[1]), TYPED[1], model_name="text"),
+        "in fp32_contents; expected raw_input_contents",
+    ),
+    "too few values": (infer(image(uint_contents=[1])), "does not fill its shape"),
+    "too large values": (infer(image(uint_contents=[256] * ONE.numel())), "values outside 0 to 255"),
+    "short raw contents": (infer(image(), raw=[DATA[:-1]]), "requires 768 bytes of data, not 767"),
+    "long raw contents": (infer(image(), raw=[DATA + b"x"]), "requires 768 bytes of data, not 769"),
+    "empty raw contents": (infer(image(), raw=[b""]), "requires 768 bytes of data, not 0"),
+    "unknown datatype": (infer(image("FP99", fp32_contents=[1])), "datatype 'FP99'; send UINT8"),
+    "a huge shape": (infer(image(shape=[2**62, *SHAPE[1:]]), raw=[DATA]), "4611686018427387904 images; expected 1 to"),
+    "a negative shape": (infer(image(shape=[-1, *SHAPE[1:]]), raw=[DATA]), "-1 images; expected 1 to"),
+    "many dimensions": (infer(image(shape=[1] * 100_000), raw=[DATA]), "expected [N, 3, 16, 16]"),
+    "an unknown input": (infer(tensor("x", "UINT8", SHAPE), raw=[DATA]), "no input 'x'"),
+    "an unknown output": (infer(image(), raw=[DATA], outputs=[wanted("x")]), "no output 'x'"),
+    "stateful": (infer(image(), raw=[DATA], given={"sequence_id": 1}), "stateful"),
+    "shared memory": (
+        infer(tensor("input", "UINT8", SHAPE, {"shared_memory_region": "r"})),
+        "shared memory is not supported",
+    ),
+    "a wrong timeout": (infer(image(), raw=[DATA], given={"timeout": "1"}), "`timeout` is '1'; expected an integer"),
+    "an unset parameter": (
+        infer(image(), raw=[DATA], outputs=[wanted("probabilities", classification="3")]),
+        "`classification` is '3'",
+    ),
+    "many values": (infer(image(uint_contents=[0] * 1_000_001)), "1000001 values, at most 1000000; send `raw_input"),
+    "many inputs": (infer(*[tensor("", "", [])] * 30_000), "more than 20000 inputs"),
+    "many outputs": (infer(outputs=[wanted("")] * 30_000), "more than 20000 inputs"),
+    "many parameters": (infer(given={str(number): True for number in range(10_000)}), "more than 20000 inputs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_request_is_refused_with_a_clear_sentence(name: str) -> None:
+    message, says = REFUSED[name]
+    with pytest.raises(RequestRejected) as raised:
+        parsed(message)
+    assert raised.value.reason == "invalid_inference_request"
+    assert says in raised.value.detail
+    assert len(raised.value.detail) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"\x0a", b"\x0a\xff", b"\x0b\x0c", b"\xff" * 12, b"\x2a\x02\x0a\xff", b"\x0a\x01\xff", b"\x0d\x00"),
+        infer(image(), raw=[DATA]).SerializeToString()[:-1],
+        b'{"inputs": []}',
+    ],
+)
+def test_malformed_message_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestRejected, match="not a ModelInferRequest"):
+        parse_infer_message(body, SIGNATURES[MODEL.name], NOW)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (infer(model_name=""), "no model ''"),
+        (infer(model_name="other"), "no model 'other'"),
+        (infer(model_version="2"), "no version '2'; the only version is '1'"),
+        (infer(model_version="01"), "no version '01'"),
+    ],
+)
+def test_other_models_and_versions_are_unknown(message: Any, says: str) -> None:
+    with pytest.raises(UnknownModelError) as raised:
+        parse_infer_message(message.SerializeToString(), SIGNATURES[MODEL.name], NOW)
+    assert says in raised.value.detail
+
+
+GOOD = infer(*TYPED, model_name="text", given={"timeout": 1}, outputs=[wanted("ids")]).SerializeToString()
+
+
+@settings(max_examples=300, deadline=None)
+@generated(
+    strategies.one_of(
+        strategies.binary(max_size=200),
+        strategies.tuples(strategies.integers(0, len(GOOD) - 1), strategies.binary(max_size=4)).map(
+            lambda cut: GOOD[: cut[0]] + cut[1] + GOOD[cut[0] + len(cut[1]) :]
+        ),
+    )
+)
+def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
+    try:
+        found = parse_infer_message(body, SIGNATURES["text"], NOW)
+    except (InferenceRequestError, UnknownModelError):
+        return
+    assert found.rows

@@ -1,0 +1,264 @@
+"""The gRPC port: answers, status codes, limits, keys, TLS and the end, with a client of gRPC's own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from multiworld_serving.common.config.keys import hash_key, keys_of_text
+from multiworld_serving.server import errors
+from multiworld_serving.server.api.oip_grpc.calls import Failure
+from multiworld_serving.server.auth.authorizer import ApiKeys, Authorizer
+from multiworld_serving.server.http.errors import STATUS_OF_REASON
+from multiworld_serving.server.http.tls import TlsFiles
+from tests.certificates import Authority
+from tests.unit.server.frontend_app import MODEL, ColourPredictor
+from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
+from tests.unit.server.text_model import TEXT, TextPredictor
+from tests.unit.server.v2_requests import COLOURS, pixels
+from tests.waiting import until
+
+SHAPE = list(pixels("red").shape)
+
+
+def colours(*names: str, **fields: Any) -> Any:
+    data = pixels(*names)
+    return infer(tensor("input", "UINT8", list(data.shape)), raw=[data.numpy().tobytes()], **fields)
+
+
+def strongest(response: Any) -> list[str]:
+    (output,) = response.outputs
+    values = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(output.shape)
+    return [COLOURS[index] for index in values.argmax(1)]
+
+
+async def test_infer_is_answered_logged_and_counted_as_over_http(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_grpc() as port:
+        call = port.stub.ModelInfer(colours("green", "blue", id="mine"), metadata=(("x-request-id", "first"),))
+        response = await call
+        assert (strongest(response), response.id) == (["green", "blue"], "mine")
+        trailers = dict(await call.trailing_metadata())
+        assert trailers == {
+            "x-request-id": "first",
+            "x-model-version": "weights%20v1%20%C3%BC",
+            "x-path": "stage0-0,stage1-1",
+            "x-attempts": "2",
+        }
+        assert port.predictor.request_ids == ["first"] * 2
+        await until(lambda: port.requests(code="200", reason="ok") == 1)
+        assert (
+            port.metrics.registry.get_sample_value(
+                "multiworld_images_total", {"model": MODEL.name, "version": MODEL.version}
+            )
+            == 2
+        )
+    (line,) = [record for record in caplog.records if record.message == "request"]
+    assert (line.request_id, line.target, line.status, line.path) == (  # type: ignore[attr-defined]
+        *("first", "/inference.GRPCInferenceService/ModelInfer", 200),
+        "stage0-0,stage1-1",
+    )
+
+
+async def test_metadata_and_readiness() -> None:
+    async with running_grpc(TextPredictor(), TEXT) as port:
+        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
+        assert (await port.stub.ServerReady(pb.ServerReadyRequest())).ready
+        server = await port.stub.ServerMetadata(pb.ServerMetadataRequest())
+        assert (server.name, "classification" in server.extensions) == ("multiworld-serving", True)
+        for version in ("", "1"):
+            assert (await port.stub.ModelReady(pb.ModelReadyRequest(name="text", version=version))).ready
+            found = await port.stub.ModelMetadata(pb.ModelMetadataRequest(name="text", version=version))
+            assert (found.name, list(found.versions)) == ("text", ["1"])
+            assert [(each.name, each.datatype, list(each.shape)) for each in found.inputs] == [
+                ("ids", "INT64", [-1, -1]),
+                ("mask", "BOOL", [-1, -1]),
+            ]
+            assert [each.name for each in found.outputs] == ["sums", "halves", "ids"]
+        (model,) = (await port.stub.RepositoryIndex(pb.RepositoryIndexRequest())).models
+        assert (model.name, model.version, model.state) == ("text", "1", "READY")
+        await refused(port.stub.ModelReady(pb.ModelReadyRequest(name="x")), "NOT_FOUND", "no model 'x'")
+        await refused(port.stub.ModelMetadata(pb.ModelMetadataRequest(name="text", version="2")), "NOT_FOUND", "'2'")
+
+
+async def test_a_service_that_is_not_ready_says_so() -> None:
+    predictor = ColourPredictor(states=("ready", "broken"), rejection=errors.NotReadyError("not ready: stage 1"))
+    async with running_grpc(predictor) as port:
+        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
+        assert not (await port.stub.ServerReady(pb.ServerReadyRequest())).ready
+        assert not (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
+        assert not (await port.stub.RepositoryIndex(pb.RepositoryIndexRequest(ready=True))).models
+        trailers = await refused(port.stub.ModelInfer(colours("red")), "UNAVAILABLE", "not ready: stage 1")
+        assert (trailers["reason"], trailers["grpc-retry-pushback-ms"]) == ("not_ready", "1000")
+
+
+def test_every_reason_has_a_status_code() -> None:
+    codes = {reason: Failure.of(errors.RequestRejected.for_reason(reason, "x")).code.name for reason in known_reasons()}
+    assert set(codes) == set(STATUS_OF_REASON) - {"internal"}
+    for reason, code in {
+        "overloaded": "RESOURCE_EXHAUSTED",
+        "deadline": "DEADLINE_EXCEEDED",
+        "unknown_model": "NOT_FOUND",
+        "not_ready": "UNAVAILABLE",
+        "invalid_image": "INVALID_ARGUMENT",
+        "stage_error": "INTERNAL",
+        "cancelled": "CANCELLED",
+        "forbidden": "PERMISSION_DENIED",
+    }.items():
+        assert codes[reason] == code
+
+
+def known_reasons() -> set[str]:
+    def below(cls: type[errors.RequestRejected]) -> set[str]:
+        return {cls.reason}.union(*map(below, cls.__subclasses__()))
+
+    return below(errors.RequestRejected) & set(STATUS_OF_REASON)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "reason", "pushback"),
+    [
+        (errors.OverloadedError("full", retry_after_s=2.5), "RESOURCE_EXHAUSTED", "overloaded", "2500"),
+        (errors.NoReplicaError("no replica"), "UNAVAILABLE", "no_replica", "1000"),
+        (errors.PoisonError("poison"), "INTERNAL", "poison", None),
+        (RuntimeError("a bug"), "INTERNAL", "internal", None),
+    ],
+)
+async def test_failures_have_code_reason_and_time_of_a_retry(
+    failure: Exception, code: str, reason: str, pushback: str | None
+) -> None:
+    async with running_grpc(ColourPredictor(failure=failure)) as port:
+        says = failure.detail if isinstance(failure, errors.RequestRejected) else "search its log for the request id"
+        trailers = await refused(port.stub.ModelInfer(colours("red")), code, says)
+        assert (trailers["reason"], trailers.get("grpc-retry-pushback-ms")) == (reason, pushback)
+        await until(lambda: port.requests(code=str(STATUS_OF_REASON[reason]), reason=reason) == 1)
+        port.predictor.failure = None
+        assert strongest(await port.stub.ModelInfer(colours("blue"))) == ["blue"]
+
+
+async def test_invalid_requests_harm_nobody() -> None:
+    async with running_grpc(max_body_bytes=100_000) as port:
+        asked = asyncio.create_task(_answers(port.stub, 20))
+        await refused(port.stub.ModelInfer(colours("red", model_name="x")), "NOT_FOUND", "the only model is")
+        await refused(port.stub.ModelInfer(infer()), "INVALID_ARGUMENT", "no list `inputs`")
+        large = infer(tensor("input", "UINT8", SHAPE), raw=[bytes(200_000)])
+        await refused(port.stub.ModelInfer(large), "RESOURCE_EXHAUSTED", "larger than max")
+        await refused(port.stub.ModelInfer(colours("red"), compression=grpc.Compression.Gzip), "UNIMPLEMENTED", "gzip")
+        await refused(port.stub.ModelConfig(pb.ModelConfigRequest()), "UNIMPLEMENTED")
+        await until(lambda: port.requests(code="413", reason="body_too_large") == 1)
+        assert await asked == ["red"] * 20
+
+
+async def _answers(stub: Any, count: int) -> list[str]:
+    return [strongest(await stub.ModelInfer(colours("red")))[0] for _ in range(count)]
+
+
+async def test_the_clients_deadline_is_that_of_the_request() -> None:
+    async with running_grpc(ColourPredictor(proceed=asyncio.Event())) as port:
+        await refused(port.stub.ModelInfer(colours("red"), timeout=0.3), "DEADLINE_EXCEEDED")
+        await until(lambda: port.predictor.cancelled == 1)
+        await until(lambda: port.requests(code="504", reason="deadline") == 1)
+        call = refused(port.stub.ModelInfer(colours("red", given={"timeout": 100_000})), "DEADLINE_EXCEEDED")
+        await call
+        near, far = port.predictor.deadlines_s
+        assert abs(far - near) < PATIENCE_S
+
+
+async def test_a_cancelled_call_cancels_the_request() -> None:
+    async with running_grpc(ColourPredictor(proceed=asyncio.Event())) as port:
+        call = port.stub.ModelInfer(colours("red"))
+        running = asyncio.create_task(call.code())
+        await port.predictor.asked_times(1)
+        call.cancel()
+        assert await running is grpc.StatusCode.CANCELLED
+        await until(lambda: port.predictor.cancelled == 1)
+        await until(lambda: port.requests(code="499", reason="cancelled") == 1)
+
+
+async def test_a_message_that_never_arrives_ends_with_the_servers_timeout() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with running_grpc(timeout_s=0.3) as port, channel(port.number) as opened:
+        silent = opened.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        await refused(silent(never()), "DEADLINE_EXCEEDED", "the message was not received")
+        await refused(silent(iter(())), "INVALID_ARGUMENT", "there is no message")
+
+
+async def test_keys_are_required_as_over_http() -> None:
+    keys = ApiKeys(keys_of_text(f"alice:{hash_key('of-alice')}", "a"), keys_of_text(f"root:{hash_key('of-root')}", "b"))
+    async with running_grpc(authorizer=Authorizer(keys)) as port:
+        for given, code in {"": "UNAUTHENTICATED", "of-bob": "UNAUTHENTICATED", "of-root": "PERMISSION_DENIED"}.items():
+            metadata = (("authorization", f"Bearer {given}"),) if given else ()
+            await refused(port.stub.ModelInfer(colours("red"), metadata=metadata), code, "key")
+            if not given:
+                await refused(port.stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=metadata), code, "key")
+        metadata = (("authorization", "Bearer of-alice"),)
+        assert strongest(await port.stub.ModelInfer(colours("red"), metadata=metadata)) == ["red"]
+        assert (await port.stub.ServerLive(pb.ServerLiveRequest())).live
+        assert (await port.stub.ModelReady(pb.ModelReadyRequest(name=MODEL.name))).ready
+
+
+async def test_stop_answers_what_is_in_flight_and_accepts_nothing_more() -> None:
+    predictor = ColourPredictor(proceed=asyncio.Event())
+    async with running_grpc(predictor) as port:
+        call = asyncio.create_task(_answers(port.stub, 1))
+        await predictor.asked_times(1)
+        port.port.stop(PATIENCE_S)
+        async with channel(port.number) as opened:
+            late = opened.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await late(b"")
+            # CANCELLED: the connection was made just before the port closed.
+            assert raised.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert predictor.proceed is not None
+        predictor.proceed.set()
+        assert await call == ["red"]
+
+
+async def test_stop_ends_what_takes_longer_than_the_grace_time() -> None:
+    predictor = ColourPredictor(proceed=asyncio.Event())
+    async with running_grpc(predictor) as port:
+        call = port.stub.ModelInfer(colours("red"))
+        running = asyncio.create_task(call.code())
+        await predictor.asked_times(1)
+        port.port.stop(0.1)
+        assert await running in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        await until(lambda: predictor.cancelled == 1)
+
+
+async def test_two_ports_share_one_number() -> None:
+    async with running_grpc() as port:
+        again = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
+        assert again.add_insecure_port(f"127.0.0.1:{port.number}") == port.number
+        await again.stop(None)
+
+
+def tls_files(folder: Path) -> tuple[TlsFiles, bytes]:
+    """The files of a service with a new authority, and the authority's certificate."""
+    folder.mkdir()
+    authority = Authority(folder)
+    both = authority.sign("service").read_bytes()
+    return TlsFiles(both, both, None), authority.file.read_bytes()
+
+
+async def test_tls_certificate_is_replaced_while_serving(tmp_path: Path) -> None:
+    first, second = tls_files(tmp_path / "one"), tls_files(tmp_path / "two")
+    async with running_grpc(tls=first[0], root=first[1]) as port:
+        assert strongest(await port.stub.ModelInfer(colours("red"))) == ["red"]
+        port.port.reload_tls(second[0])
+        async with channel(port.number, second[1]) as opened:
+            live = opened.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            assert pb.ServerLiveResponse.FromString(await live(b"")).live
+        assert strongest(await port.stub.ModelInfer(colours("blue"))) == ["blue"], "open connections stay"
+        async with channel(port.number) as plain:
+            await refused(plain.unary_unary("/inference.GRPCInferenceService/ServerLive")(b""), "UNAVAILABLE")
