@@ -9,8 +9,8 @@ divides pages shared between processes among them, and private memory. Repeats t
 import argparse
 import statistics
 import time
-from pathlib import Path
 
+from benchmarks.service_memory import memory_mb
 from multiworld_serving.testing.load.clients import record_reference_answers, run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
@@ -49,16 +49,7 @@ def _measure(leaders: int, options: argparse.Namespace) -> list[dict[str, float]
         requests = record_reference_answers(service.url, [(photo(0), "image/jpeg")])
         with run_load(service.url, requests, clients=_CLIENTS):
             time.sleep(_REQUESTS_S)
-        return [_memory_mb(pid) for pid in service.worker_pids().values()]
-
-
-def _memory_mb(pid: int) -> dict[str, float]:
-    kilobytes = dict[str, int]()
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, value, *_ = line.split()
-        kilobytes[name.rstrip(":")] = int(value)
-    private = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]
-    return {"PSS": kilobytes["Pss"] / 1024, "RSS": kilobytes["Rss"] / 1024, "private": private / 1024}
+        return [memory_mb(pid) for pid in service.worker_pids().values()]
 
 
 if __name__ == "__main__":

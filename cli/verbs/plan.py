@@ -73,7 +73,9 @@ def plan(
         rows = [tensor.repeat(batch_size, *[1] * (tensor.dim() - 1)) for tensor in inputs]
         weights = bundle.weights(node.target for node in graph.weights)
         times_s = measure_nodes(graph, weights, rows, repeats, device)
-    cut = cut_graph(graph, times_of_blocks(manifest.costs_s, times_s), stages, link_bytes_per_s=speed)
+    cut = cut_graph(
+        graph, times_of_blocks(manifest.costs_s, times_s), stages, manifest.lengths[-1], link_bytes_per_s=speed
+    )
     sizes = [
         sum({node.target: node.row_bytes() for node in stage.weights}.values()) for stage in graph.cut(cut.positions)
     ]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from multiworld_serving.models.bundle.graph import Graph
-from multiworld_serving.models.bundle.nodes import Node, Value
+from multiworld_serving.models.bundle.nodes import BATCH, Node, Value
 from multiworld_serving.models.bundle.operators import find_operator
+from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
 from multiworld_serving.models.errors import BundleError
 
 MAX_TENSOR_BYTES = 8 << 30
@@ -121,7 +122,14 @@ def _check_shapes(graph: Graph, module: fx.GraphModule, lengths: Mapping[str, in
     nodes = iter(graph.nodes)
     checker = _Checker(module, nodes, lengths)
     with torch.no_grad():
-        checker.run(*inputs)
+        outputs = checker.run(*inputs)
+    for name, output in zip(graph.outputs, outputs, strict=True):
+        size = output.numel() * output.element_size()
+        if None in (graph.by_name[name].shape or ()) and size > MAX_COMPUTED_BYTES * lengths[BATCH]:
+            raise BundleError(
+                f"a row of the output {name!r} has {size // lengths[BATCH]} bytes; at most "
+                f"{MAX_COMPUTED_BYTES} are possible with a computed dimension"
+            )
 
 
 class _Checker(fx.Interpreter):

@@ -30,7 +30,7 @@ class Cut:
     Attributes:
         positions: after which a stage ends, without the last one.
         stage_s: seconds of each stage per row.
-        boundary_bytes: bytes per row that cross each cut.
+        boundary_bytes: bytes per row that cross each cut, with variable dimensions of their largest lengths.
     """
 
     positions: tuple[int, ...]
@@ -89,22 +89,28 @@ class _Timer(fx.Interpreter):
 
 
 def cut_graph(
-    graph: Graph, costs_s: Sequence[float], num_stages: int | None, *, link_bytes_per_s: float = _LINK_BYTES_PER_S
+    graph: Graph,
+    costs_s: Sequence[float],
+    num_stages: int | None,
+    lengths: Mapping[str, int],
+    *,
+    link_bytes_per_s: float = _LINK_BYTES_PER_S,
 ) -> Cut:
     """Cut the graph so that the slowest stage is as fast as possible.
 
     Args:
         num_stages: None: the largest number up to `MAX_AUTO_STAGES` with stages of nearly equal time.
+        lengths: the largest lengths of the variable dimensions, for the bytes that cross a boundary.
         link_bytes_per_s: speed of a transfer between two stages.
     Raises:
         StageError: the graph has fewer places to cut.
     """
     if num_stages is not None:
-        return _cut(graph, costs_s, num_stages, link_bytes_per_s)
-    best = _cut(graph, costs_s, 1, link_bytes_per_s)
+        return _cut(graph, costs_s, num_stages, lengths, link_bytes_per_s)
+    best = _cut(graph, costs_s, 1, lengths, link_bytes_per_s)
     for count in range(2, MAX_AUTO_STAGES + 1):
         try:
-            found = _cut(graph, costs_s, count, link_bytes_per_s)
+            found = _cut(graph, costs_s, count, lengths, link_bytes_per_s)
         except StageError:
             break
         if found.balance >= _LEAST_BALANCE:
@@ -112,12 +118,15 @@ def cut_graph(
     return best
 
 
-def _cut(graph: Graph, costs_s: Sequence[float], num_stages: int, link_bytes_per_s: float) -> Cut:
-    positions = _positions(graph, costs_s)
+def _cut(
+    graph: Graph, costs_s: Sequence[float], num_stages: int, lengths: Mapping[str, int], link_bytes_per_s: float
+) -> Cut:
+    found = _positions(graph, costs_s, lengths)
+    positions = sorted(found)
     ends = [*positions, len(graph.nodes) - 1]
     starts = [0, *(position + 1 for position in positions)]
     blocks_s = [sum(costs_s[start : end + 1]) for start, end in zip(starts, ends, strict=True)]
-    sizes = [crossing_bytes(graph, position) for position in positions]
+    sizes = [found[position] for position in positions]
     transfers = [size / link_bytes_per_s for size in sizes]
     if num_stages > len(blocks_s):
         raise StageError(
@@ -131,13 +140,8 @@ def _cut(graph: Graph, costs_s: Sequence[float], num_stages: int, link_bytes_per
     )
 
 
-def crossing_bytes(graph: Graph, position: int) -> int:
-    """Bytes per row of the tensors that cross a cut."""
-    return sum(graph.by_name[name].row_bytes() for name in graph.live_after(position) or ())
-
-
-def _positions(graph: Graph, costs_s: Sequence[float]) -> list[int]:
-    """Positions for cuts: in each part of the computing time, the one that the fewest bytes cross."""
+def _positions(graph: Graph, costs_s: Sequence[float], lengths: Mapping[str, int]) -> dict[int, int]:
+    """Positions for cuts, with the bytes per row that cross: in each part of the computing time, the one that the fewest cross."""
     total_s = sum(costs_s) or 1.0
     best: dict[int, tuple[int, int]] = {}
     passed_s = 0.0
@@ -149,7 +153,7 @@ def _positions(graph: Graph, costs_s: Sequence[float]) -> list[int]:
         if set(crossing) == set(graph.outputs):  # the last stage would have no work
             continue
         part = int(_MAX_POSITIONS * passed_s / total_s)
-        size = sum(graph.by_name[name].row_bytes() for name in crossing)
+        size = sum(graph.by_name[name].row_bytes(lengths) for name in crossing)
         if part not in best or size < best[part][0]:
             best[part] = (size, position)
-    return sorted(position for _, position in best.values())
+    return {position: size for size, position in best.values()}

@@ -13,7 +13,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from multiworld_serving.models.bundle.manifest import MAX_MANIFEST_BYTES, Manife
 from multiworld_serving.models.bundle.nodes import BATCH, Node
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.models.open_file import OpenFile
+from multiworld_serving.models.weights.received import DTYPES as SAFETENSORS_DTYPES
 
 MANIFEST, GRAPH, WEIGHTS, SELF_TEST = "manifest.json", "graph.json", "weights.safetensors", "self_test.safetensors"
 _MAX_SELF_TEST_BYTES = 1 << 30
@@ -115,6 +116,21 @@ class WeightsFile:
     def entry(self, key: str) -> WeightsEntry:
         """Where a weight is. Raises KeyError."""
         return self._entries[key]
+
+    def parts(self, key: str) -> Iterator[Tensor]:
+        """A weight in flat parts of up to `_CHUNK_BYTES`, each valid until the next. Nothing is mapped, so memory stays small.
+
+        Raises:
+            KeyError: there is no such weight.
+            OSError: it cannot be read.
+        """
+        entry = self._entries[key]
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.size)))
+        for at in range(0, entry.size, _CHUNK_BYTES):
+            part = buffer[: entry.size - at]
+            if os.preadv(self.fileno(), [part], entry.offset + at) != len(part):
+                raise OSError("a file with weights has become shorter; copy the bundle again")
+            yield torch.frombuffer(part, dtype=SAFETENSORS_DTYPES[entry.dtype])
 
     def tensors(self) -> Any:
         """A context manager whose `get_tensor` maps a weight by key."""
@@ -203,17 +219,15 @@ def _weights_bytes(graph: Graph) -> int:
 
 def _check_weights(bundle: Bundle) -> None:
     """Raise BundleError unless every weight of the graph is there, as described, and not NaN."""
-    with bundle.weights_file.tensors() as file:
-        for node in bundle.graph.weights:
-            if node.target not in bundle.weights_file:
-                raise BundleError(f"the weights of the bundle lack {node.target!r}")
-            tensor = file.get_tensor(node.target)
-            if tensor.dtype != node.dtype or tuple(tensor.shape) != node.shape:
-                raise BundleError(
-                    f"the weight {node.target!r} is {tensor.dtype} {tuple(tensor.shape)}, not as the graph says"
-                )
-            if tensor.is_floating_point() and tensor.isnan().any().item():
-                raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
+    for node in bundle.graph.weights:
+        if node.target not in bundle.weights_file:
+            raise BundleError(f"the weights of the bundle lack {node.target!r}")
+        entry = bundle.weights_file.entry(node.target)
+        dtype = SAFETENSORS_DTYPES.get(entry.dtype)
+        if dtype is None or dtype != node.dtype or entry.shape != node.shape:
+            raise BundleError(f"the weight {node.target!r} is {entry.dtype} {entry.shape}, not as the graph says")
+        if dtype.is_floating_point and any(part.isnan().any() for part in bundle.weights_file.parts(node.target)):
+            raise BundleError(f"the weight {node.target!r} contains NaN; export the model with other weights")
 
 
 def _check_self_test(bundle: Bundle) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ _LAYOUTS = {"strided": torch.strided}
 
 Dim = int | str | None
 """A fixed length, the name of a variable dimension, or None: computed from variable dimensions."""
+_NO_LENGTHS: Mapping[str, int] = MappingProxyType({})
 NodeKind = Literal["input", "weight", "size", "call", "calls", "item", "integer"]
 
 
@@ -89,11 +91,18 @@ class Node:
         """Whether it is a tensor with one row for each row of the batch, whose other dimensions are fixed or have a name."""
         return self.is_tensor and (self.shape or ())[:1] == (BATCH,) and None not in (self.shape or ())
 
-    def row_bytes(self) -> int:
-        """Bytes of the tensor per row of the batch, with other computed or variable dimensions counted as 1."""
+    def row_bytes(self, lengths: Mapping[str, int] = _NO_LENGTHS) -> int:
+        """Bytes of the tensor per row of the batch.
+
+        Args:
+            lengths: of the variable dimensions. Others, and computed ones, count as 1.
+        """
         assert self.dtype is not None
         assert self.shape is not None
-        return self.dtype.itemsize * math.prod(dim for dim in self.shape if isinstance(dim, int))
+        known = {**lengths, BATCH: 1}
+        return self.dtype.itemsize * math.prod(
+            dim if isinstance(dim, int) else known.get(str(dim), 1) for dim in self.shape
+        )
 
 
 def row_of(node: Node) -> list[Any]:

@@ -22,43 +22,45 @@ INTEGER_OPERATORS: dict[str, Callable[..., Any]] = {
 INTEGER_OPERATORS["length"] = torch.ops.aten.sym_size.int
 
 _NAMES = """
-_adaptive_avg_pool2d.default _adaptive_avg_pool3d.default _cdist_forward.default
+__and__.Tensor __or__.Tensor __xor__.Tensor _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default _cdist_forward.default
 _log_softmax.default _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training.default _softmax.default
 _to_copy.default _unsafe_view.default abs.default acos.default acosh.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
-adaptive_avg_pool3d.default adaptive_max_pool2d.default add.Scalar add.Tensor addmm.default alias.default all.default all.dim
-amax.default amin.default any.default any.dim any.dims arange.default arange.start arange.start_step argmax.default argmin.default
-argsort.default asin.default asinh.default atan.default atan2.default atanh.default avg_pool1d.default avg_pool2d.default
-avg_pool3d.default baddbmm.default batch_norm.default bitwise_and.Scalar bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar
-bitwise_or.Tensor bitwise_xor.Scalar bitwise_xor.Tensor bmm.default bucketize.Tensor cat.default ceil.default celu.default
-chunk.default clamp.Tensor clamp.default clamp_max.default clamp_min.default clone.default col2im.default constant_pad_nd.default
-contiguous.default conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default conv_transpose1d.default
-conv_transpose2d.input convolution.default cos.default cosh.default cumprod.default cumsum.default detach.default diagonal.default
-diff.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode dot.default einsum.default elu.default embedding.default
-eq.Scalar eq.Tensor erf.default exp.default expand.default expand_as.default expm1.default eye.default fill.Scalar
-flatten.using_ints flip.default floor.default floor_divide.Scalar floor_divide.default fmod.Scalar fmod.Tensor frobenius_norm.dim
-full.default full_like.default gather.default ge.Scalar ge.Tensor gelu.default ger.default glu.default grid_sampler_2d.default
-group_norm.default gt.Scalar gt.Tensor hardsigmoid.default hardswish.default hardtanh.default histc.default im2col.default
-index.Tensor index_add.default index_fill.int_Scalar index_put.default index_select.default instance_norm.default isin.Tensor_Tensor
-isinf.default isnan.default layer_norm.default le.Scalar le.Tensor leaky_relu.default lift_fresh_copy.default
-linalg_vector_norm.default linear.default linspace.default log.default log10.default log1p.default log2.default log_sigmoid.default
-log_softmax.int logaddexp.default logical_and.default logical_not.default logical_or.default logical_xor.default logsumexp.default
-lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max.dim max_pool1d.default max_pool2d.default
+adaptive_avg_pool3d.default adaptive_max_pool2d.default add.Scalar add.Tensor addcdiv.default addcmul.default addmm.default
+alias.default all.default all.dim amax.default amin.default aminmax.default any.default any.dim any.dims arange.default arange.start
+arange.start_step argmax.default argmin.default argsort.default asin.default asinh.default atan.default atan2.default atanh.default
+avg_pool1d.default avg_pool2d.default avg_pool3d.default baddbmm.default batch_norm.default bitwise_and.Scalar bitwise_and.Tensor
+bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Scalar bitwise_xor.Tensor bmm.default bucketize.Tensor
+cat.default ceil.default celu.default chunk.default clamp.Tensor clamp.default clamp_max.default clamp_min.default clone.default
+col2im.default constant_pad_nd.default contiguous.default conv1d.default conv1d.padding conv2d.default conv2d.padding conv3d.default
+conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input convolution.default cos.default cosh.default cumprod.default
+cumsum.default detach.default diagonal.default diff.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode dot.default
+einsum.default elu.default embedding.default eq.Scalar eq.Tensor erf.default erfc.default exp.default expand.default
+expand_as.default expm1.default eye.default fill.Scalar flatten.using_ints flip.default floor.default floor_divide.Scalar
+floor_divide.default fmod.Scalar fmod.Tensor frobenius_norm.dim full.default full_like.default gather.default ge.Scalar ge.Tensor
+gelu.default ger.default glu.default grid_sampler_2d.default grid_sampler_3d.default group_norm.default gt.Scalar gt.Tensor
+hardsigmoid.default hardswish.default hardtanh.default histc.default im2col.default index.Tensor index_add.default
+index_fill.int_Scalar index_put.default index_select.default instance_norm.default isin.Tensor_Tensor isinf.default isnan.default
+layer_norm.default le.Scalar le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor lift_fresh_copy.default linalg_vector_norm.default
+linear.default linspace.default log.default log10.default log1p.default log2.default log_sigmoid.default log_softmax.int
+logaddexp.default logical_and.default logical_not.default logical_or.default logical_xor.default logsumexp.default lt.Scalar
+lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max.dim max.other max_pool1d.default max_pool2d.default
 max_pool2d_with_indices.default max_pool3d_with_indices.default maximum.default mean.default mean.dim meshgrid.indexing min.default
-min.dim minimum.default mish.default mm.default movedim.int movedim.intlist mul.Scalar mul.Tensor mv.default
-native_group_norm.default native_layer_norm.default ne.Scalar ne.Tensor neg.default new_full.default new_ones.default
-new_zeros.default norm.ScalarOpt_dim numpy_T.default one_hot.default ones.default ones_like.default outer.default pad.default
-permute.default pixel_shuffle.default pixel_unshuffle.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prelu.default
-prod.default prod.dim_int reciprocal.default reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default relu.default
-relu6.default remainder.Scalar remainder.Tensor repeat.default repeat_interleave.self_int replication_pad2d.default
-replication_pad3d.default reshape.default rms_norm.default roll.default rot90.default round.default rsqrt.default rsub.Scalar
-rsub.Tensor scalar_tensor.default scaled_dot_product_attention.default scatter.src scatter.value scatter_add.default
-scatter_reduce.two select.int select_scatter.default selu.default sigmoid.default sign.default silu.default sin.default sinh.default
-slice.Tensor slice_scatter.default softmax.int softplus.default sort.default split.Tensor split.sizes split_with_sizes.default
-sqrt.default square.default squeeze.default squeeze.dim squeeze.dims stack.default std.correction std.dim sub.Scalar sub.Tensor
-sum.default sum.dim_IntList t.default tan.default tanh.default tensor_split.sections threshold.default to.dtype topk.default
-transpose.int tril.default triu.default trunc.default type_as.default unbind.int unflatten.int unfold.default unsqueeze.default
-upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec var.correction
-var.dim view.default view.dtype where.Scalar where.ScalarOther where.ScalarSelf where.self zero.default zeros.default
+min.dim min.other minimum.default mish.default mm.default movedim.int movedim.intlist mul.Scalar mul.Tensor mv.default
+nan_to_num.default native_group_norm.default native_layer_norm.default ne.Scalar ne.Tensor neg.default new_full.default
+new_ones.default new_zeros.default norm.ScalarOpt_dim numpy_T.default one_hot.default ones.default ones_like.default outer.default
+pad.default permute.default pixel_shuffle.default pixel_unshuffle.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+prelu.default prod.default prod.dim_int reciprocal.default reflection_pad1d.default reflection_pad2d.default
+reflection_pad3d.default relu.default relu6.default remainder.Scalar remainder.Tensor repeat.default repeat_interleave.self_int
+replication_pad2d.default replication_pad3d.default reshape.default rms_norm.default roll.default rot90.default round.default
+rsqrt.default rsub.Scalar rsub.Tensor scalar_tensor.default scaled_dot_product_attention.default scatter.src scatter.value
+scatter_add.default scatter_reduce.two select.int select_scatter.default selu.default sgn.default sigmoid.default sign.default
+silu.default sin.default sinh.default slice.Tensor slice_scatter.default softmax.int softplus.default sort.default split.Tensor
+split.sizes split_with_sizes.default sqrt.default square.default squeeze.default squeeze.dim squeeze.dims stack.default
+std.correction std.dim sub.Scalar sub.Tensor sum.default sum.dim_IntList t.default tan.default tanh.default tensor_split.sections
+threshold.default tile.default to.dtype topk.default transpose.int tril.default triu.default trunc.default type_as.default
+unbind.int unflatten.int unfold.default unsqueeze.default upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_linear1d.vec
+upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec var.correction var.dim
+var_mean.correction view.default view.dtype where.Scalar where.ScalarOther where.ScalarSelf where.self zero.default zeros.default
 zeros_like.default
 """
 OPERATORS = frozenset(f"aten.{name}" for name in _NAMES.split())

@@ -1,8 +1,9 @@
 """How the tensors of a request, of a boundary between stages, or of an answer travel: as one tensor with a row for each row of the batch.
 
-A single tensor of fixed dimensions travels as it is. Everything else is packed into uint8 [rows, bytes]. A packed row begins with the
-length of every variable or computed dimension (int64, in the order of the tensors), followed by the bytes of each tensor's row. Each
-tensor begins at a multiple of `_ALIGNED_BYTES`. So schedulers, edges and frontends move rows without knowing what they contain.
+A single tensor of fixed dimensions travels as it is, if messages can have its shape and element type. Everything else is packed into
+uint8 [rows, bytes]. A packed row begins with the length of every variable or computed dimension (int64, in the order of the tensors),
+followed by the bytes of each tensor's row. Each tensor begins at a multiple of `_ALIGNED_BYTES`. So schedulers, edges and frontends move
+rows without knowing what they contain.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from multiworld_serving.models.errors import BundleError
 
 MAX_ROW_BYTES = 1 << 30
 MAX_COMPUTED_BYTES = 64 << 20
-"""Longest row with dimensions that are computed."""
+"""Longest row with dimensions that are computed. Only outputs of the model have them."""
+_PLAIN_DIMS = range(2, 5)
+_PLAIN_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
+"""Dimensions, with the batch, and element types of messages of the service."""
 _ALIGNED_BYTES = 16
 _LENGTH_BYTES = 8
 
@@ -55,7 +59,9 @@ class RowFormat:
     @cached_property
     def is_plain(self) -> bool:
         """Whether rows are those of the only tensor."""
-        return len(self.tensors) == 1 and not self._variable
+        tensor = self.tensors[0]
+        can_be_sent = len(tensor.shape) in _PLAIN_DIMS and tensor.dtype in _PLAIN_DTYPES
+        return len(self.tensors) == 1 and not self._variable and can_be_sent
 
     @property
     def varies(self) -> bool:
@@ -76,7 +82,7 @@ class RowFormat:
 
     @cached_property
     def max_row_bytes(self) -> int:
-        """Bytes of the longest row. Computed dimensions are not bounded by the format: with one it is `MAX_COMPUTED_BYTES`."""
+        """Bytes of the longest row. With a computed dimension it is `MAX_COMPUTED_BYTES`, which `check_graph` ensures."""
         return MAX_COMPUTED_BYTES if None in self._variable else self._bytes(self._lengths_at(1))
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -105,7 +105,8 @@ def export_model(
     progress(f"measuring {len(graph.nodes)} nodes")
     rows = min(_MEASURED_ROWS, options.max_batch_size)
     costs_s = measure_nodes(graph, weights, [_rows(tensor, rows) for tensor in example])
-    cut = cut_graph(graph, costs_s, options.num_stages)
+    lengths = {each.name: each.most for each in options.dynamic}
+    cut = cut_graph(graph, costs_s, options.num_stages, lengths)
     stages = graph.cut(cut.positions)
     checked = tuple(sorted({1, 2, options.max_batch_size}))
     deviation = 0.0

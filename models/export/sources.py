@@ -84,11 +84,12 @@ def load_module(source: str, *, weights: str | None = None, checkpoint: str | No
     Args:
         source: `package.module:function` or `file.py:function`, whose function returns the module; or a name of torchvision.
         weights: of a torchvision model: a name such as DEFAULT or IMAGENET1K_V2. None: random values.
-        checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module.
+        checkpoint: a state dict (.pth, .pt, .safetensors) that is loaded into the module. A torchvision model gets its number of classes.
     Raises:
         ExportError: there is no such model or function, it fails, or the weights do not fit.
         WeightsError: the checkpoint cannot be read.
     """
+    tensors = None if checkpoint is None else read_checkpoint(checkpoint).tensors
     if ":" in source:
         if weights is not None:
             raise ExportError(
@@ -99,9 +100,11 @@ def load_module(source: str, *, weights: str | None = None, checkpoint: str | No
             raise ExportError(f"{source} returned {type(module).__name__}; expected a torch.nn.Module")
     else:
         module = _torchvision_model(source, weights)
-    if checkpoint is not None:
+        if tensors is not None and (classes := _classes(module, tensors)) is not None:
+            module = _torchvision_model(source, None, num_classes=classes)
+    if tensors is not None:
         try:
-            module.load_state_dict(read_checkpoint(checkpoint).tensors, strict=True)
+            module.load_state_dict(tensors, strict=True)
         except RuntimeError as error:
             raise ExportError(f"{checkpoint} does not fit {source}: {_one_line(error)}") from error
     return module.eval().requires_grad_(False)
@@ -160,14 +163,27 @@ def _running(place: str) -> Iterator[None]:
         raise ExportError(f"{place} raised {type(error).__name__}: {_one_line(error)}{line}") from error
 
 
-def _torchvision_model(name: str, weights: str | None) -> nn.Module:
+def _classes(module: nn.Module, tensors: Mapping[str, Tensor]) -> int | None:
+    """Number of classes of a state dict, if its last layer has another number of rows than the module's."""
+    lengths = {
+        len(given)
+        for name, own in module.state_dict().items()
+        if (given := tensors.get(name)) is not None
+        and own.ndim == given.ndim > 0
+        and given.shape[1:] == own.shape[1:]
+        and len(given) != len(own)
+    }
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _torchvision_model(name: str, weights: str | None, **further: int) -> nn.Module:
     names = torchvision.models.list_models()
     if name not in names:
         raise ExportError(
             f"{name!r} is neither a model of torchvision {torchvision.__version__} nor a function: expected a name such as "
             "convnext_tiny, package.module:function or file.py:function"
         )
-    options: dict[str, Any] = {"weights": weights}
+    options: dict[str, Any] = {"weights": weights, **further}
     accepted = inspect.signature(torchvision.models.get_model_builder(name)).parameters
     if weights is None:
         if "weights_backbone" in accepted:

@@ -42,7 +42,7 @@ class FoldedStage(nn.Module):
     Same interface as the stage: rows in, rows out, with the same dtypes. Outputs are contiguous.
 
     Args:
-        stage: not changed; it may share weights that nothing is folded into.
+        stage: not changed, and no weight is shared with it.
         dtype: of weights and activations inside.
         fused: also fuse convolutions and linear layers for this workload (see `fusing`; check `fusable` first).
         int8: also compute layers in int8 whose input has a range (see `quantizing`; check `quantizable` first).
@@ -77,7 +77,7 @@ class FoldedStage(nn.Module):
             add_in_place(module)
             module.graph.eliminate_dead_code()
             self.body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
-            _own_memory(self.body)
+            _own_memory(self.body, stage)
         self.eval().requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -239,9 +239,10 @@ def _lay_out_weights(module: fx.GraphModule) -> None:
             conv.update_arg(1, add_constant(module, conv, laid_out))
 
 
-def _own_memory(module: nn.Module) -> None:
-    """Copy weights that are part of a larger memory, such as the file that was received, so that the rest can be freed."""
+def _own_memory(module: nn.Module, stage: BundleStage) -> None:
+    """Copy the weights that are still those of the stage. They are parts of the file that was received: one of them keeps all of it."""
+    shared = {weight.untyped_storage().data_ptr() for weight in stage.state_dict().values()}
     for each in module.modules():
-        for name, weight in list(each.named_buffers(recurse=False)):
-            if weight.untyped_storage().nbytes() > weight.nbytes:
-                setattr(each, name, weight.clone())
+        for name, value in (*each.named_buffers(recurse=False), *list(vars(each).items())):
+            if isinstance(value, Tensor) and not value.is_mkldnn and value.untyped_storage().data_ptr() in shared:
+                setattr(each, name, value.clone())

@@ -150,7 +150,7 @@ def cuts_of(bundle: Bundle, num_stages: int, *, measured: bool = False) -> tuple
         costs_s = times_of_blocks(costs_s, measure_nodes(bundle.graph, weights, examples))
     elif num_stages == len(manifest.cuts) + 1:
         return manifest.cuts
-    cut = cut_graph(bundle.graph, costs_s, num_stages)
+    cut = cut_graph(bundle.graph, costs_s, num_stages, bundle.manifest.lengths[-1])
     if measured:
         logger.info("measured: the slowest stage takes %.1f ms per row", 1e3 * max(cut.stage_s))
     return cut.positions

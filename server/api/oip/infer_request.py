@@ -220,13 +220,13 @@ def _packed(tensors: Sequence[Tensor], signature: Signature) -> tuple[Sequence[T
 def _raw_row(body: bytes, signature: Signature) -> tuple[Sequence[Tensor], str]:
     """The row of a request without JSON, for a model with one input of fixed dimensions."""
     model = signature.model
-    if not model.input_rows.is_plain:
+    if len(model.inputs) > 1 or model.input_rows.varies:
         names = [spec.name for spec in model.inputs]
         raise InferenceRequestError(
             f"without JSON the shapes of the inputs are not known; the model's {_named('input', names)}: describe them in JSON"
         )
     spec: TensorSpec = model.inputs[0]
-    shape = [1, *(model.input_rows.row_shape or ())]
+    shape = [1, *spec.shape[1:]]
     tensor = {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
     return _rows([(tensor, memoryview(body))], signature)
 

@@ -11,9 +11,11 @@ from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.cutting import cut_graph
 from multiworld_serving.models.bundle.files import read_bundle
-from multiworld_serving.models.errors import ExportError
+from multiworld_serving.models.bundle.nodes import BATCH
+from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
+from multiworld_serving.models.errors import BundleError, ExportError
 from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
-from multiworld_serving.models.export.trace import Dynamic
+from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
 
 TOLERANCE = 1e-5
@@ -33,6 +35,22 @@ class Text(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         hidden = self.layers(self.words(ids), src_key_padding_mask=mask == 0)
         return {"logits": self.head(hidden), "pooled": hidden.mean(1)}
+
+
+class OtherOperators(nn.Module):
+    """Operators of transformers and timm that the other models here lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.randn(3, 1, 1)), nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        for _ in range(4):
+            kept = (image > -1) & (image < 1) | (image > 2)
+            image = torch.where(
+                kept, torch.addcmul(self.bias, self.scale, image), torch.min(image, torch.ones_like(image))
+            )
+        return image
 
 
 def image(size: int) -> tuple[Tensor, ...]:
@@ -57,6 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], tuple[str, 
         ("image",),
     ),
     "text": (Text, tokens(), ("ids", "mask")),
+    "other operators": (OtherOperators, image(8), ("image",)),
 }
 
 
@@ -76,7 +95,7 @@ def test_bundle_computes_like_the_model_in_any_number_of_stages(name: str, tmp_p
     bundle = read_bundle(tmp_path / "bundle")
     assert len(bundle.stages) == 2
     for num_stages in (1, 2, 4):
-        cut = cut_graph(bundle.graph, bundle.manifest.costs_s, num_stages)
+        cut = cut_graph(bundle.graph, bundle.manifest.costs_s, num_stages, bundle.manifest.lengths[-1])
         stages = [bundle.build(stage) for stage in bundle.graph.cut(cut.positions)]
         assert len(stages) == num_stages
         for rows in (1, 3, 8):
@@ -90,6 +109,40 @@ def test_bundle_computes_like_the_model_in_any_number_of_stages(name: str, tmp_p
             for found, wanted in zip(values, expected, strict=True):
                 assert found.dtype == wanted.dtype
                 assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+class Similarities(nn.Module):
+    """Of all pairs of vectors [B,L,4]: [B,L,L], whose largest values [B,L] it returns."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        vectors = vectors.relu()
+        return (vectors @ vectors.transpose(1, 2)).relu().sigmoid().amax(2)
+
+
+@pytest.mark.parametrize(("length", "crosses"), [(2, (BATCH, "vectors_1", "vectors_1")), (64, (BATCH, "vectors_1", 4))])
+def test_cut_is_where_the_fewest_bytes_cross_at_the_largest_lengths(
+    length: int, crosses: tuple[str | int, ...]
+) -> None:
+    dynamic = (Dynamic((("vectors", 1),), 2, 64),)
+    graph, _ = capture(Similarities(), (torch.randn(2, 6, 4),), ("vectors",), max_batch_size=8, dynamic=dynamic)
+    costs_s = [1.0, *[0.0] * (len(graph.nodes) - 2), 1.0]
+    cut = cut_graph(graph, costs_s, 2, {"vectors_1": length})
+    (stage, _) = graph.cut(cut.positions)
+    assert [stage.by_name[name].shape for name in stage.outputs] == [crosses]
+    assert cut.boundary_bytes == (4 * length * (length if crosses[2] != 4 else 4),)
+
+
+class Longer(nn.Module):
+    def forward(self, row: Tensor) -> Tensor:
+        return row.repeat_interleave(1024, 1)
+
+
+def test_model_is_refused_when_a_row_of_computed_length_may_be_too_long_to_send(tmp_path: Path) -> None:
+    dynamic = (Dynamic((("row", 1),), 2, (MAX_COMPUTED_BYTES >> 12) + 1),)
+    options = ExportOptions("longer", "1", ("row",), max_batch_size=8, dynamic=dynamic)
+    with pytest.raises(BundleError, match=r"a row of the output .* at most 67108864"):
+        export(Longer(), (torch.randn(2, 6),), tmp_path / "bundle", options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_are_written_once_when_they_are_tied(tmp_path: Path) -> None:

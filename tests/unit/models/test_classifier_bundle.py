@@ -119,12 +119,12 @@ def test_resnet_is_cut_between_residual_blocks_only(name: str, blocks: int) -> N
     assert all(name.startswith("layer") and "relu" in name for name in names[1:-2])
     assert names[-2:] == ["flatten", "softmax"]
     for num_stages in (2, 3, 6, blocks):
-        cut = cut_graph(bundle.graph, costs_s, num_stages)
+        cut = cut_graph(bundle.graph, costs_s, num_stages, bundle.manifest.lengths[-1])
         assert set(cut.positions) <= set(ends)
         assert max(cut.stage_s) <= sum(costs_s) / num_stages + max(costs_s)
         assert all(len(stage.inputs) == 1 for stage in bundle.graph.cut(cut.positions))
     with pytest.raises(ModelError, match=f"at most {blocks}; choose 1 to {blocks} stages"):
-        cut_graph(bundle.graph, costs_s, blocks + 1)
+        cut_graph(bundle.graph, costs_s, blocks + 1, bundle.manifest.lengths[-1])
 
 
 def test_measured_times_are_those_of_whole_blocks() -> None:

@@ -1,7 +1,10 @@
 """Models and preprocessing of torchvision are found by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import torchvision
 
 from multiworld_serving.models.errors import ExportError
 from multiworld_serving.models.export.sources import (
@@ -44,6 +47,21 @@ def test_model_of_torchvision_is_created_without_a_download_when_no_weights_are_
     module = load_module(name)
     assert not module.training
     assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1"])
+def test_model_of_torchvision_has_the_classes_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    fine_tuned = torchvision.models.get_model(name, num_classes=37)
+    torch.save(fine_tuned.state_dict(), tmp_path / "tuned.pth")
+    module = load_module(name, checkpoint=str(tmp_path / "tuned.pth"))
+    for key, tensor in fine_tuned.state_dict().items():
+        assert module.state_dict()[key].equal(tensor)
+
+
+def test_checkpoint_is_refused_when_it_is_of_another_model(tmp_path: Path) -> None:
+    torch.save(torchvision.models.resnet34().state_dict(), tmp_path / "other.pth")
+    with pytest.raises(ExportError, match="does not fit resnet18"):
+        load_module("resnet18", checkpoint=str(tmp_path / "other.pth"))
 
 
 def test_input_and_dimensions_are_parsed() -> None:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from multiworld_serving.common.wire import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError
 
@@ -30,6 +32,19 @@ def test_single_tensor_of_fixed_dimensions_travels_as_it_is() -> None:
     assert images.pack([batch]) is batch
     assert images.unpack(batch) == (batch,)
     assert images.key(batch) == ""
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), "float32"), ((3, 4, 8, 8), "float32"), ((9,), "bool"), ((9,), "int16"), ((9,), "int8")]
+)
+def test_single_tensor_is_packed_when_messages_cannot_be_like_it(shape: tuple[int, ...], dtype: str) -> None:
+    rows = RowFormat((TensorSpec("values", dtype, ("batch", *shape)),))
+    batch = torch.randn(2, *shape).to(DTYPES[dtype])
+    packed = rows.pack([batch])
+    assert rows.row_shape == tuple(packed.shape[1:])
+    Message(MessageKind.BATCH, payload=packed).header()
+    (unpacked,) = rows.unpack(packed)
+    assert torch.equal(unpacked, batch)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 9), (3, 5)])

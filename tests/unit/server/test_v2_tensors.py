@@ -162,7 +162,8 @@ async def test_every_element_type_is_read_and_written(dtype: str) -> None:
 
     class Echo(ColourPredictor):
         async def predict(self, row: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
-            assert (row.dtype, row.shape, key) == (getattr(torch, dtype), (2,), "")
+            (values,) = model.input_rows.unpack(row[None])
+            assert (values.dtype, values.shape, key) == (getattr(torch, dtype), (1, 2), "")
             return Prediction(row, "echo", "v1", 0, 0, 0, 1, ("w",))
 
     values = torch.tensor([[0, 1], [1, 1]]).to(getattr(torch, dtype))
