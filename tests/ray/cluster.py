@@ -1,25 +1,80 @@
-"""A Ray cluster of several nodes on this machine, as a program: `python -m tests.ray.cluster NODE=CPUS …`.
+"""A Ray cluster of several nodes on this machine.
 
-It prints the address of the head, then executes the lines of its standard input: `kill NODE` ends all processes of a node at once, as a
-machine that is switched off; `add NODE CPUS PATH` adds one whose Python searches PATH first. At the end of the input it ends the cluster.
+The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS …`, which `RayCluster` controls. It prints the address
+of the head, then executes the lines of its standard input: `kill NODE` ends all processes of a node at once, as a machine that is switched
+off; `add NODE CPUS PATH` adds one whose Python searches PATH first. At the end of the input it ends the cluster.
 """
 
 import contextlib
 import itertools
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.cluster_utils import Cluster
-
+_ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
+_HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
+"""Ray takes a node for dead after so many failed checks; by default 15 s."""
 _MEMORY_BYTES = 80 * 2**20
 """Of the object store of a node, which the service does not use."""
 
 
-def descendants(pid: int) -> list[int]:
+class RayCluster:
+    """A running cluster. Call `close` at the end.
+
+    Args:
+        nodes: NODE=CPUS, the head first.
+    """
+
+    def __init__(self, *nodes: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *nodes],
+            cwd=_ROOT,
+            env=_ENVIRONMENT | _HEALTH_CHECK,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.address = self._answer()
+
+    def tell(self, *words: str) -> None:
+        """Execute a command: see the module."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(words) + "\n")
+        self._process.stdin.flush()
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if re.fullmatch(r"done|[\d.]+:\d+", line.strip()):  # Ray prints, too
+                return line.strip()
+        raise AssertionError("the Ray cluster has ended")
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run `multiworld` with the address of this cluster.
+
+        Not in the checkout: Ray puts the folder of this command first into the search path of every node, and a checkout that was
+        installed has the metadata of its version there.
+        """
+        command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments, "--ray-address", self.address]
+        return subprocess.run(
+            command, check=False, cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, timeout=240
+        )
+
+    def close(self) -> None:
+        """End all nodes."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(timeout=60)
+        self._process.kill()
+
+
+def _descendants(pid: int) -> list[int]:
     """Process ids of all children, and of their children."""
     found = [pid]
     for each in found:
@@ -29,10 +84,12 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-class Nodes:
+class _Nodes:
     """The nodes by name. The first one is the head."""
 
     def __init__(self) -> None:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 - `RayCluster` does not need it
+
         self.cluster = Cluster()
         self.nodes: dict[str, Any] = {}
         self._addresses = itertools.count(2)
@@ -55,7 +112,7 @@ class Nodes:
     def kill(self, name: str) -> None:
         node = self.nodes.pop(name)
         processes = [each.process for group in node.all_processes.values() for each in group]
-        pids = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
+        pids = [pid for process in processes for pid in (process.pid, *_descendants(process.pid))]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -63,8 +120,10 @@ class Nodes:
             process.wait()
 
 
-def main(arguments: list[str]) -> None:
-    nodes = Nodes()
+def _main(arguments: list[str]) -> None:
+    import ray  # noqa: PLC0415
+
+    nodes = _Nodes()
     try:
         for argument in arguments:
             name, _, cpus = argument.partition("=")
@@ -83,4 +142,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _main(sys.argv[1:])

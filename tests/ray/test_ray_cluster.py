@@ -1,10 +1,7 @@
 """`multiworld serve --launcher ray` and `down` on a Ray cluster of three nodes: a node is killed under load, and what is refused."""
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +13,12 @@ import pytest
 
 from multiworld_client import Client
 from multiworld_serving.testing.load.images import photo
+from tests.ray.cluster import RayCluster
 from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("MULTIWORLD_", "RAY_"))}
-# Ray takes a node for dead after so many failed checks; by default 15 s.
-HEALTH_CHECK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
 SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
     *("--http-port", "0", "--join-port", "0", "--metrics-port", "0"),
@@ -32,50 +26,14 @@ SERVE = (
 PHOTO = photo(width=64, height=64)
 
 
-class Cluster:
-    """See `tests.ray.cluster`."""
-
-    def __init__(self, *nodes: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.cluster", *nodes],
-            cwd=ROOT, env=ENVIRONMENT | HEALTH_CHECK, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        self.address = self._answer()
-
-    def tell(self, *words: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(" ".join(words) + "\n")
-        self._process.stdin.flush()
-        assert self._answer() == "done"
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            if re.fullmatch(r"done|[\d.]+:\d+", line.strip()):  # Ray prints, too
-                return line.strip()
-        raise AssertionError("the Ray cluster has ended")
-
-    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run `multiworld` with the address of this cluster.
-
-        Not in the checkout: Ray puts the folder of this command first into the search path of every node, and a checkout that was
-        installed has the metadata of its version there.
-        """
-        command = [sys.executable, "-P", "-m", "multiworld_serving.cli.main", *arguments, "--ray-address", self.address]
-        return subprocess.run(
-            command, check=False, cwd="/", env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-        )
+class Cluster(RayCluster):
+    """A cluster that refuses commands."""
 
     def refusal(self, *arguments: str) -> str:
         done = self.run(*arguments)
         assert done.returncode == 2, done.stderr
         [line] = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
         return line
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(timeout=60)
-        self._process.kill()
 
 
 @pytest.fixture(scope="module")
