@@ -125,7 +125,7 @@ def test_cut_is_where_the_fewest_bytes_cross_at_the_largest_lengths(
 ) -> None:
     dynamic = (Dynamic((("vectors", 1),), 2, 64),)
     graph, _ = capture(Similarities(), (torch.randn(2, 6, 4),), ("vectors",), max_batch_size=8, dynamic=dynamic)
-    costs_s = [1.0, *[0.0] * (len(graph.nodes) - 2), 1.0]
+    costs_s = [1.0, *[1e-9] * (len(graph.nodes) - 2), 1.0]
     cut = cut_graph(graph, costs_s, 2, {"vectors_1": length})
     (stage, _) = graph.cut(cut.positions)
     assert [stage.by_name[name].shape for name in stage.outputs] == [crosses]

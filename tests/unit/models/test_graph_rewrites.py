@@ -16,7 +16,7 @@ from multiworld_serving.models import (
     BundleStage,
     Tuning,
     deviation,
-    load_stage,
+    load_bundle_stage,
     optimize,
     stage_specs,
 )
@@ -186,7 +186,7 @@ def test_rewritten_stage_does_not_keep_the_received_file_in_memory(
     plan = make_bundle_plan(make(tmp_path / "bundle"), 1)[0]
     file = File(b"".join(chunk.numpy().tobytes() for chunk in plan.weights.chunks()))
     received = weakref.ref(file)
-    stage = load_stage(plan.spec, file)
+    stage = load_bundle_stage(plan.spec, file)
     made = FoldedStage(stage, Workload(plan.input_shape, 4, (1,)), fused=fused)
     rows = example_rows(stage.spec, ROWS, ())
     with torch.inference_mode():
