@@ -125,6 +125,7 @@ class TorturePart:
         # A lasting world keeps as many blocking threads as it ever needed at once.
         lasting = {f"multiworld-{planned.name}" for planned in self._mine() if planned.lasting}
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
+        held["fds"] -= self.manager._listeners._local is not None  # opened by the first world that needs it, and kept
         return held
 
     # -- one world ---------------------------------------------------------------------------------------------------------------
