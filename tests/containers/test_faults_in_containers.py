@@ -98,7 +98,8 @@ def test_no_request_is_lost_when_each_leader_fails_in_turn(deployment: Deploymen
 def test_leader_has_another_address_when_it_was_disconnected(deployment: Deployment) -> None:
     before = deployment.leader_addresses()
     deployment.hurt("leader-unplug")
-    assert not set(before) & set(deployment.leader_addresses())
+    after = deployment.leader_addresses()  # a leader may get the earlier address of the other one
+    assert all(old != new for old, new in zip(before, after, strict=True))
     assert all(request.expected for request in deployment.requests())
 
 
