@@ -32,7 +32,10 @@ def render_status(snapshot: dict[str, Any]) -> "RenderableType":
             Text("leaders: " + ", ".join(f"{each['name'] or each['address']} ({each['state']})" for each in leaders))
         )
     if frontends := snapshot["frontends"]:
-        named = (f"{each['name']} ({each['connections']} connections)" for each in frontends)
+        named = (
+            f"{each['name']} ({each['connections']} connection{'' if each['connections'] == 1 else 's'})"
+            for each in frontends
+        )
         parts.append(Text("frontends: " + ", ".join(named)))
     if edges := snapshot["edges"]:
         parts.append(_edges(edges))

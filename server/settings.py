@@ -28,6 +28,10 @@ def _admin_port() -> Any:
     return setting(8002, "Network", text, ge=0, le=65535)
 
 
+EXAMPLE = "{example}"
+"""In the banner, the place of the path and options of a request, which depend on the model."""
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -168,7 +172,9 @@ class HttpSettings(ServiceSettings):
     supervisor_metrics_file: Path | None = setting(
         None, "Process", "File with the metrics of the supervisor.", hidden=True
     )
-    banner: str | None = setting(None, "Process", "Text to print when the service is ready.", hidden=True)
+    banner: str | None = setting(
+        None, "Process", f"Text to print when the service is ready, with {EXAMPLE} for a request.", hidden=True
+    )
     http_shares: int = setting(
         1, "Network", "Number of frontends that share the sockets and the limits.", ge=1, hidden=True
     )

@@ -1,5 +1,6 @@
 """Opens the listening sockets of the HTTP ports. Imports neither uvicorn nor torch, because the supervisor uses it too."""
 
+import errno
 import socket
 
 from multiworld_serving.common.config import UserError
@@ -28,9 +29,9 @@ def bind(host: str, port: int, option: str, host_option: str = "--host", *, rese
             sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or choose another "
-            f"{option} (0 selects a free port) or {host_option}"
-        ) from error
+        advice = f"stop the program that uses it, or choose another {option} (0 selects a free port) or {host_option}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = f"no interface of this machine has this address: choose another {host_option}"
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
     sock.setblocking(False)
     return sock

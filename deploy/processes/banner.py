@@ -1,6 +1,6 @@
 """What `multiworld serve` prints on standard output when it is ready, after the line with the model."""
 
-from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.settings import EXAMPLE, ServeSettings
 
 
 def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str, grpc: str = "") -> str:
@@ -23,7 +23,7 @@ def banner(settings: ServeSettings, *, http_url: str, admin_url: str, joins: str
         **({"gRPC": f"{grpc} (Open Inference Protocol)"} if grpc else {}),
         "admin port": f"{admin_url} (metrics, multiworld rolling-restart, multiworld load-version)",
         "join port": joins,
-        "try": f"curl -s{key} -F image=@photo.jpg {http_url}/predict",
+        "try": f"curl -s{key} {http_url}{EXAMPLE}",
     }
     return "".join(f"  {name:<11} {text}\n" for name, text in rows.items())
 

@@ -47,7 +47,7 @@ from multiworld_serving.server.observability.inference_statistics import Statist
 from multiworld_serving.server.observability.metrics import Metrics
 from multiworld_serving.server.observability.request_traces import RequestTraces
 from multiworld_serving.server.predictor import PipelineSnapshot
-from multiworld_serving.server.settings import FrontendSettings
+from multiworld_serving.server.settings import EXAMPLE, FrontendSettings
 
 if TYPE_CHECKING:  # an extra
     from multiworld_serving.server.api.oip_grpc.server import GrpcPort
@@ -268,7 +268,15 @@ class _Frontend:
             logger.info("ready model=%s version=%s after_s=%.1f", snapshot.model, snapshot.version, after_s)
             if self._settings.banner is not None:
                 text = f"{snapshot.model}, weights {snapshot.version}, is ready\n{self._settings.banner}"
-                print(text, end="", flush=True)  # noqa: T201
+                print(text.replace(EXAMPLE, self._example), end="", flush=True)  # noqa: T201
+
+    @property
+    def _example(self) -> str:
+        """Path and options of a request with curl."""
+        model = self._pool.model.result()
+        if self._handler is not None:
+            return "/predict --data-binary @FILE"
+        return "/predict -F image=@photo.jpg" if model.image and model.labels else f"/v2/models/{model.name}"
 
     def _on_connections(self, count: int) -> None:
         self._connections = count

@@ -170,8 +170,9 @@ async def _on_rejection(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid_parameters(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = "; ".join(
-        f"{' '.join(str(part) for part in problem['loc'])}: {problem['msg']}, got {str(problem['input'])[:64]!r}"
+        f"{' '.join(str(part) for part in problem['loc'][:2])}: {problem['msg']}, got {str(problem['input'])[:64]!r}"
         for problem in error.errors()
+        if problem["type"] != "none_required"  # of an optional parameter; another problem says what is expected
     )
     return rejection_response(InvalidParameterError(found), RequestRecord.of(request.scope))
 

@@ -20,7 +20,7 @@ from multiworld_serving.deploy.processes.banner import banner
 from multiworld_serving.deploy.processes.programs import _toml, frontend_values, leader_values, settings_file
 from multiworld_serving.deploy.processes.service import _Service
 from multiworld_serving.server.leader_settings import LeaderSettings
-from multiworld_serving.server.settings import FrontendSettings, ServeSettings
+from multiworld_serving.server.settings import EXAMPLE, FrontendSettings, ServeSettings
 from multiworld_serving.workers.settings import WorkerSettings
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
@@ -212,7 +212,7 @@ def test_banner_has_the_processes_and_their_addresses() -> None:
         "  HTTP API    http://h:1 (status page in a browser)",
         "  admin port  http://h:2 (metrics, multiworld rolling-restart, multiworld load-version)",
         "  join port   h:3,h:4",
-        "  try         curl -s -H 'Authorization: Bearer KEY' -F image=@photo.jpg http://h:1/predict",
+        "  try         curl -s -H 'Authorization: Bearer KEY' http://h:1{example}",
     ]
 
 
@@ -223,7 +223,7 @@ def test_one_frontend_shows_the_banner_but_not_among_json(log_format: str, shown
         files = [Path(frontends._command(slot)[-1]) for slot in range(2)]
         found = [load(FrontendSettings, {}, config_file=file, programs=PROGRAMS).banner for file in files]
         port = made._http.getsockname()[1]
-    assert [text is not None and f"http://127.0.0.1:{port}/predict" in text for text in found] == shown
+    assert [text is not None and f"http://127.0.0.1:{port}{EXAMPLE}" in text for text in found] == shown
 
 
 @pytest.mark.parametrize(("cls", "needed"), [(ServeSettings, {}), (FrontendSettings, {"leader": "127.0.0.1:1"})])
