@@ -1,0 +1,89 @@
+"""The batch scripts on a Slurm cluster of four nodes: tasks are cancelled and killed, and nodes are switched off, under load."""
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from multiworld_serving.testing.load.clients import record_reference_answers, run_load
+from multiworld_serving.testing.load.images import photo
+from tests.slurm.cluster import CONTROLLER, SlurmCluster, need_slurm
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
+MODEL = ("--model", "resnet18", "--weights", "random:0", "--image-size", "32", "--stages", "1", "--replicas", "2")
+NODES = ("node1", "node2", "node3", "node4")
+
+
+@pytest.fixture
+def cluster() -> Iterator[SlurmCluster]:
+    need_slurm()
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, for the paths of Unix sockets
+    try:
+        with SlurmCluster(folder, *NODES) as running, running.host(CONTROLLER).entered():
+            yield running
+    finally:
+        shutil.rmtree(folder)
+
+
+def ready_workers(cluster: SlurmCluster, node: str) -> set[str]:
+    """The names of the ready workers, as the frontend of this node knows them; empty if it does not answer."""
+    with contextlib.suppress(httpx.TransportError, KeyError):
+        stages = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=5).json()["stages"]
+        return {each["worker"] for each in stages[0]["replicas"] if each["state"] == "ready"}
+    return set()
+
+
+def ready_leaders(cluster: SlurmCluster, node: str) -> int:
+    with contextlib.suppress(httpx.TransportError, KeyError):
+        leaders = httpx.get(f"http://{cluster.addresses[node]}:8000/status", timeout=5).json()["leaders"]
+        return sum(each["state"] == "ready" for each in leaders)
+    return 0
+
+
+def test_service_on_slurm_survives_lost_tasks_and_nodes(cluster: SlurmCluster) -> None:
+    service = cluster.run("sbatch", "--parsable", str(SCRIPTS / "service.sbatch"), *MODEL)
+    array = ("sbatch", "--parsable", "--cpus-per-task=5", "--export=ALL")
+    workers = cluster.run(*array, "--array=0-2", str(SCRIPTS / "worker.sbatch"), "--threads", "1")
+    wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-1", "worker-2"})
+    wait_until(lambda: ready_leaders(cluster, "node1") == 2)
+    url = f"http://{cluster.addresses['node1']}:8000"
+    requests = record_reference_answers(url, [(photo(), "image/jpeg")])
+    with run_load(url, requests, clients=2) as load:
+        [killed] = cluster.programs("node1", "/multiworld worker --name worker-0")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: "worker-0" not in ready_workers(cluster, "node1"))
+        wait_until(lambda: "worker-0" in ready_workers(cluster, "node1"))
+
+        [leader] = cluster.programs("node1", "/multiworld leader --leader-name")
+        os.kill(leader, signal.SIGKILL)
+        wait_until(lambda: ready_leaders(cluster, "node1") == 1)
+        wait_until(lambda: ready_leaders(cluster, "node1") == 2)
+
+        cluster.switch_off("node3")  # the task of worker-2 is put back into the queue, and node4 is free
+        wait_until(lambda: "worker-2" not in ready_workers(cluster, "node1"))
+        wait_until(
+            lambda: cluster.run("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i") == f"{workers}_2"
+        )
+        cluster.run("scontrol", "update", f"JobId={workers}_2", "StartTime=now")  # Slurm would wait for two minutes
+        wait_until(lambda: "worker-2" in ready_workers(cluster, "node1"))
+        assert cluster.programs("node4", "/multiworld worker --name worker-2")
+
+        cluster.switch_off("node2")  # a leader, a frontend, and worker-1
+        wait_until(lambda: ready_leaders(cluster, "node1") == 1)
+        wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0", "worker-2"})
+
+        cluster.run("scancel", f"{workers}_2")
+        wait_until(lambda: ready_workers(cluster, "node1") == {"worker-0"})
+    assert load.samples
+    assert not load.failed, load.failed[:3]
+    cluster.run("scancel", service, workers)
+    wait_until(lambda: not any(cluster.programs(node, "/multiworld ") for node in ("node1", "node4")))
