@@ -29,8 +29,8 @@ from multiworld_serving.models.export.sources import (
     published_preprocessing,
 )
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.models.weights import pretrained
-from multiworld_serving.models.weights.checkpoints import SUFFIXES, read_checkpoint
+from multiworld_serving.models.weights import SUFFIXES, pretrained
+from multiworld_serving.models.weights.checkpoints import read_checkpoint
 from multiworld_serving.models.weights.labels import placeholder_labels
 from multiworld_serving.models.weights.random_weights import parse_seed
 
