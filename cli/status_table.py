@@ -51,7 +51,15 @@ def _headline(snapshot: dict[str, Any]) -> "Text":
         (snapshot["state"].replace("_", " "), _SERVICE_STYLES.get(snapshot["state"], "")),
         f"{reasons}, up {duration(snapshot['uptime_s'])}, "
         f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
+        _redundancy(snapshot["stages"]),
     )
+
+
+def _redundancy(stages: list[dict[str, Any]]) -> str:
+    """How many workers each stage can lose; empty if it is none, which the state then says."""
+    ready = [sum(replica["state"] == "ready" for replica in stage["replicas"]) for stage in stages]
+    count = min(ready, default=0) - 1
+    return f"; each stage can lose {count} worker{'' if count == 1 else 's'}" if count > 0 else ""
 
 
 def _table(stages: list[dict[str, Any]]) -> "Table":
