@@ -44,7 +44,9 @@ Output = Annotated[
     Path, value("PATH", "Folder, or .zip file, to write. It must not exist.", "--output", "-o", show_default=False)
 ]
 Stages = Annotated[str, value("N", "Number of stages, or auto: the most that take nearly equal time, up to 8.")]
-Name = Annotated[str | None, value("NAME", "Name of the model.", show_default="that of the output, without .bundle or .zip")]
+Name = Annotated[
+    str | None, value("NAME", "Name of the model.", show_default="that of the output, without .bundle or .zip")
+]
 Version = Annotated[str, value("VERSION", "Version of the model.")]
 MaxBatchSize = Annotated[int, value("N", "Largest batch.", min=2, max=1024)]
 
