@@ -125,11 +125,10 @@ def _is_published(weights: str) -> bool:
 
 def _available(name: str) -> str:
     members = list(torchvision.models.get_model_weights(name))
-    if members and pretrained.is_reachable(members[-1]):
+    reason = pretrained.why_unavailable(members[-1]) if members else "torchvision publishes no weights for it"
+    if reason is None:
         return "DEFAULT"
-    pretrained.warn_untrained(
-        name, f"the host of {members[-1].url} did not answer" if members else "torchvision publishes no weights for it"
-    )
+    pretrained.warn_untrained(name, reason)
     return pretrained.UNTRAINED
 
 

@@ -105,8 +105,7 @@ def _load_weights(name: str, weights: str) -> _Source:
 
 def _load_auto(name: str) -> _Source:
     default = published_weights(name).DEFAULT
-    reason = f"{default.url} does not answer within {pretrained.PROBE_TIMEOUT_S:g} s"
-    if pretrained.is_reachable(default):
+    if (reason := pretrained.why_unavailable(default)) is None:
         try:
             return _load_published(name, default)
         except WeightsError as error:

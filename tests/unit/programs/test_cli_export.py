@@ -81,6 +81,7 @@ IMAGE = ["--image-size", "8"]
         ("model.py:broken", IMAGE, "ZeroDivisionError"),
         ("other.py:make", IMAGE, "does not exist"),
         ("no.such.module:make", IMAGE, "ModuleNotFoundError"),
+        ("no/such/README.md:make", IMAGE, "README.md is not a Python file"),
         ("no_such_model", [], "neither a model of torchvision"),
         ("model.py:make", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
         ("model.py:make", ["--input", "x:float12[batch,9]"], "expected NAME:DTYPE"),
