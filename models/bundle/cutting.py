@@ -47,7 +47,11 @@ class Cut:
 
 
 def measure_nodes(
-    graph: Graph, weights: Mapping[str, Tensor], example: Sequence[Tensor], rounds: int | None = None, device: str = "cpu"
+    graph: Graph,
+    weights: Mapping[str, Tensor],
+    example: Sequence[Tensor],
+    rounds: int | None = None,
+    device: str = "cpu",
 ) -> tuple[float, ...]:
     """Seconds per row of each node on this device: the median of the rounds, after one that warms up.
 
