@@ -4,6 +4,8 @@ PYTHON   ?= python3
 VENV     := .venv
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
+# Without the development tools.
+SERVING  := $(VENV)/.serving
 ARGS     ?=
 PIP_ARGS ?=
 # Test files that run in parallel.
@@ -21,7 +23,7 @@ help: ## List all targets.
 
 install: $(STAMP) ## Create the virtual environment .venv and install the project with its development tools.
 
-serve: $(STAMP) ## Serve a model with local workers, for example: make serve ARGS="--model resnet18 --stages 3".
+serve: $(SERVING) ## Serve a model with local workers, for example: make serve ARGS="--model resnet18 --stages 3".
 	exec $(BIN)/multiworld serve --weights auto $(ARGS)
 
 test: $(STAMP) ## Run all tests, or a part: make test ARGS="tests/unit -k scheduler".
@@ -92,29 +94,32 @@ print(*project["optional-dependencies"]["docs"], sep="\n")
 endef
 .venv-docs/.installed: export DOCS_REQUIREMENTS = $(DOCS_REQUIREMENTS_SCRIPT)
 
-# Safe when two makes run at once: the second waits for the lock and finds the stamp.
-$(STAMP): pyproject.toml
+# Safe when two makes run at once: the second waits for the lock and finds the stamp. The development tools include what serving needs.
+$(STAMP): EXTRAS := [dev]
+$(STAMP) $(SERVING): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || { \
 		echo "make: $(PYTHON) is missing or older than Python 3.11: try make PYTHON=python3.12" >&2; exit 1; }
 	mkdir -p $(VENV)
-	$(PYTHON) -c "$$INSTALL" $(VENV) $(STAMP) $(PIP_ARGS)
+	$(PYTHON) -c "$$INSTALL" $(VENV) $@ $(STAMP) ".$(EXTRAS)" $(PIP_ARGS)
 
 define INSTALL_SCRIPT
 import fcntl, os, subprocess, sys
-venv, stamp, *pip_args = sys.argv[1:]
+venv, stamp, all_stamp, project, *pip_args = sys.argv[1:]
+is_fresh = lambda file: os.path.exists(file) and os.path.getmtime(file) >= os.path.getmtime("pyproject.toml")
 with open(os.path.join(venv, ".lock"), "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    if os.path.exists(stamp) and os.path.getmtime(stamp) >= os.path.getmtime("pyproject.toml"):
+    if is_fresh(stamp) or is_fresh(all_stamp):
+        open(stamp, "w").close()
         sys.exit()
-    print("installing into", venv, "(the first run takes some minutes: torch is large)", flush=True)
+    print("installing", project, "into", venv, "(the first run downloads 2.5 GB, most of it torch)", flush=True)
     pip = os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"
     try:
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         # pip would compile the 19,000 modules on one core.
-        subprocess.run([*pip, "--no-compile", *pip_args, "--editable", ".[dev]"], check=True)
+        subprocess.run([*pip, "--no-compile", *pip_args, "--editable", project], check=True)
         subprocess.run([pip[0], "-m", "compileall", "-qq", "-j", "0", os.path.join(venv, "lib")])  # some modules are not valid
     except subprocess.CalledProcessError as error:
         sys.exit(f"make: the installation failed: {' '.join(error.cmd)}")
     open(stamp, "w").close()
 endef
-$(STAMP): export INSTALL = $(INSTALL_SCRIPT)
+$(STAMP) $(SERVING): export INSTALL = $(INSTALL_SCRIPT)

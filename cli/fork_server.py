@@ -1,12 +1,12 @@
 """Entry point of the fork server process: `python -m multiworld_serving.cli.fork_server`, started by `multiworld serve`."""
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
-from multiworld_serving.cli.main import main
+from multiworld_serving.cli.main import run
 from multiworld_serving.deploy.processes.environment import PROGRAM
 from multiworld_serving.deploy.processes.fork_server import run_fork_server, set_process_title
 
@@ -40,16 +40,11 @@ def _environment(**changes: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _run_command(command: list[str]) -> int:
-    """Run a command line of `multiworld` in the forked process. Returns its exit status."""
+def _run_command(command: list[str]) -> NoReturn:
+    """Run a command line of `multiworld` in the forked process, and end it."""
     arguments = command[len(PROGRAM) :]
     set_process_title(" ".join(["multiworld", *arguments]))
-    status = main(arguments)
-    # Without finalizing the interpreter, which takes seconds for torch's modules. Programs have freed everything when they return.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run(arguments)
 
 
 if __name__ == "__main__":

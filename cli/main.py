@@ -6,11 +6,14 @@
 130  interrupted by Ctrl-C
 """
 
+import contextlib
 import inspect
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as installed
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -91,6 +94,23 @@ def _without_verb(
         print(context.get_help())
 
 
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line (that of this process if None), and end this process with its exit status.
+
+    The interpreter is not finalized: for torch's modules that takes seconds and prints warnings. Programs have freed everything when
+    they return.
+    """
+    status = main(arguments)
+    logging.shutdown()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # the disk is full, or the reader has ended
+        status = status or _fail(f"cannot write standard output: {error.strerror}", 1)
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (that of this process if None). Returns the exit status."""
     try:
@@ -123,4 +143,4 @@ def _fail(message: str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

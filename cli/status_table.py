@@ -51,7 +51,15 @@ def _headline(snapshot: dict[str, Any]) -> "Text":
         (snapshot["state"].replace("_", " "), _SERVICE_STYLES.get(snapshot["state"], "")),
         f"{reasons}, up {duration(snapshot['uptime_s'])}, "
         f"{snapshot['queue_depth']} waiting, {snapshot['requests_in_flight']} requests in flight",
+        _redundancy(snapshot["stages"]),
     )
+
+
+def _redundancy(stages: list[dict[str, Any]]) -> str:
+    """How many workers each stage can lose; empty if it is none, which the state then says."""
+    ready = [sum(replica["state"] == "ready" for replica in stage["replicas"]) for stage in stages]
+    count = min(ready, default=0) - 1
+    return f"\neach stage can lose {count} worker{'' if count == 1 else 's'}" if count > 0 else ""
 
 
 def _table(stages: list[dict[str, Any]]) -> "Table":
@@ -61,13 +69,12 @@ def _table(stages: list[dict[str, Any]]) -> "Table":
 
     hosts = {replica.get("host") for stage in stages for replica in stage["replicas"]} - {None}
     host = ("host",) if len(hosts) > 1 else ()
-    columns = ("stage", "replica", "state", "worker", *host, "device", "world", "in flight", "done", "last failure")
-    rows = table(*columns, numbers=("in flight", "done"))
+    columns = ("replica", "state", "worker", *host, "device", "world", "in flight", "done", "last failure")
+    rows = table(*columns, numbers=("in flight", "done"), collapse_padding=True)  # fits into 80 columns
     for stage in stages:
         for replica in stage["replicas"]:
             rows.add_row(
-                str(stage["index"]),
-                str(replica["slot"]),
+                f"s{stage['index']}.r{replica['slot']}",
                 Text(replica["state"], style=_STYLES.get(replica["state"], "")),
                 Text(replica["worker"] or "-"),
                 *(Text(replica.get("host") or "-") for _ in host),
@@ -103,7 +110,8 @@ def _edges(edges: list[dict[str, Any]]) -> "Table":
 def _failure(failure: dict[str, Any] | None) -> str:
     if failure is None:
         return "-"
-    return f"{failure['cause']}, {duration(time.time() - failure['at_unix_s'])} ago"
+    number, unit, *_ = duration(time.time() - failure["at_unix_s"]).split()
+    return f"{failure['cause']}, {number} {unit} ago"
 
 
 def duration(seconds: float) -> str:

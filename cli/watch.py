@@ -120,9 +120,10 @@ def _throughput(points: Iterable[dict[str, Any]]) -> str:
     *_, last = points
     top = max(*rates, 1.0)
     bars = "".join(_BARS[round(rate / top * (len(_BARS) - 1))] for rate in rates)
-    latency = "" if last["p50_ms"] is None else f", median {last['p50_ms']:.0f} ms, p99 {last['p99_ms']:.0f} ms"
+    times = (("median", "p50_ms"), ("p99", "p99_ms"), ("slowest", "slowest_ms"))
+    latency = "" if last["p50_ms"] is None else "".join(f", {word} {last[name]:.0f} ms" for word, name in times)
     failed = f", {last['failed']:g} failed" if last["failed"] else ""
-    return f"{bars}  {last['answered']:g} answers/s{latency}{failed}"
+    return f"{bars}\n{last['answered']:g} answers/s{latency}{failed}"
 
 
 def _line(event: dict[str, Any]) -> "RenderableType":

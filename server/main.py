@@ -122,7 +122,10 @@ async def _serve(
             await stack.enter_async_context(
                 metrics_port(host, settings.metrics_port, metrics, lambda: None, lambda: leader.ready, required=True)
             )
-        logger.info("leader %s listens join=%s:%d", settings.leader_name, settings.join_host, leader.join_port)
+        logger.info(
+            "leader %s listens join=%s:%d and waits until each of its %d stages has a worker",
+            *(settings.leader_name, settings.join_host, leader.join_port, settings.stages),
+        )
         await stack.enter_async_context(notify_systemd())
         await stop.wait()
         await leader.drain(settings.drain_timeout_s)

@@ -122,6 +122,8 @@ class LeaderConnection:
             except (AskError, WorldError, WireError, OSError) as error:
                 if failures in (0, 10, 100) or failures % 1000 == 0:
                     logger.warning("leader=%s cannot be joined: %s", self._leader, error)
+                if failures == 0:
+                    logger.info("waiting for leader=%s, which answers when it has loaded its model", self._leader)
             failures = 0 if served else failures + 1
             await self._pause(failures)
 

@@ -1,6 +1,7 @@
 """`multiworld export`: write a PyTorch model as a bundle."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -43,7 +44,9 @@ Output = Annotated[
     Path, value("PATH", "Folder, or .zip file, to write. It must not exist.", "--output", "-o", show_default=False)
 ]
 Stages = Annotated[str, value("N", "Number of stages, or auto: the most that take nearly equal time, up to 8.")]
-Name = Annotated[str | None, value("NAME", "Name of the model.", show_default="that of the model or function")]
+Name = Annotated[
+    str | None, value("NAME", "Name of the model.", show_default="that of the output, without .bundle or .zip")
+]
 Version = Annotated[str, value("VERSION", "Version of the model.")]
 MaxBatchSize = Annotated[int, value("N", "Largest batch.", min=2, max=1024)]
 
@@ -155,7 +158,7 @@ def export(
     image = _preprocessing(images, source, weights.weights, given=bool(inputs.example or inputs.input))
     example = _example(module, inputs, image)
     options = ExportOptions(
-        name=name or source.rpartition(":")[2],
+        name=name or _name_of(output),
         version=version,
         inputs=tuple(example),
         max_batch_size=max_batch_size,
@@ -173,6 +176,11 @@ def export(
     else:
         _show(report, output)
     return 0
+
+
+def _name_of(output: Path) -> str:
+    """The name of a model whose user gives none; letters that names cannot have become "_"."""
+    return re.sub(r"[^A-Za-z0-9_.:+-]", "_", output.name.removesuffix(".zip").removesuffix(".bundle"))
 
 
 def _number_of_stages(text: str) -> int | None:

@@ -50,6 +50,7 @@ from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Superv
 from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
 from multiworld_serving.deploy.scaling.policy import Limits, ScalingPolicy
 from multiworld_serving.server.settings import ServeSettings
+from multiworld_serving.server.versions.model_files import check_model_files
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,9 @@ def run(settings: ServeSettings) -> int:
     """Run the service until SIGTERM or Ctrl-C. Returns the exit status.
 
     Raises:
-        UserError: a port is in use, a file is missing, or the device does not exist.
+        UserError, models.ModelError: a port is in use, a file is missing, or the device does not exist. No process was started.
     """
+    check_model_files(settings)
     raise_descriptor_limit()
     settings = settings.replace("local_token", SecretStr(new_token().get_secret_value()), "generated")
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid

@@ -108,7 +108,7 @@ class Supervisor:
         self._on_restart = on_restart or (lambda _slot: None)
         self._slots = {index: ProcessSlot(index) for index in range(count)}
         self.invalid_input = asyncio.Event()
-        """Set when a process ended with status 2 at its first start: restarting it would not help."""
+        """Set when a process ended with status 2 at its first start: it refuses its settings and is not restarted."""
         self._stopping = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._watch: asyncio.Task[None] | None = None
@@ -212,7 +212,11 @@ class Supervisor:
                 logger.log(level, "%s slot=%d stopped status=%s", self._kind, slot.index, status)
                 return
             if status == str(INVALID_INPUT) and not slot.restarts:
+                logger.error(
+                    "%s slot=%d refuses its settings; its line on standard error says why", self._kind, slot.index
+                )
                 self.invalid_input.set()
+                return
             slot.failures = 1 if lived_s >= self._backoff.reset_after_s else slot.failures + 1
             delay_s = self._backoff.delay_s(slot.failures, random.random())
             logger.warning(

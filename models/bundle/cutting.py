@@ -19,6 +19,9 @@ _MAX_POSITIONS = 128
 """Positions considered for cuts. More would make the partition slow and hardly better."""
 MAX_AUTO_STAGES = 8
 _LEAST_BALANCE = 0.9
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+_ROUNDS_S = 2.0
+"""A measurement of nodes starts no round after `_LEAST_ROUNDS` and this time."""
 _LINK_BYTES_PER_S = 2e9
 """Assumed speed of a transfer between two stages: loopback on one machine."""
 
@@ -44,10 +47,16 @@ class Cut:
 
 
 def measure_nodes(
-    graph: Graph, weights: Mapping[str, Tensor], example: Sequence[Tensor], rounds: int = 3, device: str = "cpu"
+    graph: Graph,
+    weights: Mapping[str, Tensor],
+    example: Sequence[Tensor],
+    rounds: int | None = None,
+    device: str = "cpu",
 ) -> tuple[float, ...]:
     """Seconds per row of each node on this device: the median of the rounds, after one that warms up.
 
+    Args:
+        rounds: None: at least 3, and at most 25 while they have taken less than two seconds together.
     Raises:
         RuntimeError: torch cannot use the device.
     """
@@ -55,8 +64,10 @@ def measure_nodes(
     timer = _Timer(graph.build({key: tensor.to(target) for key, tensor in weights.items()}, target), target)
     example = [tensor.to(target) for tensor in example]
     runs = []
+    least, most = (_LEAST_ROUNDS, _MOST_ROUNDS) if rounds is None else (rounds, rounds)
+    end_s = time.monotonic() + _ROUNDS_S
     with torch.no_grad():
-        for _ in range(rounds + 1):
+        while len(runs) <= least or (len(runs) <= most and time.monotonic() < end_s):
             timer.taken_s = []
             timer.run(*example)
             runs.append(timer.taken_s)

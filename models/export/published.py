@@ -29,8 +29,8 @@ from multiworld_serving.models.export.sources import (
     published_preprocessing,
 )
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.models.weights import pretrained
-from multiworld_serving.models.weights.checkpoints import SUFFIXES, read_checkpoint
+from multiworld_serving.models.weights import SUFFIXES, pretrained
+from multiworld_serving.models.weights.checkpoints import read_checkpoint
 from multiworld_serving.models.weights.labels import placeholder_labels
 from multiworld_serving.models.weights.random_weights import parse_seed
 
@@ -125,11 +125,10 @@ def _is_published(weights: str) -> bool:
 
 def _available(name: str) -> str:
     members = list(torchvision.models.get_model_weights(name))
-    if members and pretrained.is_reachable(members[-1]):
+    reason = pretrained.why_unavailable(members[-1]) if members else "torchvision publishes no weights for it"
+    if reason is None:
         return "DEFAULT"
-    pretrained.warn_untrained(
-        name, f"the host of {members[-1].url} did not answer" if members else "torchvision publishes no weights for it"
-    )
+    pretrained.warn_untrained(name, reason)
     return pretrained.UNTRAINED
 
 

@@ -128,6 +128,8 @@ def call_function(place: str) -> Any:
 
 def _import(where: str) -> Any:
     if not where.endswith(".py"):
+        if Path(where).is_file() or "/" in where:
+            raise ExportError(f"{where} is not a Python file; expected file.py:function or package.module:function")
         sys.path.insert(0, str(Path.cwd()))
         try:
             return importlib.import_module(where)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from multiworld_serving.models.errors import WeightsError
+from multiworld_serving.models.weights import SUFFIXES
 
-SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors")
 MAX_FILE_BYTES = 4 * 2**30
 """The largest model has 0.5 GB of weights, and less than this limit with gradients and optimiser state."""
 

@@ -10,8 +10,8 @@ from torch import nn
 from multiworld_serving.models.architectures import published_weights
 from multiworld_serving.models.errors import WeightsError
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
-from multiworld_serving.models.weights import pretrained
-from multiworld_serving.models.weights.checkpoints import SUFFIXES, read_checkpoint
+from multiworld_serving.models.weights import SUFFIXES, pretrained
+from multiworld_serving.models.weights.checkpoints import read_checkpoint
 from multiworld_serving.models.weights.labels import placeholder_labels, read_labels
 from multiworld_serving.models.weights.random_weights import parse_seed, random_model
 from multiworld_serving.models.weights.state_dict import load_into
@@ -105,8 +105,7 @@ def _load_weights(name: str, weights: str) -> _Source:
 
 def _load_auto(name: str) -> _Source:
     default = published_weights(name).DEFAULT
-    reason = f"{default.url} does not answer within {pretrained.PROBE_TIMEOUT_S:g} s"
-    if pretrained.is_reachable(default):
+    if (reason := pretrained.why_unavailable(default)) is None:
         try:
             return _load_published(name, default)
         except WeightsError as error:

@@ -55,9 +55,9 @@ def cached_file(weights: Any) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / name
 
 
-def is_reachable(weights: Any) -> bool:
-    """Whether the weights are in the cache or their host answers within `PROBE_TIMEOUT_S`."""
-    return cached_file(weights).exists() or _host_answers(weights.url)
+def why_unavailable(weights: Any) -> str | None:
+    """None if the weights are in the cache or their host answers within `PROBE_TIMEOUT_S`; otherwise what happened instead."""
+    return None if cached_file(weights).exists() else _probe(weights.url)
 
 
 def warn_untrained(model: str, reason: str) -> None:
@@ -106,17 +106,22 @@ def _stall_timeout() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def _host_answers(url: str) -> bool:
-    answered = threading.Event()
+def _probe(url: str) -> str | None:
+    results: list[str | None] = []
 
     def probe() -> None:
         request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "torch.hub"})  # noqa: S310 https
         # OSError covers refused, unreachable, DNS failures, timeouts and HTTP errors; ValueError a malformed proxy URL.
-        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):  # noqa: S310
-            answered.set()
+        try:
+            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S):  # noqa: S310
+                results.append(None)
+        except TimeoutError:
+            pass  # the same as no result yet
+        except (OSError, ValueError) as error:
+            results.append(f"{url} cannot be downloaded: {getattr(error, 'reason', None) or error}")
 
     # A thread, because DNS lookups have no timeout; daemon, so that it does not block the exit.
     thread = threading.Thread(target=probe, name="weights-probe", daemon=True)
     thread.start()
     thread.join(PROBE_TIMEOUT_S)
-    return answered.is_set()
+    return results[0] if results else f"{url} does not answer within {PROBE_TIMEOUT_S:g} s"

@@ -67,7 +67,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Point:
-    """One second of service: rates per second and latencies in milliseconds; None = no responses."""
+    """One second of service: rates per second and latencies in milliseconds; None = no responses.
+
+    Latencies are those of answered requests, from the first byte of the request to the last byte of the response, with the time that a
+    request waited until it was sent to another leader. `slowest_ms` is apart, because the 99th percentile of fewer than a hundred
+    responses is not the slowest one.
+    """
 
     at_unix_s: float
     answered: float
@@ -75,6 +80,7 @@ class Point:
     failed: float
     p50_ms: float | None
     p99_ms: float | None
+    slowest_ms: float | None
 
 
 class Subscription:
@@ -299,4 +305,5 @@ def _point(before: Totals, now: Totals, seconds: float, took_s: list[float]) -> 
         failed=round((now.failed - before.failed) / seconds, 1),
         p50_ms=quantile_ms(0.5),
         p99_ms=quantile_ms(0.99),
+        slowest_ms=quantile_ms(1),
     )

@@ -1,4 +1,4 @@
-"""Requests, the batches they are sent in, the replicas that compute them, and the queues of each stage.
+"""The data types of the scheduler: requests, batches, replicas, and the queues of each stage. `dispatcher.py` forms the batches.
 
 These types refer to each other: a batch knows its pipeline and its attempts, a replica its pool and its attempts.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from multiworld_serving.models import (
     MODEL_NAMES,
     Bundle,
     BundleError,
-    LabelsError,
     LoadedModel,
     StageError,
     WeightsError,
@@ -22,9 +20,10 @@ from multiworld_serving.models import (
     load_model,
     read_bundle,
 )
-from multiworld_serving.models.weights.checkpoints import SUFFIXES
+from multiworld_serving.models.weights import SUFFIXES
 from multiworld_serving.models.weights.labels import read_labels
 from multiworld_serving.server.leader_settings import LeaderSettings
+from multiworld_serving.server.versions.model_files import bundle_path, check_model_files
 from multiworld_serving.server.versions.weights_dir import path_in_weights_dir
 
 _COPIES_OF_WEIGHTS = 4
@@ -72,17 +71,9 @@ def check_model_source(settings: LeaderSettings) -> None:
     Raises:
         models.ModelError: there is no such model or file, or it has fewer blocks than stages.
     """
-    if (path := bundle_path(settings)) is not None:
-        if not path.exists():
-            raise BundleError(
-                f"--model {settings.model}: there is no such file or folder; expected the path of a bundle that "
-                "`multiworld export` wrote, or a name such as resnet50"
-            )
+    check_model_files(settings)
+    if bundle_path(settings) is not None:
         return
-    if Path(settings.weights).suffix.lower() in SUFFIXES and not Path(settings.weights).is_file():
-        raise WeightsError(f"--weights {settings.weights}: there is no such file")
-    if settings.labels is not None and not Path(settings.labels).is_file():
-        raise LabelsError(f"--labels {settings.labels}: there is no such file")
     if settings.model not in MODEL_NAMES:
         # Importing it takes a second.
         from multiworld_serving.models.export.published import check_name  # noqa: PLC0415
@@ -92,12 +83,6 @@ def check_model_source(settings: LeaderSettings) -> None:
         raise StageError(
             f"--stages {settings.stages}: {settings.model} has {count} blocks; expected 1 to {count} stages"
         )
-
-
-def bundle_path(settings: LeaderSettings) -> Path | None:
-    """The bundle that `--model` names by its path; None if it is the name of a model."""
-    path = Path(settings.model)
-    return path if path.exists() or os.sep in settings.model or path.suffix else None
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,6 @@ def rejection(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def test_serve_is_refused_when_the_weights_file_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.pth" in rejection(capfd, "serve", "--weights", "/tmp/nowhere.pth", *FREE_PORTS)
-
-
 def test_serve_is_refused_when_the_weights_are_of_another_architecture(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -58,7 +58,9 @@ def photo() -> bytes:
 @pytest.mark.parametrize("name", PAGES)
 def test_code_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     page = PAGES[name]
-    (tmp_path / "photo.jpg").write_bytes(photo())
+    for file in (tmp_path / "photo.jpg", tmp_path / "examples/images/clock.jpg"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(photo())
     service = None if page.serves else request.getfixturevalue("running")
     found = blocks(ROOT / name)
     assert found

@@ -346,12 +346,20 @@ async def test_process_is_left_alone_when_it_has_never_given_a_sign_of_life(repo
             assert supervisor.pids == pids, "one that still imports its modules is not blocked"
 
 
-@pytest.mark.parametrize(("ends", "invalid"), [("2", True), ("3", False), ("3 2", False)])
-async def test_settings_are_invalid_only_when_the_first_start_of_a_process_says_so(
-    reports: Reports, tmp_path: Path, ends: str, invalid: bool
+async def test_process_is_not_restarted_when_it_refuses_its_settings(reports: Reports) -> None:
+    async with reports.supervisor("sys.exit(2)") as supervisor:
+        await supervisor.invalid_input.wait()
+        (slot,) = supervisor._slots.values()
+        assert slot.monitor is not None
+        await slot.monitor
+        assert supervisor.restarts == {0: 0}
+
+
+async def test_settings_are_not_invalid_when_a_process_ends_with_status_2_after_a_restart(
+    reports: Reports, tmp_path: Path
 ) -> None:
     statuses = tmp_path / "statuses"
-    statuses.write_text(ends)
+    statuses.write_text("3 2")
     script = (
         f"file = {str(statuses)!r}; first, *rest = open(file).read().split() or ['run']; open(file, 'w').write(' '.join(rest))\n"
         "if first != 'run': sys.exit(int(first))\n"
@@ -359,8 +367,8 @@ async def test_settings_are_invalid_only_when_the_first_start_of_a_process_says_
     )
     async with reports.supervisor(script, backoff=Backoff(initial_s=0)) as supervisor:
         await reports.next()
-        await until(lambda: supervisor.restarts == {0: len(ends.split())})
-        assert supervisor.invalid_input.is_set() == invalid
+        await until(lambda: supervisor.restarts == {0: 2})
+        assert not supervisor.invalid_input.is_set()
 
 
 async def test_process_inherits_the_descriptors_of_its_slot_under_the_same_numbers(reports: Reports) -> None:

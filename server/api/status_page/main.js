@@ -17,7 +17,7 @@ const rates = new Rates();
 const graph = new Graph($("graph"));
 const table = new ReplicaTable($("replicas"));
 const throughput = new Chart($("throughput"), [["answered", "ok", "answered"], ["refused", "refused", "refused", false], ["failed", "failed", "failed", false]], "per second");
-const latency = new Chart($("latency"), [["p99_ms", "p99", "99th percentile"], ["p50_ms", "p50", "median"]], "ms");
+const latency = new Chart($("latency"), [["slowest_ms", "slowest", "slowest"], ["p99_ms", "p99", "99th percentile"], ["p50_ms", "p50", "median"]], "ms");
 let points = [];
 let status = null;
 let incidentS = null;
@@ -32,10 +32,15 @@ function showStatus(fresh) {
   setText($("uptime"), duration(status.uptime_s));
   setText($("queue"), status.queue_depth);
   setText($("flight"), status.requests_in_flight);
-  setText($("redundancy"), ready.length ? Math.min(...ready) - 1 : "–");
+  setText($("redundancy"), workersToLose(ready));
   setText($("observer"), status.frontends.length > 1 ? "(requests of this frontend)" : "");
   rates.update(status);
   draw();
+}
+
+function workersToLose(ready) {
+  const fewest = ready.length ? Math.min(...ready) : 0;
+  return fewest === 0 ? "–" : fewest === 1 ? "none" : fewest === 2 ? "1 worker" : `${fewest - 1} workers`;
 }
 
 function draw() {

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from multiworld_serving.models import (
     count_blocks,
     load_model,
 )
+from multiworld_serving.models.bundle import cutting
 from multiworld_serving.models.bundle.cutting import cut_graph, measure_nodes, times_of_blocks
 from multiworld_serving.models.bundle.files import read_bundle, write_bundle
 from multiworld_serving.models.bundle.graph import Graph
@@ -134,6 +136,25 @@ def test_measured_times_are_those_of_whole_blocks() -> None:
     found = times_of_blocks(bundle.manifest.costs_s, times_s)
     assert [bool(time_s) for time_s in found] == [bool(cost_s) for cost_s in bundle.manifest.costs_s]
     assert math.isclose(sum(found), sum(times_s))
+
+
+@pytest.mark.parametrize(("limit_s", "rounds"), [(0.0, 3), (1e9, 25)])
+def test_nodes_are_measured_more_often_while_it_takes_little_time(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, rounds: int
+) -> None:
+    bundle = bundle_of("resnet18")
+    weights = bundle.weights(node.target for node in bundle.graph.weights)
+    made: list[cutting._Timer] = []
+
+    class Counting(cutting._Timer):
+        def run(self, *inputs: Any, **options: Any) -> Any:
+            made.append(self)
+            return super().run(*inputs, **options)
+
+    monkeypatch.setattr(cutting, "_Timer", Counting)
+    monkeypatch.setattr(cutting, "_ROUNDS_S", limit_s)
+    measure_nodes(bundle.graph, weights, [bundle.self_test["input.input"]])
+    assert len(made) == 1 + rounds
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -101,15 +101,17 @@ def test_auto_falls_back_with_one_warning_when_offline(caplog: pytest.LogCapture
     warning = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warning) == 1
     assert "NO TRAINED WEIGHTS" in warning[0]
+    assert "cannot be downloaded: " in warning[0], "the proxy refuses at once"
 
 
 def test_auto_falls_back_within_a_time_limit_when_the_host_is_silent(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pretrained, "PROBE_TIMEOUT_S", 0.1)
     use_proxy(monkeypatch, listener.getsockname()[1])
     start_s = time.monotonic()
     assert load_model("resnet18", "auto").version == "random:0"
+    assert "does not answer within 0.1 s" in caplog.text
     assert time.monotonic() - start_s < 20  # torch.hub alone would wait forever
 
 

@@ -45,16 +45,14 @@ def test_export_writes_a_bundle_with_labels_when_images_are_described(
         "labels.txt",
         "--stages",
         "2",
-        "--name",
-        "flowers",
         "--version",
         "7",
         "--json",
     ]
-    assert main(["export", f"{model}:make", "-o", "out.zip", "--max-batch-size", "4", *options]) == 0
+    assert main(["export", f"{model}:make", "-o", "my flowers.zip", "--max-batch-size", "4", *options]) == 0
     told = json.loads(capsys.readouterr().out)
-    manifest = read_bundle(Path("out.zip")).manifest
-    assert (manifest.name, manifest.version, manifest.labels) == ("flowers", "7", ("a", "b", "c"))
+    manifest = read_bundle(Path("my flowers.zip")).manifest
+    assert (manifest.name, manifest.version, manifest.labels) == ("my_flowers", "7", ("a", "b", "c"))
     assert manifest.image is not None
     assert (manifest.image.crop_size, manifest.image.resize_size) == (8, 9)
     assert len(told["stages"]) == 2
@@ -63,11 +61,12 @@ def test_export_writes_a_bundle_with_labels_when_images_are_described(
 
 @pytest.mark.parametrize("inputs", [["--example", "model.py:example"], ["--input", "x:float32[batch,3,9,9]"]])
 def test_export_shows_a_table_of_stages(model: str, inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", f"{model}:make", "-o", "out", "--max-batch-size", "2", *inputs]) == 0
+    assert main(["export", f"{model}:make", "-o", "v1.2.bundle", "--name", "x", "--max-batch-size", "2", *inputs]) == 0
     printed = capsys.readouterr()
     assert "output KiB" in printed.out
     assert "capturing" in printed.err
-    assert read_bundle(Path("out")).manifest.inputs[0].shape == ("batch", 3, 9, 9)
+    manifest = read_bundle(Path("v1.2.bundle")).manifest
+    assert (manifest.name, manifest.inputs[0].shape) == ("x", ("batch", 3, 9, 9))
 
 
 IMAGE = ["--image-size", "8"]
@@ -82,6 +81,7 @@ IMAGE = ["--image-size", "8"]
         ("model.py:broken", IMAGE, "ZeroDivisionError"),
         ("other.py:make", IMAGE, "does not exist"),
         ("no.such.module:make", IMAGE, "ModuleNotFoundError"),
+        ("no/such/README.md:make", IMAGE, "README.md is not a Python file"),
         ("no_such_model", [], "neither a model of torchvision"),
         ("model.py:make", ["--input", "x:float32[3,9]"], "expected NAME:DTYPE"),
         ("model.py:make", ["--input", "x:float12[batch,9]"], "expected NAME:DTYPE"),

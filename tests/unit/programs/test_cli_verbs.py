@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -417,6 +418,19 @@ def test_status_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], mon
         "7 more edges are in GET /status",
     ):
         assert part in out
+
+
+def test_status_fits_into_80_columns_and_says_how_many_workers_can_be_lost(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    broken = {"cause": "exit", "detail": "", "at_unix_s": time.time() - 3599}
+    replicas = [{**REPLICA, "slot": slot, "world": f"s1.r{slot}", "last_failure": broken} for slot in range(3)]
+    monkeypatch.setattr(FakeService, "status", {**SNAPSHOT, "stages": [{"index": 1, "replicas": replicas}]})
+    assert main(["status", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ s1\.r2 +ready +local-0 +cpu +s1\.r2@3 +1 +42 +exit, 59 min ago *$", out, re.MULTILINE)
+    assert "each stage can lose 2 workers" in out
 
 
 def test_status_names_the_hosts_when_there_are_several(

@@ -73,13 +73,13 @@ def test_messages_are_parsed_from_lines() -> None:
 def test_display_shows_replicas_throughput_and_events() -> None:
     picture = StatusView()
     picture.apply("status", STATUS)
-    picture.apply("points", [{"answered": 5.0, "failed": 0, "p50_ms": 12.3, "p99_ms": 40.0}])
+    picture.apply("points", [{"answered": 5.0, "failed": 0, "p50_ms": 12.3, "p99_ms": 40.0, "slowest_ms": 3400.0}])
     picture.apply("event", event(1))
     picture.apply("event", event(2, what="rejoined", generation=4, detail=""))
     shown = text(picture)
     assert "m v: degraded (stage 0 has 1 of 2 replicas), up 1 min 2 s" in shown
     assert "s0.r0@3" in shown
-    assert "5 answers/s, median 12 ms, p99 40 ms" in shown
+    assert "5 answers/s, median 12 ms, p99 40 ms, slowest 3400 ms" in shown
     assert "stage 0 replica 0 broken local-0@3: exit: it ended the connection" in shown
     assert "stage 0 replica 0 rejoined and serves local-0@4" in shown
 

@@ -115,7 +115,7 @@ async def test_tick_reports_rates_latencies_and_reroutes() -> None:
         )  # a leader that was restarted counts from 0
         told = read(subscription)
     points = [content for kind, content in told if kind == "points"]
-    assert (points[0][0]["p50_ms"], points[0][0]["failed"]) == (20.0, 0)
+    assert (points[0][0]["p50_ms"], points[0][0]["slowest_ms"], points[0][0]["failed"]) == (20.0, 900.0, 0)
     assert points[0][0]["answered"] > 0
     assert [(e["what"], e["detail"]) for kind, e in told if kind == "event"] == [
         ("rerouted", "2 batches"),

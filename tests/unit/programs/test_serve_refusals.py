@@ -1,0 +1,37 @@
+"""What `multiworld serve` refuses before it imports torch or starts a process."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import subprocess, sys
+from multiworld_serving.cli.main import main
+
+def refuse_to_start(*_: object, **__: object) -> None:
+    raise AssertionError("a process was started")
+
+subprocess.Popen.__init__ = refuse_to_start
+status = main(sys.argv[1:])
+sys.exit("torch was imported" if "torch" in sys.modules else status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "file"),
+    [
+        ("--model", "nowhere/classifier.bundle"),
+        ("--model", "classifier.bundle"),
+        ("--weights", "nowhere.pth"),
+        ("--labels", "nowhere.txt"),
+    ],
+)
+def test_serve_prints_one_line_when_a_file_of_the_model_is_missing(option: str, file: str) -> None:
+    ports = [each for name in ("http", "join", "metrics") for each in (f"--{name}-port", "0")]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "serve", option, file, *ports], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr.splitlines() == [ended.stderr.rstrip("\n")]
+    assert ended.stderr.startswith(f"multiworld: error: {option} {file}: there is no such file")
+    assert ended.returncode == 2
