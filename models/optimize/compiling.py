@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -42,6 +43,16 @@ UNAVAILABLE = 3
 _REQUEST, _WEIGHTS = "request.json", "weights.safetensors"
 _SLOWER = "slower.txt"
 """Instead of packages: why they are not used."""
+_ALIGNED_MALLOC = """#ifdef __cplusplus
+#include <cstdlib>
+#include <malloc.h>
+inline void* multiworld_aligned_malloc(std::size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+namespace std { using ::multiworld_aligned_malloc; }
+#define malloc multiworld_aligned_malloc
+#endif
+"""
+"""AOTInductor copies weights to memory from malloc, which begins 16 bytes after a cache line if it is large. oneDNN then reads two cache
+lines for each row of a tile: ResNet-50 in bfloat16 takes 1.6 times as long with AMX."""
 _MEASURE_S = 120.0
 """Longest time for comparing compiled code. """
 _UNPACKED = "unpacked"
@@ -144,9 +155,13 @@ class CompiledStageCache:
             if made.is_dir():
                 return
             stage = load_bundle_stage(request.spec, request.weights)
-            with tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making:
+            with (
+                tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making,
+                tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as tools,
+            ):
+                compiler = _aligning_compiler(Path(tools))
                 for batch_size in batch_sizes(request.max_batch_size):
-                    _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2")
+                    _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2", compiler)
                 self._measure(stage, request, Path(making))
                 Path(making).rename(made)
                 Path(making).mkdir()  # TemporaryDirectory removes it
@@ -206,14 +221,26 @@ def compile_unavailable_reason() -> str:
     return ""
 
 
-def _make_package(stage: BundleStage, request: CompileRequest, batch_size: int, file: Path) -> None:
+def _aligning_compiler(folder: Path) -> Path:
+    """Make a command in `folder` that runs the C++ compiler with `_ALIGNED_MALLOC`. It has the compiler's name, which inductor reads."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+
+    compiler, header = get_cpp_compiler(), folder / "aligned_malloc.h"
+    header.write_text(_ALIGNED_MALLOC)
+    command = folder / Path(compiler).name
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(compiler)} -include {shlex.quote(str(header))} "$@"\n')
+    command.chmod(0o700)
+    return command
+
+
+def _make_package(stage: BundleStage, request: CompileRequest, batch_size: int, file: Path, compiler: Path) -> None:
     if stage.spec.input_varies:
         raise CompileError("its rows have different lengths")
     workload = Workload(request.sample_shape, request.max_batch_size, (1,))
     folded = FoldedStage(stage, workload, ExecutionMode("compiled", request.precision).dtype)
     example = stage.spec.example(batch_size, request.sample_shape)
     # Workers that share cores change the number of threads between batches.
-    settings = {"freezing": True, "cpp.dynamic_threads": True}
+    settings = {"freezing": True, "cpp.dynamic_threads": True, "cpp.cxx": (None, str(compiler))}
     try:
         with torch.no_grad():
             program = torch.export.export(folded, (example,))
