@@ -146,7 +146,9 @@ class CompiledStageCache:
     def compile(self, request: CompileRequest) -> None:
         """Compile the packages and measure them, unless this was done. Waits while another process compiles.
 
-        If they are not faster, only the measurement is kept; see `slower`. Takes minutes and can be interrupted only by ending the process. Raises CompileError, OSError.
+        If they are not faster, only the measurement is kept; see `slower`.
+
+        Takes minutes and can be interrupted only by ending the process. Raises CompileError, OSError.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(self.folder)
