@@ -136,6 +136,7 @@ def throughput(service: LocalService, clients: int, seconds: float) -> tuple[flo
     """Answers per second in a closed loop, and CPU milliseconds of the service per answer."""
     request = request_bytes("/predict", "image/jpeg", photo())
     pids = [service.pid, *(replica["pid"] for stage in service.status()["stages"] for replica in stage["replicas"])]
+    pids += [pid for kind in ("leader", "frontend") for pid in service.child_pids(kind).values()]
     before_s = sum(map(cpu_s, pids))
     outcome = uvloop.run(Connections(service.url).closed_loop(request, clients, seconds))
     assert outcome.statuses.keys() == {200}, outcome.statuses

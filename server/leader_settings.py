@@ -78,8 +78,8 @@ class LeaderSettings(ServiceSettings):
     model: str = setting(
         "resnet50",
         "Model",
-        "Model to serve: a ResNet of torchvision such as resnet50; another model of torchvision that takes images; or the "
-        "path of a bundle that `multiworld export` wrote.",
+        "Model to serve: a model of torchvision for images such as resnet50, or the path of a bundle that `multiworld export` "
+        "wrote. Models other than ResNets are exported first, into ~/.cache/multiworld/bundles.",
     )
     weights: str = setting(
         "DEFAULT",

@@ -57,6 +57,7 @@ def service(digits: Path) -> Iterator[LocalService]:
         stages=2,
         replicas=2,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        edge_min_bytes=0,
     ) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends the service with status 0"

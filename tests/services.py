@@ -7,8 +7,18 @@ from multiworld_serving.testing.local_service import LocalService
 
 
 def small_service(**settings: Any) -> LocalService:
-    """One stage with one replica of a ResNet-18 with random weights, for images of 32 x 32 pixels; `settings` change or add to that."""
-    small = {"model": "resnet18", "weights": "random:0", "image_size": 32, "stages": 1, "replicas": 1}
+    """One stage with one replica of a ResNet-18 with random weights, for images of 32 x 32 pixels; `settings` change or add to that.
+
+    All tensors travel over edges, although they are small.
+    """
+    small = {
+        "model": "resnet18",
+        "weights": "random:0",
+        "image_size": 32,
+        "stages": 1,
+        "replicas": 1,
+        "edge_min_bytes": 0,
+    }
     return LocalService(**{**small, **settings})
 
 

@@ -89,9 +89,12 @@ class ServiceOptions:
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of `multiworld serve`. Raises UserError if --set is invalid."""
+        """Return the settings of `multiworld serve`. Raises UserError if --set is invalid.
+
+        All tensors travel over edges, also small ones, so that faults of edges have an effect.
+        """
         named = {name: given for name, given in asdict(self).items() if name != "sets"}
-        return named | assignments(self.sets)
+        return {"edge_min_bytes": 0} | named | assignments(self.sets)
 
 
 @dataclass(frozen=True)

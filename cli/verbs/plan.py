@@ -24,7 +24,9 @@ multiworld plan --model resnet152 --stages 4 --link-gbps 1 --json
 `multiworld serve --cut measured` measures at start and uses such a partition.
 """
 
-Model = Annotated[str, value("MODEL", "Model to partition: a ResNet of torchvision such as resnet50, or a bundle.")]
+Model = Annotated[
+    str, value("MODEL", "Model to partition: a model of torchvision for images such as resnet50, or a bundle.")
+]
 Stages = Annotated[int, value("N", "Number of pipeline stages.", min=1)]
 BatchSize = Annotated[int, value("N", "Images per batch.", min=1)]
 Device = Annotated[str, value("DEVICE", "Device to measure on: cpu, cuda or cuda:N.")]
@@ -48,7 +50,7 @@ def plan(
 ) -> int:
     """Measure every operator of a model on this machine and show the partition that makes the slowest stage fastest.
 
-    A ResNet has random weights: the values do not affect the time.
+    A model of torchvision has random weights: the values do not affect the time.
     """
     import torch
 
@@ -97,6 +99,10 @@ def plan(
 def _bundle(model: str, batch_size: int) -> "Bundle":
     from multiworld_serving.models import MODEL_NAMES, classifier_bundle, load_model, read_bundle
 
-    if model not in MODEL_NAMES and Path(model).exists():
+    if model in MODEL_NAMES:
+        return classifier_bundle(load_model(model, "random:0"), batch_size)
+    if Path(model).exists():
         return read_bundle(Path(model))
-    return classifier_bundle(load_model(model, "random:0"), batch_size)
+    from multiworld_serving.models.export.published import PublishedModel, exported
+
+    return read_bundle(exported(PublishedModel.choose(model, "random:0", max_batch_size=batch_size)))

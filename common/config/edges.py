@@ -24,6 +24,14 @@ class EdgeSettings(Settings):
         ge=0,
         le=1 << 44,
     )
+    edge_min_bytes: int = setting(
+        8192,
+        "Network",
+        "Smallest tensor in bytes that a process keeps for others to fetch. Smaller ones travel in the messages to and from the leader, "
+        "which takes one round trip less.",
+        ge=0,
+        le=1 << 30,
+    )
     advertise_edge: str | None = setting(
         None,
         "Network",

@@ -53,7 +53,7 @@ class Edges:
     ) -> None:
         metrics = guarded(metrics)
         self.holder = ""
-        self.store = TensorStore(settings.edge_memory, metrics)
+        self.store = TensorStore(settings.edge_memory, metrics, settings.edge_min_bytes)
         self._settings = settings
         loopback = ipaddress.ip_address(host).is_loopback
         self._host = "0.0.0.0" if loopback and settings.advertise_edge is not None else host  # noqa: S104 - asked for

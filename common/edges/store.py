@@ -37,13 +37,15 @@ class TensorStore:
 
     Args:
         budget_bytes: most bytes kept at once.
+        min_bytes: smaller tensors are not kept. Fetching them costs more than sending them with the message that would name them.
 
     Attributes:
         used_bytes: bytes kept now.
     """
 
-    def __init__(self, budget_bytes: int, metrics: EdgeMetrics) -> None:
+    def __init__(self, budget_bytes: int, metrics: EdgeMetrics, min_bytes: int = 0) -> None:
         self.used_bytes = 0
+        self._min_bytes = min_bytes
         self._budget_bytes = budget_bytes
         self._metrics = metrics
         self._entries: dict[int, _Entry] = {}
@@ -61,8 +63,10 @@ class TensorStore:
             owner: for `drop_owner`.
             expires_s: free it after this time, because nobody may tell when it is not needed any more.
         Returns:
-            Its id; None if the budget is used up.
+            Its id; None if it is too small, or the budget is used up. It must then be sent through the leader.
         """
+        if tensor.nbytes < self._min_bytes:
+            return None
         if self.used_bytes + tensor.nbytes > self._budget_bytes:
             self._metrics.budget_exceeded()
             return None

@@ -41,6 +41,9 @@ class TensorSpec:
     dtype: str
     shape: tuple[Dim, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}[{', '.join('?' if dim is None else str(dim) for dim in self.shape)}]"
+
 
 @dataclass(frozen=True)
 class Int8Accuracy:

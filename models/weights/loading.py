@@ -1,6 +1,5 @@
 """Loads a model with weights, labels and preprocessing."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,6 @@ from multiworld_serving.models.weights.checkpoints import SUFFIXES, read_checkpo
 from multiworld_serving.models.weights.labels import placeholder_labels, read_labels
 from multiworld_serving.models.weights.random_weights import parse_seed, random_model
 from multiworld_serving.models.weights.state_dict import load_into
-
-logger = logging.getLogger(__name__)
-
-_FALLBACK = "random:0"
 
 
 @dataclass(frozen=True)
@@ -116,13 +111,8 @@ def _load_auto(name: str) -> _Source:
             return _load_published(name, default)
         except WeightsError as error:
             reason = str(error)
-    logger.warning(
-        "NO TRAINED WEIGHTS: %s is served with %s, so its predictions are meaningless (%s). Pass --weights FILE for real ones.",
-        name,
-        _FALLBACK,
-        reason,
-    )
-    return _load_weights(name, _FALLBACK)
+    pretrained.warn_untrained(name, reason)
+    return _load_weights(name, pretrained.UNTRAINED)
 
 
 def _load_published(name: str, published: Any) -> _Source:

@@ -1,6 +1,7 @@
 """Weights that torchvision publishes: looked up by name, and loaded from torch.hub's cache or downloaded into it."""
 
 import contextlib
+import logging
 import re
 import socket
 import sys
@@ -17,6 +18,10 @@ from multiworld_serving.models.architectures import published_weights
 from multiworld_serving.models.errors import WeightsError
 from multiworld_serving.models.weights.checkpoints import clean_state_dict
 
+logger = logging.getLogger(__name__)
+
+UNTRAINED = "random:0"
+"""What "auto" uses if there are no trained weights."""
 PROBE_TIMEOUT_S = 3.0
 """How long "auto" waits for the download host, including DNS."""
 STALL_TIMEOUT_S = 30.0
@@ -53,6 +58,16 @@ def cached_file(weights: Any) -> Path:
 def is_reachable(weights: Any) -> bool:
     """Whether the weights are in the cache or their host answers within `PROBE_TIMEOUT_S`."""
     return cached_file(weights).exists() or _host_answers(weights.url)
+
+
+def warn_untrained(model: str, reason: str) -> None:
+    """Log that "auto" uses random weights for this model, and why."""
+    logger.warning(
+        "NO TRAINED WEIGHTS: %s is served with %s, so its predictions are meaningless (%s). Pass --weights FILE for real ones.",
+        model,
+        UNTRAINED,
+        reason,
+    )
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:

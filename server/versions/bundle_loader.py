@@ -98,4 +98,9 @@ def _interface(bundle: Bundle) -> dict[str, object]:
 
 
 def _shown(interface: dict[str, object], fields: list[str]) -> str:
-    return ", ".join(f"{field} {str(interface[field])[:200]}" for field in fields)
+    shown = []
+    for field in fields:
+        value = interface[field]
+        text = " and ".join(map(str, value)) if isinstance(value, tuple) else str(value or "")
+        shown.append(f"{field} {text[:200] or 'none'}")
+    return ", ".join(shown)

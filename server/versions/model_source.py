@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -52,20 +53,17 @@ class ModelSource(Protocol):
 
 
 def source_of(settings: LeaderSettings) -> ModelSource:
-    """The source of the model that the settings name. May export a model, which takes seconds to minutes.
+    """The source of the model that the settings name.
 
     Raises:
         models.ModelError: there is no such model.
     """
     check_model_source(settings)
     if settings.model in MODEL_NAMES:
-        return TorchvisionSource(settings)
+        return ResNetSource(settings)
     if (path := bundle_path(settings)) is not None:
         return BundleSource(settings, path)
-    # Importing it takes a second.
-    from multiworld_serving.models.export.published import exported  # noqa: PLC0415
-
-    return BundleSource(settings, exported(settings.model, settings.weights))
+    return PublishedSource(settings)
 
 
 def check_model_source(settings: LeaderSettings) -> None:
@@ -103,8 +101,11 @@ def bundle_path(settings: LeaderSettings) -> Path | None:
 
 
 @dataclass(frozen=True)
-class TorchvisionSource:
-    """Weights published by torchvision, "random:SEED", and files; later versions only from files below `--weights-dir`."""
+class ResNetSource:
+    """ResNets, which become bundles in memory.
+
+    Weights published by torchvision, "random:SEED", and files; later versions only from files below `--weights-dir`.
+    """
 
     settings: LeaderSettings
 
@@ -128,30 +129,56 @@ class TorchvisionSource:
         check_memory(_COPIES_OF_WEIGHTS * first.weights_bytes)
         model = load_model(
             self.settings.model,
-            self.settings.weights if weights is None else self._allowed(weights),
+            self.settings.weights if weights is None else _allowed(self.settings, weights),
             image_size=image.crop_size,
             resize_size=image.resize_size,
             mean=self.settings.channel_means,
             std=self.settings.channel_stds,
         )
-        if model.num_classes != len(labels):
-            raise WeightsError(
-                f"{model.version} has {model.num_classes} classes, but the service has {len(labels)}; serve it as a separate service"
-            )
+        _check_classes(model.version, model.labels, labels)
         labelled = LoadedModel(model.name, model.version, model.module, labels, model.preprocessing)
         return classifier_bundle(labelled, first.manifest.max_batch_size)
 
-    def _allowed(self, weights: str) -> str:
-        """The argument for `load_model`.
 
-        Raises:
-            ModelError: it is a path outside `--weights-dir`, or not a valid path.
-        """
-        if weights == "auto":
-            raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
-        if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
-            return str(path_in_weights_dir(self.settings.weights_dir, weights))
-        return weights  # a torchvision name or random:SEED; load_model rejects everything else
+@dataclass(frozen=True)
+class PublishedSource:
+    """Other models of torchvision, exported into a cache, with the same weights as ResNets. Loading may take minutes."""
+
+    settings: LeaderSettings
+
+    def first(self) -> Bundle:
+        """See `ModelSource`."""
+        settings = self.settings
+        bundle = self._exported(settings.weights, image_size=settings.image_size)
+        return bundle if settings.labels is None else _with_labels(bundle, settings.labels)
+
+    def version(self, weights: str | None, first: Bundle) -> Bundle:
+        """See `ModelSource`. Sizes of images and labels stay those of the first version."""
+        image = first.manifest.image
+        assert image is not None
+        check_memory(_COPIES_OF_WEIGHTS * first.weights_bytes)
+        bundle = self._exported(
+            self.settings.weights if weights is None else _allowed(self.settings, weights),
+            image_size=image.crop_size,
+            resize_size=image.resize_size,
+        )
+        manifest, labels = bundle.manifest, first.manifest.labels
+        _check_classes(manifest.version, manifest.labels, labels)
+        return replace(bundle, manifest=replace(manifest, labels=labels))
+
+    def _exported(self, weights: str, **sizes: int | None) -> Bundle:
+        # Importing it takes a second.
+        from multiworld_serving.models.export.published import PublishedModel, exported  # noqa: PLC0415
+
+        model = PublishedModel.choose(
+            self.settings.model,
+            weights,
+            max_batch_size=self.settings.max_batch_size,
+            mean=self.settings.channel_means,
+            std=self.settings.channel_stds,
+            **sizes,
+        )
+        return read_bundle(exported(model))
 
 
 @dataclass(frozen=True)
@@ -183,10 +210,31 @@ class BundleSource:
 
     def _read(self, path: Path) -> Bundle:
         bundle = read_bundle(path)
-        manifest = bundle.manifest
-        if self.settings.labels is None:
-            return bundle
-        if not manifest.labels:
-            raise BundleError(f"{manifest.name} has no classes; leave --labels out, or export it with labels")
-        labels = read_labels(self.settings.labels, len(manifest.labels))
-        return replace(bundle, manifest=replace(manifest, labels=labels))
+        return bundle if self.settings.labels is None else _with_labels(bundle, self.settings.labels)
+
+
+def _with_labels(bundle: Bundle, file: str) -> Bundle:
+    manifest = bundle.manifest
+    if not manifest.labels:
+        raise BundleError(f"{manifest.name} has no classes; leave --labels out, or export it with labels")
+    return replace(bundle, manifest=replace(manifest, labels=read_labels(file, len(manifest.labels))))
+
+
+def _check_classes(version: str, found: Sequence[str], labels: Sequence[str]) -> None:
+    if len(found) != len(labels):
+        raise WeightsError(
+            f"{version} has {len(found)} classes, but the service has {len(labels)}; serve it as a separate service"
+        )
+
+
+def _allowed(settings: LeaderSettings, weights: str) -> str:
+    """The weights that an administrator names, as a model's source takes them.
+
+    Raises:
+        ModelError: it is a path outside `--weights-dir`, or not a valid path.
+    """
+    if weights == "auto":
+        raise WeightsError("auto is not allowed here, because it may choose random weights; name the weights")
+    if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
+        return str(path_in_weights_dir(settings.weights_dir, weights))
+    return weights  # a name of torchvision or random:SEED; everything else is rejected when it is loaded

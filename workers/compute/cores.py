@@ -26,6 +26,8 @@ _CLEARLY = 0.9
 """Fewer threads are used if they take less than this part of the time."""
 _FIRST_TRIAL, _LAST_TRIAL = 16, 128
 """Batches until the other number of threads is tried again: at first, and after it was slower several times."""
+_COST_OF_TRIALS, _RAREST_TRIAL = 0.004, 1024
+"""Trials take at most this part of the time, but there is one in this many batches."""
 _MOST_KINDS = 256
 
 
@@ -63,8 +65,14 @@ class ThreadChoice:
         if self._until_trial:
             self._until_trial -= 1
             return self._used
-        self._until_trial = self._interval = min(2 * self._interval, _LAST_TRIAL)
+        self._interval = min(2 * self._interval, _LAST_TRIAL)
+        self._until_trial = max(self._interval, self._affordable())
         return most + fewest - self._used
+
+    def _affordable(self) -> int:
+        """Batches between trials of a number of threads that is clearly slower."""
+        slower_by = max(self._mean_s.values()) / min(self._mean_s.values()) - 1
+        return min(_RAREST_TRIAL, round(slower_by / _COST_OF_TRIALS))
 
     def measured(self, threads: int, unit_s: float) -> None:
         """So many threads have computed a batch, in this time per unit of work."""

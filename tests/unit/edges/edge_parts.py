@@ -18,7 +18,8 @@ SECRET = "a-secret-of-this-test"
 
 @asynccontextmanager
 async def edges(name: str = "p", *, secret: str = SECRET, **settings: Any) -> AsyncIterator[Edges]:
-    chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **settings)
+    given = {"edge_min_bytes": 0} | settings
+    chosen = WorkerSettings(leader="127.0.0.1:1", token=SecretStr(secret) if secret else None, **given)
     async with Edges(name, "127.0.0.1", chosen, EdgeMetrics(ProgramMetrics())) as made:
         yield made
 

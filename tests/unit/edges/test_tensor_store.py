@@ -40,6 +40,13 @@ def test_nothing_is_returned_when_a_row_is_not_there(ref: RowRef) -> None:
     assert kept.rows([RowRef(1, 0), ref]) is None
 
 
+def test_small_tensors_are_not_kept() -> None:
+    kept = TensorStore(1000, EdgeMetrics(ProgramMetrics()), min_bytes=ROWS.nbytes)
+    assert kept.put("a", ROWS) is not None
+    assert kept.put("a", ROWS[1:]) is None
+    assert kept.used_bytes == ROWS.nbytes
+
+
 def test_rows_of_different_forms_are_not_put_together() -> None:
     kept = store()
     first, second, third = put(kept, ROWS), put(kept, ROWS[:, :2].contiguous()), put(kept, ROWS.int())

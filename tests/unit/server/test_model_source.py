@@ -1,11 +1,13 @@
-"""Versions of a ResNet: which weights may be loaded, and what stays as in the first version."""
+"""Versions of a model of torchvision: which weights may be loaded, and what stays as in the first version."""
 
 from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torchvision
 
 from multiworld_serving.models import NO_TUNING, ModelError, WeightsError, load_model
+from multiworld_serving.models.export.published import PublishedModel
 from multiworld_serving.models.weights.random_weights import random_model
 from multiworld_serving.server.leader_settings import LeaderSettings
 from multiworld_serving.server.predictor import ImageSizes
@@ -78,3 +80,38 @@ def test_files_are_refused_without_a_folder(folder: Path) -> None:
     loader, plan = opened(folder, weights_dir=None)
     with pytest.raises(WeightsError, match="--weights-dir"):
         loader.load("more.safetensors", VersionTable(plan))
+
+
+def test_other_models_of_torchvision_are_exported_and_have_versions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    for name, classes in (("first", 10), ("second", 10), ("other", 7)):
+        module = torchvision.models.get_model("squeezenet1_1", weights=None, num_classes=classes)
+        safetensors.torch.save_file(module.state_dict(), folder / f"{name}.safetensors")
+    given = {"model": "squeezenet1_1", "weights": str(folder / "first.safetensors"), "weights_dir": folder}
+    settings = LeaderSettings(**given, labels=str(folder / "labels.txt"), image_size=SIZE, mean="0.5,0.5,0.5")  # type: ignore[arg-type]
+    served, loader, plan = open_model(settings, NO_TUNING)
+    assert (served.name, served.image, served.labels) == ("squeezenet1_1", ImageSizes(SIZE, SIZE), tuple("abcdefghij"))
+    assert loader.first.manifest.image is not None
+    assert loader.first.manifest.image.mean == (0.5, 0.5, 0.5)
+    versions = VersionTable(plan)
+    assert loader.load(None, versions) is plan
+    assert loader.load("second.safetensors", versions).version.name.startswith("second-")
+    with pytest.raises(WeightsError, match="has 7 classes, but the service has 10"):
+        loader.load("other.safetensors", versions)
+    with pytest.raises(ModelError, match="expected one of DEFAULT, IMAGENET1K_V1"):
+        loader.load("BEST", versions)
+
+
+@pytest.mark.parametrize(("name", "what"), [("squeezenet9", "did you mean"), ("raft_small", "does not take one image")])
+def test_models_that_cannot_be_exported_by_name_are_refused(name: str, what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        PublishedModel.choose(name, "random:0")
+
+
+def test_published_weights_determine_images_and_version() -> None:
+    swag = PublishedModel.choose("vit_b_16", "IMAGENET1K_SWAG_E2E_V1")
+    assert (swag.image.crop_size, swag.version) == (384, "IMAGENET1K_SWAG_E2E_V1")
+    assert PublishedModel.choose("vit_b_16", "DEFAULT", image_size=64).image.resize_size == 64
+    assert PublishedModel.choose("convnext_tiny", "random:3").version == "random-3"
