@@ -242,7 +242,12 @@ def _make_package(stage: BundleStage, request: CompileRequest, batch_size: int, 
     folded = FoldedStage(stage, workload, ExecutionMode("compiled", request.precision).dtype)
     example = stage.spec.example(batch_size, request.sample_shape)
     # Workers that share cores change the number of threads between batches.
-    settings = {"freezing": True, "cpp.dynamic_threads": True, "cpp.cxx": (None, str(compiler))}
+    settings = {
+        "freezing": True,
+        "cpp.dynamic_threads": True,
+        "cpp.cxx": (None, str(compiler)),
+        "aot_inductor.precompile_headers": False,  # they would be compiled again for each compiler command
+    }
     try:
         with torch.no_grad():
             program = torch.export.export(folded, (example,))
