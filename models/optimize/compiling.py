@@ -29,11 +29,11 @@ from torch import Tensor
 
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.models.optimize.execution_modes import ExecutionMode, StagePrecision, Tuning, cpuinfo_lines
+from multiworld_serving.models.optimize.execution_modes import ExecutionMode, StagePrecision, cpuinfo_lines
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
-from multiworld_serving.models.optimize.selection import optimize
+from multiworld_serving.models.optimize.selection import compare
 from multiworld_serving.models.optimize.unpacking import unpack_under
 
 MAX_CACHE_BYTES = 8 << 30
@@ -177,8 +177,8 @@ class CompiledStageCache:
     def _measure(self, stage: BundleStage, request: CompileRequest, folder: Path) -> None:
         """Replace the packages in `folder` by the measurement if they are not clearly faster than eager mode, or not accurate."""
         compiled = self._load_packages(request, folder)
-        tuning, cpu = Tuning(request.precision, "auto", _MEASURE_S), torch.device("cpu")
-        chosen = optimize(stage, request.sample_shape, request.max_batch_size, tuning, cpu, compiled, request.threads)
+        sizes = request.sample_shape, request.max_batch_size
+        chosen = compare(stage, *sizes, request.precision, compiled, request.threads, _MEASURE_S)
         if chosen.module is not compiled:
             for package in folder.iterdir():
                 package.unlink()

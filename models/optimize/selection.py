@@ -18,6 +18,7 @@ from multiworld_serving.models.optimize.execution_modes import (
     NO_INT8,
     UNOPTIMIZED,
     ExecutionMode,
+    StagePrecision,
     Tuning,
     candidates,
     compiled_mode,
@@ -131,6 +132,26 @@ def optimize(
             )
         return OptimizedStage(makers[0][1](), modes[0], "asked for")
     return choose(makers, stage, stage.spec, example, device, tuning.limit_s, threads=threads)
+
+
+def compare(
+    stage: BundleStage,
+    sample_shape: tuple[int, ...],
+    max_batch_size: int,
+    precision: StagePrecision,
+    compiled: PaddedStage,
+    threads: tuple[int, ...],
+    limit_s: float,
+) -> OptimizedStage:
+    """The faster of `compiled` and what a CPU computes with `--optimize eager`. For the arguments, see `optimize` and `choose`."""
+    cpu, tuning = torch.device("cpu"), Tuning(precision, "eager")
+    (eager,) = candidates(tuning, cpu)
+    makers: list[tuple[ExecutionMode, Callable[[], nn.Module]]] = [
+        (eager, partial(_make, eager, stage, Workload(sample_shape, max_batch_size, threads), cpu)),
+        (compiled_mode(tuning, cpu), lambda: compiled),
+    ]
+    example = example_rows(stage.spec, min(max_batch_size, _MEASURED_ROWS), sample_shape)
+    return choose(makers, stage, stage.spec, example, cpu, limit_s, threads=threads)
 
 
 def _or_as_written(
