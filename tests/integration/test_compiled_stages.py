@@ -271,7 +271,12 @@ async def test_compiled_code_that_is_not_faster_is_measured_once_and_not_used(
     request, cache, taken = request_of(), CompiledStageCache(tmp_path), tmp_path / "taken"
     compiled = packages.load(request)
     assert compiled is not None
-    slow = PaddedStage(request.spec, {LARGEST: lambda batch: time.sleep(0.2) or compiled(batch)})
+
+    def late(batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return compiled(batch)
+
+    slow = PaddedStage(request.spec, {LARGEST: late})
     monkeypatch.setattr(cache, "_load_packages", lambda *_: slow)
     taken.mkdir()
     (taken / "1.pt2").write_bytes(b"code")
