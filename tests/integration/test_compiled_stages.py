@@ -274,7 +274,8 @@ async def test_compiled_code_that_is_not_faster_is_measured_once_and_not_used(
 
     def late(batch: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
-        return compiled(batch)
+        output: torch.Tensor = compiled(batch)
+        return output
 
     slow = PaddedStage(request.spec, {LARGEST: late})
     monkeypatch.setattr(cache, "_load_packages", lambda *_: slow)
