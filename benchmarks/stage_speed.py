@@ -82,9 +82,12 @@ def made(
     """Name of the variant, optimised module, and seconds for loading and optimising, as in a worker."""
     shape, compiled = plan.input_shape, None
     if tuning.optimize == "compile" and device.type == "cpu":
-        request = CompileRequest(plan.spec, shape, batch_size, compiled_mode(tuning, device).precision, weights)
+        precision, threads = compiled_mode(tuning, device).precision, (torch.get_num_threads(),)
+        request = CompileRequest(plan.spec, shape, batch_size, precision, threads, weights)
         cache = CompiledStageCache()
         cache.compile(request)
+        if why := cache.slower(request):
+            print(f"compiled code is not used: {why}", flush=True)
         compiled = cache.load(request)
     started_s = time.perf_counter()
     optimized = optimize(load_bundle_stage(plan.spec, bytearray(weights)), shape, batch_size, tuning, device, compiled)

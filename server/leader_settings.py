@@ -133,8 +133,9 @@ class LeaderSettings(ServiceSettings):
         "eager",
         "Pipeline",
         "Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the "
-        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background and "
-        "caches the code on disk; auto measures these at warm-up, and compiled code if it is cached.",
+        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background, "
+        "caches the code on disk, and uses it if it was measured to be faster; auto measures these at warm-up, and compiled code if it "
+        "is cached.",
     )
     precision: Literal["float32", "bfloat16", "float16", "int8", "auto"] = setting(
         "float32",

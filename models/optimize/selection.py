@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isnan, sqrt
+from itertools import product
+from math import inf, isnan
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,13 @@ from multiworld_serving.models.optimize.execution_modes import (
     NO_INT8,
     UNOPTIMIZED,
     ExecutionMode,
+    StagePrecision,
     Tuning,
     candidates,
     compiled_mode,
 )
 from multiworld_serving.models.optimize.folding import FoldedStage
-from multiworld_serving.models.optimize.fusing import Workload
+from multiworld_serving.models.optimize.fusing import Workload, torch_threads
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
 from multiworld_serving.models.optimize.tracing import place
 
@@ -60,13 +63,13 @@ class Trial:
 
     Attributes:
         deviation: of its output from the reference (`deviation`); NaN if the output is invalid.
-        times_s: shortest time of all rounds for one sample, and for a batch.
+        times_s: shortest time of all rounds, by threads and batch size.
     """
 
     mode: ExecutionMode
     module: nn.Module
     deviation: float = 0.0
-    times_s: list[float] = field(default_factory=lambda: [inf, inf])
+    times_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def is_accurate(self) -> bool:
@@ -75,18 +78,17 @@ class Trial:
 
     @property
     def cost_s(self) -> float:
-        """Geometric mean, which weighs single requests and batches equally."""
-        return sqrt(self.times_s[0] * self.times_s[1])
+        """Geometric mean, which weighs single requests and batches, and all thread counts, equally. Infinite if not measured."""
+        return geometric_mean(self.times_s.values()) if self.times_s else inf
 
     def __str__(self) -> str:
-        one_s, batch_s = self.times_s
-        times = "not timed" if inf in self.times_s else f"{one_s * 1e3:.1f} and {batch_s * 1e3:.1f} ms"
+        times = " and ".join(f"{time_s * 1e3:.1f}" for time_s in self.times_s.values())
         off = (
             ""
             if self.is_accurate
             else f", {self.deviation:.2g} off where {TOLERANCE[self.mode.precision]:g} is allowed"
         )
-        return f"{self.mode} {times}{off}"
+        return f"{self.mode} {f'{times} ms' if times else 'not timed'}{off}"
 
 
 def optimize(
@@ -129,7 +131,27 @@ def optimize(
                 stage, *makers[0], example, device, partial(_make, UNOPTIMIZED, stage, workload, device)
             )
         return OptimizedStage(makers[0][1](), modes[0], "asked for")
-    return choose(makers, stage, stage.spec, example, device, tuning.limit_s)
+    return choose(makers, stage, stage.spec, example, device, tuning.limit_s, threads=threads)
+
+
+def compare(
+    stage: BundleStage,
+    sample_shape: tuple[int, ...],
+    max_batch_size: int,
+    precision: StagePrecision,
+    compiled: PaddedStage,
+    threads: tuple[int, ...],
+    limit_s: float,
+) -> OptimizedStage:
+    """The faster of `compiled` and what a CPU computes with `--optimize eager`. For the arguments, see `optimize` and `choose`."""
+    cpu, tuning = torch.device("cpu"), Tuning(precision, "eager")
+    (eager,) = candidates(tuning, cpu)
+    makers: list[tuple[ExecutionMode, Callable[[], nn.Module]]] = [
+        (eager, partial(_make, eager, stage, Workload(sample_shape, max_batch_size, threads), cpu)),
+        (compiled_mode(tuning, cpu), lambda: compiled),
+    ]
+    example = example_rows(stage.spec, min(max_batch_size, _MEASURED_ROWS), sample_shape)
+    return choose(makers, stage, stage.spec, example, cpu, limit_s, threads=threads)
 
 
 def _or_as_written(
@@ -166,6 +188,7 @@ def choose(
     device: torch.device,
     limit_s: float,
     clock_s: Callable[[], float] = time.perf_counter,
+    threads: tuple[int, ...] = (),
 ) -> OptimizedStage:
     """The fastest mode whose output is accurate. Modes that cannot be built are skipped, except the first, which raises.
 
@@ -175,7 +198,9 @@ def choose(
         spec: of the stage.
         example: an input batch on the CPU.
         limit_s: no mode is built and no round is started after this time.
+        threads: see `optimize`.
     """
+    threads = threads or (torch.get_num_threads(),)
     deadline_s = clock_s() + limit_s
     trials: list[Trial] = []
     failed: list[str] = []
@@ -201,11 +226,15 @@ def choose(
         modes = [mode for mode, _ in makers]
         trials.sort(key=lambda trial: modes.index(trial.mode))
         close = [trial for trial in trials if trial.is_accurate] or trials[:1]
-        _time(close, example, device, deadline_s, clock_s)
+        _time(close, example, device, deadline_s, clock_s, threads)
     chosen = fastest(close)
     said = [*map(str, trials), *failed, *(f"{mode} no time to try" for mode in untried)]
     return OptimizedStage(
-        chosen.module, chosen.mode, "measured for batches of 1 and {}: {}".format(len(example), "; ".join(said))
+        chosen.module,
+        chosen.mode,
+        "measured for batches of 1 and {} with {} threads: {}".format(
+            len(example), " and ".join(map(str, threads)), "; ".join(said)
+        ),
     )
 
 
@@ -275,7 +304,12 @@ def _deviation(trial: Trial, spec: BundleStageSpec, example: Tensor, expected: T
 
 
 def _time(
-    trials: Sequence[Trial], example: Tensor, device: torch.device, deadline_s: float, clock_s: Callable[[], float]
+    trials: Sequence[Trial],
+    example: Tensor,
+    device: torch.device,
+    deadline_s: float,
+    clock_s: Callable[[], float],
+    threads: tuple[int, ...],
 ) -> None:
     """Time all modes in interleaved rounds, so that other load on the machine affects all alike."""
     if len(trials) < 2:
@@ -283,9 +317,11 @@ def _time(
     for round_number in range(_ROUNDS + 1):
         if round_number > 1 and clock_s() >= deadline_s:
             return
-        for trial in trials:
-            for index, batch_size in enumerate((1, len(example))):
-                started_s = clock_s()
-                trial.module(example[:batch_size].to(device)).cpu()
-                if round_number:  # the first round warms up
-                    trial.times_s[index] = min(trial.times_s[index], clock_s() - started_s)
+        for count in threads:
+            with torch_threads(count):
+                for trial, batch_size in product(trials, (1, len(example))):
+                    started_s = clock_s()
+                    trial.module(example[:batch_size].to(device)).cpu()
+                    if round_number:  # the first round warms up
+                        point = (count, batch_size)
+                        trial.times_s[point] = min(trial.times_s.get(point, inf), clock_s() - started_s)

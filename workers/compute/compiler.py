@@ -9,12 +9,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+from multiworld_serving.common.config import check_memory
 from multiworld_serving.models import CompiledStageCache, CompileError, CompileRequest, PaddedStage
 from multiworld_serving.models.optimize import UNAVAILABLE
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800.0
+_PROCESS_BYTES = 1 << 30
+"""Memory of the compile process besides weights: torch with its compiler, and g++."""
+_COPIES_OF_WEIGHTS = 6
+"""Held by the compile process at once: received, as parameters, folded, frozen, and in two packages."""
 
 
 class Compiler:
@@ -38,16 +43,22 @@ class Compiler:
             return None
 
     async def compile(self, request: CompileRequest) -> bool:
-        """Compile into the cache, which takes minutes. Returns whether it succeeded; failures are logged.
+        """Compile into the cache, which takes minutes. Returns whether there is code to use; the log says why not.
 
         That nothing can be compiled on this machine is logged once.
         """
         if not self._unavailable:
             try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await self._run(request)
-                return True
-            except (CompileError, OSError, TimeoutError) as error:
+                if not self._stages.slower(request):
+                    check_memory(_PROCESS_BYTES + _COPIES_OF_WEIGHTS * len(request.weights))
+                    async with asyncio.timeout(_TIMEOUT_S):
+                        await self._run(request)
+                if why := self._stages.slower(request):
+                    logger.info(
+                        "stage=%d stays without compiled code, which is not faster: %s", request.spec.index, why
+                    )
+                return not why
+            except (CompileError, MemoryError, OSError, TimeoutError) as error:
                 if not self._unavailable:
                     logger.warning("stage=%d cannot be compiled: %s", request.spec.index, str(error) or "timed out")
                     return False

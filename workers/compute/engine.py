@@ -335,7 +335,7 @@ class EngineQueue:
         tuning: Tuning,
     ) -> CompileRequest:
         precision = compiled_mode(tuning, self._engine.device).precision
-        return CompileRequest(spec, sample_shape, max_batch_size, precision, weights)
+        return CompileRequest(spec, sample_shape, max_batch_size, precision, self._engine.threads, weights)
 
     def _warm_up(self, stage: nn.Module, batch: Tensor, threads: int) -> None:
         with torch_threads(threads):
