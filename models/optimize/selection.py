@@ -37,6 +37,8 @@ and the leader's self-test compare rows of the calibration set."""
 
 _LEAST_PROBABILITY = 1e-30
 _ROUNDS = 5
+_ROUNDS_ON_BUSY_MACHINE = 30
+"""The compile process has the lowest priority, so most of its rounds wait for cores that workers use."""
 _MEASURED_ROWS = 4
 """Batch size for measuring. Larger batches take proportionally longer and rank the modes alike."""
 _GAIN = 0.03
@@ -151,7 +153,7 @@ def compare(
         (compiled_mode(tuning, cpu), lambda: compiled),
     ]
     example = example_rows(stage.spec, min(max_batch_size, _MEASURED_ROWS), sample_shape)
-    return choose(makers, stage, stage.spec, example, cpu, limit_s, threads=threads)
+    return choose(makers, stage, stage.spec, example, cpu, limit_s, threads=threads, rounds=_ROUNDS_ON_BUSY_MACHINE)
 
 
 def _or_as_written(
@@ -189,6 +191,7 @@ def choose(
     limit_s: float,
     clock_s: Callable[[], float] = time.perf_counter,
     threads: tuple[int, ...] = (),
+    rounds: int = _ROUNDS,
 ) -> OptimizedStage:
     """The fastest mode whose output is accurate. Modes that cannot be built are skipped, except the first, which raises.
 
@@ -199,6 +202,7 @@ def choose(
         example: an input batch on the CPU.
         limit_s: no mode is built and no round is started after this time.
         threads: see `optimize`.
+        rounds: how often each mode is timed, at most.
     """
     threads = threads or (torch.get_num_threads(),)
     deadline_s = clock_s() + limit_s
@@ -226,7 +230,7 @@ def choose(
         modes = [mode for mode, _ in makers]
         trials.sort(key=lambda trial: modes.index(trial.mode))
         close = [trial for trial in trials if trial.is_accurate] or trials[:1]
-        _time(close, example, device, deadline_s, clock_s, threads)
+        _time(close, example, device, deadline_s, clock_s, threads, rounds)
     chosen = fastest(close)
     said = [*map(str, trials), *failed, *(f"{mode} no time to try" for mode in untried)]
     return OptimizedStage(
@@ -310,11 +314,12 @@ def _time(
     deadline_s: float,
     clock_s: Callable[[], float],
     threads: tuple[int, ...],
+    rounds: int,
 ) -> None:
     """Time all modes in interleaved rounds, so that other load on the machine affects all alike."""
     if len(trials) < 2:
         return
-    for round_number in range(_ROUNDS + 1):
+    for round_number in range(rounds + 1):
         if round_number > 1 and clock_s() >= deadline_s:
             return
         for count in threads:
