@@ -80,7 +80,7 @@ async def test_killed_process_is_restarted_at_once(reports: Reports) -> None:
     assert supervisor.restarts == {0: 0, 1: 1}
 
 
-@pytest.mark.parametrize("status", [0, 1, 2])
+@pytest.mark.parametrize("status", [0, 1, 3])
 async def test_exited_process_is_restarted(reports: Reports, status: int, caplog: pytest.LogCaptureFixture) -> None:
     async with reports.supervisor(f"report('up'); sys.exit({status})", backoff=Backoff(initial_s=0)) as supervisor:
         pids = {await reports.next_pid() for _ in range(4)}
