@@ -63,7 +63,7 @@ def measure_nodes(
     target = torch.device(device)
     timer = _Timer(graph.build({key: tensor.to(target) for key, tensor in weights.items()}, target), target)
     example = [tensor.to(target) for tensor in example]
-    runs = []
+    runs: list[list[float]] = []
     least, most = (_LEAST_ROUNDS, _MOST_ROUNDS) if rounds is None else (rounds, rounds)
     end_s = time.monotonic() + _ROUNDS_S
     with torch.no_grad():
