@@ -67,39 +67,25 @@ def _answer(route: playwright.Route) -> None:
         route.fulfill(content_type=_TYPES[name.rpartition(".")[2]], body=(_PAGE / name).read_bytes())
 
 
+def _latencies(chance: random.Random) -> tuple[float, float, float]:
+    """Median, 99th percentile and slowest, in milliseconds."""
+    return chance.gauss(74, 3), chance.gauss(130, 9), chance.gauss(180, 9)
+
+
 def _feed(page: playwright.Page, *, stages: int, replicas: int, seconds: int) -> None:
     chance = random.Random(1)
     now_s = time.time()
     failed_s = now_s + seconds - 9
     snapshot = _snapshot(stages, replicas, failed_s)
     quiet = [Point(now_s - 180 + second, 0, 0, 0, None, None, None) for second in range(60)]
-    busy = [
-        Point(
-            now_s - 120 + second,
-            chance.uniform(900, 1100),
-            0,
-            0,
-            chance.gauss(74, 4),
-            chance.gauss(131, 12),
-            chance.gauss(190, 20),
-        )
-        for second in range(120)
-    ]
+    busy = [Point(now_s - 120 + second, chance.uniform(900, 1100), 0, 0, *_latencies(chance)) for second in range(120)]
     _tell(page, "status", asdict(snapshot))
     _tell(page, "points", [asdict(point) for point in quiet + busy])
     for second in range(1, seconds + 1):
         snapshot = replace(snapshot, stages=tuple(_advance(stage, chance) for stage in snapshot.stages))
         page.clock.run_for(1000)
         _tell(page, "status", asdict(snapshot))
-        point = Point(
-            now_s + second,
-            chance.uniform(950, 1050),
-            0,
-            0,
-            chance.gauss(74, 3),
-            chance.gauss(130, 9),
-            chance.gauss(190, 20),
-        )
+        point = Point(now_s + second, chance.uniform(950, 1050), 0, 0, *_latencies(chance))
         _tell(page, "points", [asdict(point)])
     incident = Incident(failed_s, "s2.r5", "gpu-2-5", "exit: it ended the connection", 2, 7, 0, 0, failed_s + 1)
     _tell(page, "incident", asdict(incident))

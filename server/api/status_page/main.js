@@ -32,15 +32,16 @@ function showStatus(fresh) {
   setText($("uptime"), duration(status.uptime_s));
   setText($("queue"), status.queue_depth);
   setText($("flight"), status.requests_in_flight);
-  setText($("redundancy"), workersToLose(ready));
+  setText($("redundancy"), redundancy(ready));
   setText($("observer"), status.frontends.length > 1 ? "(requests of this frontend)" : "");
   rates.update(status);
   draw();
 }
 
-function workersToLose(ready) {
+// How many workers each stage can lose; unknown while the service cannot serve.
+function redundancy(ready) {
   const fewest = ready.length ? Math.min(...ready) : 0;
-  return fewest === 0 ? "–" : fewest === 1 ? "none" : fewest === 2 ? "1 worker" : `${fewest - 1} workers`;
+  return fewest ? fewest - 1 : "–";
 }
 
 function draw() {

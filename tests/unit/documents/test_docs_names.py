@@ -26,6 +26,7 @@ PARTS_OF_FAMILIES = re.compile(r"_(?:bucket|sum|count|created)$")
 SOURCES = ("py", "yml", "yaml", "json", "toml", "html", "js", "css", "sh", "sbatch", "service")
 
 FOREIGN_OPTIONS = {
+    "--gpus-per-task",
     "--enable-feature",  # Prometheus
     "--model-control-mode",  # Triton
     *("--no-kill", "--nodes", "--requeue"),  # Slurm
