@@ -55,7 +55,7 @@ def test_plan_is_printed_as_table_and_json(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["--stages", "99"], "99 stages"), (["--model", "vgg"], "vgg11"), (["--stages", "0"], "stages")],
+    [(["--stages", "99"], "99 stages"), (["--model", "vgg"], "no such model"), (["--stages", "0"], "stages")],
 )
 def test_plan_refuses_an_impossible_partition(
     arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
