@@ -114,6 +114,11 @@ class Script(TorturePart, ElasticPart):
     async def send(self, world: str, dst: int, value: float = 1.0, count: int = 4, tag: int = 0) -> None:
         await self.manager.communicator.send(torch.full((count,), value), dst, world, tag=tag)
 
+    async def send_in_place(self, world: str, dst: int, value: float, count: int) -> None:
+        """Send a message whose payload lies in shared memory."""
+        tensor = self.manager.allocate((count,), torch.float32).fill_(value)
+        await self.manager.worlds[world].start_send_message(b"", tensor, dst).finish()
+
     async def recv(self, world: str, src: int, count: int = 4, tag: int = 0) -> list[float]:
         """The distinct values of the received tensor."""
         tensor = torch.full((count,), float("nan"))

@@ -134,6 +134,36 @@ async def test_repeatedly_killed_peers_leak_nothing(spawn: Spawn) -> None:
         assert pool.reserved_bytes <= 4 * 4 * LARGE  # at most four tensors are kept for the next ones
 
 
+async def test_view_is_computed_with_while_its_sender_is_killed(spawn: Spawn) -> None:
+    """A thread computes with the view when the sender dies, and afterwards; other senders use the name of the world meanwhile."""
+    async with WorldManager(heartbeat_timeout_s=PATIENT_S) as manager:
+        port = manager.listen()
+        for value in (1.0, 2.0, 3.0):
+            sender = await spawn()
+            await form("w", port, manager, sender)
+            sending = sender.start("send_in_place", world="w", dst=0, value=value, count=LARGE)
+            view = await manager.world("w").recv_view(lambda _header, _size: None, 1)
+            await sending
+            assert view.shared
+            tensor, killed = view.data.view(torch.float32), threading.Event()
+            computing = asyncio.create_task(asyncio.to_thread(_values_until, killed, tensor))
+            sender.kill()
+            await sender.dispose()
+            await reclaimed(manager)
+            killed.set()
+            assert await computing == {value}
+            assert tensor.unique().tolist() == [value]
+            del view, tensor
+
+
+def _values_until(end: threading.Event, tensor: torch.Tensor) -> set[float]:
+    """The values of a tensor, read again and again until an event, and once more after it."""
+    found: set[float] = set()
+    while not end.is_set():
+        found.update((tensor.min().item(), tensor.max().item()))
+    return found | {tensor.min().item(), tensor.max().item()}
+
+
 async def test_repeatedly_cancelled_operations_leak_nothing() -> None:
     async with (
         WorldManager(heartbeat_timeout_s=PATIENT_S) as host,
