@@ -129,13 +129,13 @@ class LeaderSettings(ServiceSettings):
         "What balances the stages: counted uses the multiply-adds of a ResNet or the times in the bundle, the same on every machine; "
         "measured uses the time of each operator on this machine, measured at start like `multiworld plan`.",
     )
-    optimize: Literal["none", "eager", "compile", "auto"] = setting(
-        "eager",
+    optimize: Literal["none", "eager", "compile", "auto", "measure"] = setting(
+        "auto",
         "Pipeline",
         "Execution mode of the workers: none runs the model as written, bit for bit; eager folds batch normalization into the "
-        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles in the background, "
-        "caches the code on disk, and uses it if it was measured to be faster; auto measures these at warm-up, and compiled code if it "
-        "is cached.",
+        "convolutions and uses channels-last tensors (differs by 1e-6); compile starts like eager, compiles on CPUs in the background, "
+        "caches the code on disk, and uses it if it was measured to be faster; auto is compile in bfloat16 and float16 on CPUs, otherwise "
+        "eager; measure times these at warm-up, and compiled code if it is cached.",
     )
     precision: Literal["float32", "bfloat16", "float16", "int8", "auto"] = setting(
         "float32",
@@ -289,7 +289,7 @@ class LeaderSettings(ServiceSettings):
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
         if self.optimize == "none" and self.precision in ("bfloat16", "float16", "int8"):
-            raise ValueError(f"precision {self.precision} requires optimize eager, compile or auto; none uses float32")
+            raise ValueError(f"precision {self.precision} requires optimize auto or optimize eager; none uses float32")
         if self.optimize == "compile" and self.precision == "int8":
             raise ValueError("precision int8 is not compiled; choose optimize eager or auto")
         return self

@@ -6,10 +6,11 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
-from multiworld_serving.common.config import check_memory
-from multiworld_serving.models import BundleStageSpec, Tuning
+from multiworld_serving.common.config import check_memory, release_free_memory
+from multiworld_serving.models import BundleStageSpec, Tuning, compiles
 from multiworld_serving.workers.compute.engine import Engine, EngineQueue
 from multiworld_serving.workers.compute.stage_store import LoadedStage
 from multiworld_serving.workers.incoming_assignment import IncomingAssignment
@@ -54,16 +55,42 @@ class StageLoader:
             weights = await incoming.take_weights()
             began_s = time.monotonic()
             await self._engine.run(self._queue, partial(incoming.check_weights, weights))
-            stage = LoadedStage(incoming.spec, await self._queue.load(*_load_arguments(incoming, weights)))
+            arguments = incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size
+            stage = LoadedStage(incoming.spec, await self._queue.load(*arguments, incoming.tuning))
             stages.add(digest, stage)
-        if incoming.tuning.optimize == "compile" and stage.optimized.mode.method != "compiled":
-            self._compile_in_background(stage, incoming, weights)
+        if compiles(incoming.tuning, stage.optimized.mode):
+            self._compile_in_background(stage, *arguments, incoming.tuning)
         return stage, time.monotonic() - began_s
 
-    def _compile_in_background(self, stage: LoadedStage, incoming: IncomingAssignment, weights: bytearray) -> None:
+    def _compile_in_background(
+        self,
+        stage: LoadedStage,
+        spec: BundleStageSpec,
+        weights: bytearray,
+        sample_shape: tuple[int, ...],
+        max_batch_size: int,
+        tuning: Tuning,
+    ) -> None:
         """Compile the stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
-        compiling = asyncio.create_task(self._compile(weakref.ref(stage), incoming, weights))
-        stage.compiling = compiling
+        serving = weakref.ref(stage)
+
+        async def compile_and_replace() -> None:
+            queue = self._engine.new_queue()
+            try:
+                if await queue.compile(spec, weights, sample_shape, max_batch_size, tuning):
+                    # Nothing is measured again.
+                    final = replace(tuning, optimize="compile")
+                    optimized = await queue.load(spec, weights, sample_shape, max_batch_size, final, aside=True)
+                    if (found := serving()) is not None:
+                        found.optimized = optimized
+                        release_free_memory()
+                        logger.info("stage=%d execution_mode=%s (%s)", spec.index, optimized.mode, optimized.why)
+            except Exception:
+                logger.exception("world=%s stage=%d continues without compiled code", self._name, spec.index)
+            finally:
+                queue.close()
+
+        compiling = stage.compiling = asyncio.create_task(compile_and_replace())
         loop = asyncio.get_running_loop()
 
         def cancel() -> None:  # the engine's thread may hold the last reference
@@ -71,24 +98,3 @@ class StageLoader:
                 loop.call_soon_threadsafe(compiling.cancel)
 
         weakref.finalize(stage, cancel).atexit = False
-
-    async def _compile(self, stage: weakref.ref[LoadedStage], incoming: IncomingAssignment, weights: bytearray) -> None:
-        queue, spec = self._engine.new_queue(), incoming.spec
-        arguments = _load_arguments(incoming, weights)
-        try:
-            if await queue.compile(*arguments):
-                optimized = await queue.load(*arguments)
-                if (serving := stage()) is not None:
-                    serving.optimized = optimized
-                    logger.info("stage=%d execution_mode=%s (%s)", spec.index, optimized.mode, optimized.why)
-        except Exception:
-            logger.exception("world=%s stage=%d continues without compiled code", self._name, spec.index)
-        finally:
-            queue.close()
-
-
-def _load_arguments(
-    incoming: IncomingAssignment, weights: bytearray
-) -> tuple[BundleStageSpec, bytearray, tuple[int, ...], int, Tuning]:
-    """Arguments of `EngineQueue.load` and `compile`."""
-    return incoming.spec, weights, incoming.sample_shape, incoming.assignment.max_batch_size, incoming.tuning

@@ -10,6 +10,8 @@ from multiworld_serving.models.optimize.execution_modes import (
     ExecutionMode,
     Tuning,
     compiled_mode,
+    compiles,
+    may_be_compiled,
 )
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.padded_stage import PaddedStage
@@ -28,7 +30,9 @@ __all__ = [
     "PaddedStage",
     "Tuning",
     "compiled_mode",
+    "compiles",
     "deviation",
+    "may_be_compiled",
     "optimize",
     "torch_threads",
 ]

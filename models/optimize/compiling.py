@@ -6,7 +6,6 @@ a hash of everything that the code depends on. The same process compares the cod
 it only if it is faster.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,10 +17,11 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 import torch._inductor
@@ -34,7 +34,7 @@ from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.padded_stage import PaddedStage, batch_sizes
 from multiworld_serving.models.optimize.selection import compare
-from multiworld_serving.models.optimize.unpacking import unpack_under
+from multiworld_serving.models.optimize.unpacking import page_out, unpack_under
 
 MAX_CACHE_BYTES = 8 << 30
 """Limit of the cache; the least recently used packages are removed first."""
@@ -144,34 +144,51 @@ class CompiledStageCache:
             return ""
 
     def compile(self, request: CompileRequest) -> None:
-        """Compile the packages and measure them, unless this was done. Waits while another process compiles.
+        """Compile the packages and measure them. The caller holds the lock (`open_lock`) and has found that `is_done` is false.
 
         If they are not faster, only the measurement is kept; see `slower`.
 
         Takes minutes and can be interrupted only by ending the process. Raises CompileError, OSError.
         """
+        self._make_folder()
+        made = self.folder / request.key
+        stage = load_bundle_stage(request.spec, request.weights)
+        with (
+            tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making,
+            tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as tools,
+        ):
+            compiler = _aligning_compiler(Path(tools))
+            for batch_size in batch_sizes(request.max_batch_size):
+                _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2", compiler)
+            self._measure(stage, request, Path(making))
+            Path(making).rename(made)
+            Path(making).mkdir()  # TemporaryDirectory removes it
+        self._evict(made)
+
+    def is_done(self, request: CompileRequest) -> bool:
+        """Whether this stage was compiled and measured."""
+        return (self.folder / request.key).is_dir()
+
+    def package_bytes(self, request: CompileRequest) -> int:
+        """Memory that `load` needs at least."""
+        return sum(file.stat().st_size for file in (self.folder / request.key).glob("*.pt2"))
+
+    def open_lock(self) -> IO[str]:
+        """The file to lock with `flock`, so that only one process of the machine compiles. The kernel unlocks it for a dead process.
+
+        Raises CompileError, OSError.
+        """
+        self._make_folder()
+        return (self.folder / "lock").open("w")
+
+    def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(self.folder)
-        with self._one_at_a_time():
-            made = self.folder / request.key
-            if made.is_dir():
-                return
-            stage = load_bundle_stage(request.spec, request.weights)
-            with (
-                tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as making,
-                tempfile.TemporaryDirectory(prefix="making-", dir=self.folder) as tools,
-            ):
-                compiler = _aligning_compiler(Path(tools))
-                for batch_size in batch_sizes(request.max_batch_size):
-                    _make_package(stage, request, batch_size, Path(making) / f"{batch_size}.pt2", compiler)
-                self._measure(stage, request, Path(making))
-                Path(making).rename(made)
-                Path(making).mkdir()  # TemporaryDirectory removes it
-            self._evict(made)
 
     def _load_packages(self, request: CompileRequest, folder: Path) -> PaddedStage:
         with unpack_under(self.folder / _UNPACKED):
             packages = {size: _load_package(folder / f"{size}.pt2") for size in batch_sizes(request.max_batch_size)}
+        page_out(self.folder / _UNPACKED)
         return PaddedStage(request.spec, packages)
 
     def _measure(self, stage: BundleStage, request: CompileRequest, folder: Path) -> None:
@@ -183,13 +200,6 @@ class CompiledStageCache:
             for package in folder.iterdir():
                 package.unlink()
             (folder / _SLOWER).write_text(chosen.why)
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Hold the cache's lock. The kernel releases it if this process dies."""
-        with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _discard(self, made: Path) -> Path:
         """Rename a folder out of the cache atomically, so that a crash while its files are deleted leaves no partial folder."""
@@ -236,8 +246,6 @@ def _aligning_compiler(folder: Path) -> Path:
 
 
 def _make_package(stage: BundleStage, request: CompileRequest, batch_size: int, file: Path, compiler: Path) -> None:
-    if stage.spec.input_varies:
-        raise CompileError("its rows have different lengths")
     workload = Workload(request.sample_shape, request.max_batch_size, (1,))
     folded = FoldedStage(stage, workload, ExecutionMode("compiled", request.precision).dtype)
     example = stage.spec.example(batch_size, request.sample_shape)
@@ -276,6 +284,8 @@ def main(packages: str, folder: str) -> int:
     """Compile the request in `folder` at the lowest priority. Returns the exit status; writes the error to standard error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(19)
+    with suppress(OSError):  # the kernel groups processes by session, and the nice value orders only those of a group
+        Path("/proc/self/autogroup").write_text("19")
     with suppress(OSError):  # short of memory, the kernel ends this process and not a worker
         Path("/proc/self/oom_score_adj").write_text("1000")
     torch.set_num_threads(1)

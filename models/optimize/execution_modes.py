@@ -13,13 +13,14 @@ from multiworld_serving.models.optimize.fusing import fusable
 from multiworld_serving.models.optimize.quantizing import quantizable
 
 Precision = Literal["float32", "bfloat16", "float16", "int8", "auto"]
-Optimize = Literal["none", "eager", "compile", "auto"]
+Optimize = Literal["none", "eager", "compile", "auto", "measure"]
 StagePrecision = Literal["float32", "bfloat16", "float16", "int8"]
 Method = Literal["none", "eager", "fused", "graphed", "compiled"]
 
 PRECISION: tuple[str, ...] = get_args(Precision)
 EDGE_DTYPE = ("float32", "bfloat16", "float16")
 OPTIMIZE: tuple[str, ...] = get_args(Optimize)
+_IN_16_BITS = ("bfloat16", "float16")
 _FAST_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """CPU flags of bfloat16 matrix multiplication: x86 with AMX, x86 with AVX-512, and ARM."""
 _FAST_INT8 = frozenset({"amx_int8", "avx512_vnni", "avx_vnni"})
@@ -29,7 +30,7 @@ NO_INT8 = "int8 needs a CPU with AMX, AVX-512 VNNI or AVX-VNNI"
 
 @dataclass(frozen=True)
 class Tuning:
-    """Optimization that the leader requests from workers. With "auto", each worker chooses for its device.
+    """Optimization that the leader requests from workers. With "auto" and "measure", each worker chooses for its device.
 
     Attributes:
         limit_s: longest time for measuring, in addition to the warm-up.
@@ -95,10 +96,10 @@ def candidates(tuning: Tuning, device: torch.device) -> tuple[ExecutionMode, ...
     if tuning.optimize == "none":
         return (UNOPTIMIZED,)
     modes = []
-    if tuning.optimize == "auto" and tuning.precision in ("float32", "auto"):
+    if tuning.optimize == "measure" and tuning.precision in ("float32", "auto"):
         modes.append(UNOPTIMIZED)
     modes += [_eager_or_fused(precision, device) for precision in _precisions(tuning, device)]
-    if device.type == "cuda" and tuning.optimize in ("compile", "auto"):
+    if device.type == "cuda" and tuning.optimize in ("compile", "measure"):
         modes += [ExecutionMode("graphed", precision) for precision in _precisions(tuning, device)]
     return tuple(modes)
 
@@ -106,6 +107,20 @@ def candidates(tuning: Tuning, device: torch.device) -> tuple[ExecutionMode, ...
 def compiled_mode(tuning: Tuning, device: torch.device) -> ExecutionMode:
     """The mode to compile: in the lowest precision that may be chosen."""
     return ExecutionMode("compiled", _precisions(tuning, device)[-1])
+
+
+def may_be_compiled(tuning: Tuning, device: torch.device) -> bool:
+    """Whether compiled code from the cache may be used. "auto" is for 16 bits only: in float32 it was not faster (decision 36)."""
+    if device.type != "cpu" or tuning.optimize not in ("auto", "compile", "measure"):
+        return False
+    return tuning.optimize != "auto" or compiled_mode(tuning, device).precision in _IN_16_BITS
+
+
+def compiles(tuning: Tuning, mode: ExecutionMode) -> bool:
+    """Whether to compile a stage that is computed in this mode."""
+    if tuning.optimize == "compile":
+        return mode.method != "compiled"
+    return tuning.optimize == "auto" and mode.method in ("eager", "fused") and mode.precision in _IN_16_BITS
 
 
 def _eager_or_fused(precision: StagePrecision, device: torch.device) -> ExecutionMode:

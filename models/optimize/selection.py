@@ -102,13 +102,13 @@ def optimize(
     compiled: PaddedStage | None = None,
     threads: tuple[int, ...] = (),
 ) -> OptimizedStage:
-    """Optimize `stage` as `tuning` says and move it to `device`. Blocks; with "auto" for about `tuning.limit_s` at most.
+    """Optimize `stage` as `tuning` says and move it to `device`. Blocks; if it measures, for about `tuning.limit_s` at most.
 
     Args:
         stage: on the CPU, with weights. It may become part of the result.
         sample_shape: shape of one row of its input; with variable dimensions of the longest.
-        compiled: the same stage compiled in the precision of `compiled_mode`. "compile" takes it if it is accurate, "auto" if it is
-            also the fastest.
+        compiled: the same stage compiled in the precision of `compiled_mode`. It is taken if it is accurate,
+            after "measure" or among several precisions only if it is also the fastest.
         threads: numbers of threads that may compute a batch on a CPU; weight layouts depend on them. Empty: torch's current number.
     """
     modes = candidates(tuning, device)
@@ -119,12 +119,12 @@ def optimize(
         (mode, partial(_make, mode, stage, workload, device)) for mode in modes
     ]
     example = example_rows(stage.spec, min(max_batch_size, _MEASURED_ROWS), sample_shape)
-    if compiled is not None and tuning.optimize == "compile":
+    if compiled is not None and (tuning.optimize == "compile" or (tuning.optimize == "auto" and len(modes) == 1)):
         trial = Trial(compiled_mode(tuning, device), compiled)
         with torch.inference_mode():
             trial.deviation = _deviation(trial, stage.spec, example, stage(example), device)
         if trial.is_accurate:
-            return OptimizedStage(compiled, trial.mode, f"asked for; {trial.deviation:.1g} off")
+            return OptimizedStage(compiled, trial.mode, f"from the cache; {trial.deviation:.1g} off")
     elif compiled is not None:
         makers.append((compiled_mode(tuning, device), lambda: compiled))
     if len(makers) == 1:

@@ -4,17 +4,19 @@ AOTInductor unpacks a package, including frozen weights, into `$TMPDIR` and remo
 killed would leave the files behind.
 """
 
+import ctypes
 import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 _LOCK = "held"
 _PREFIX = "of-"
+_MADV_PAGEOUT = 21
 
 _ours: dict[tuple[Path, int], tuple[Path, TextIO]] = {}
 """By parent folder and process id, because a forked process needs its own. The lock is held while the file is open."""
@@ -38,6 +40,22 @@ def unpack_under(folder: Path) -> Iterator[None]:
             del os.environ["TMPDIR"]
         else:
             os.environ["TMPDIR"] = before
+
+
+def page_out(folder: Path) -> None:
+    """Release the pages of this process's libraries below `folder`; the kernel reads them again when they are used.
+
+    A library of AOTInductor contains the weights, which it copies when it is loaded.
+    """
+    with suppress(
+        OSError, AttributeError
+    ):  # no /proc, or another C library: the pages stay until the kernel needs memory
+        advise = ctypes.CDLL(None).madvise
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if fields[-1].startswith(f"{folder}/"):
+                begin, end = (int(address, 16) for address in fields[0].split("-"))
+                advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT)
 
 
 def _own(folder: Path) -> Path:

@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,7 @@ from multiworld_serving.workers.compute import compiler
 from multiworld_serving.workers.compute.compiler import Compiler
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.stage_store import LoadedStage
-from tests.bundles import classifier_bundle, two_outputs_bundle
+from tests.bundles import classifier_bundle, text_bundle, two_outputs_bundle
 from tests.resnets import sent_weights
 
 pytestmark = [
@@ -120,8 +122,8 @@ def test_compiled_stage_is_used_when_its_output_matches(packages: CompiledStageC
     compiled = packages.load(request)
     made = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="compile"), CPU, compiled)
     assert str(made.mode) == "compiled/float32"
-    auto = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="auto", limit_s=60), CPU, compiled)
-    assert "compiled/float32" in auto.why
+    measured = optimize(stage, request.sample_shape, LARGEST, Tuning(optimize="measure", limit_s=60), CPU, compiled)
+    assert "compiled/float32" in measured.why
     with torch.no_grad():
         for weight in stage.buffers():
             weight.mul_(2)  # now it differs
@@ -183,6 +185,23 @@ def test_unpacked_files_of_a_killed_process_are_removed_by_the_next(packages: Co
         assert other.poll() is None
 
 
+def test_library_with_weights_is_not_kept_in_memory(packages: CompiledStageCache) -> None:
+    compiled = packages.load(request_of())
+    assert compiled is not None
+    mapped, resident, ours = 0, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *fields = line.split()
+        if not first.endswith(":"):
+            ours = str(packages.folder / "unpacked") in line
+        elif ours and first in ("Size:", "Rss:"):
+            mapped, resident = (
+                mapped + int(fields[0]) * (first == "Size:"),
+                resident + int(fields[0]) * (first == "Rss:"),
+            )
+    assert mapped
+    assert resident < mapped / 2, (resident, mapped)
+
+
 def test_weights_of_compiled_code_are_aligned_to_cache_lines(packages: CompiledStageCache) -> None:
     """Otherwise convolutions in bfloat16 take 1.6 times as long with AMX."""
     with zipfile.ZipFile(packages.folder / request_of().key / f"{LARGEST}.pt2") as package:
@@ -230,6 +249,49 @@ def test_missing_compiler_logs_one_warning(
     ]
 
 
+async def test_one_process_of_the_machine_compiles_and_the_others_wait_for_its_result(
+    packages: CompiledStageCache, tmp_path: Path
+) -> None:
+    cache, request = CompiledStageCache(tmp_path / "compiled"), request_of()
+    with cache.open_lock() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = asyncio.create_task(Compiler(cache).compile(request))
+        assert not (await asyncio.wait([waiting], timeout=0.5))[0]
+        assert not _children(), "a waiting process would hold memory"
+        shutil.copytree(packages.folder / request.key, cache.folder / request.key)
+    assert await asyncio.wait_for(waiting, 60)
+
+
+async def test_rows_of_different_lengths_are_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache, request = (
+        CompiledStageCache(tmp_path / "compiled"),
+        request_for(make_bundle_plan(text_bundle(tmp_path / "bundle"), 1)[0]),
+    )
+    assert not await Compiler(cache).compile(request)
+    assert "its rows have different lengths" in caplog.text
+    caplog.clear()
+    assert not await Compiler(cache).compile(request, asked=False)
+    assert not caplog.text, "nobody asked for compiled code"
+    assert not cache.folder.exists()
+
+
+def test_compiled_code_is_not_loaded_without_enough_memory(
+    packages: CompiledStageCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(compiler, "check_memory", limits.append)
+    assert Compiler(packages).load(request_of()) is not None
+    (needed_bytes,) = limits
+    assert needed_bytes > 2 * len(request_of().weights), "one copy for each batch size"
+
+    def refuse(_: int) -> None:
+        raise MemoryError("too little")
+
+    monkeypatch.setattr(compiler, "check_memory", refuse)
+    assert Compiler(packages).load(request_of()) is None
+    assert "without compiled code: too little" in caplog.text
+
+
 def processes_of(session: int) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -241,12 +303,22 @@ def processes_of(session: int) -> Iterator[int]:
                 yield int(entry.name)
 
 
+def autogroup(pid: int) -> str:
+    """By which the kernel orders sessions; empty if it does not group them."""
+    try:
+        return Path(f"/proc/{pid}/autogroup").read_text()
+    except FileNotFoundError:
+        return ""
+
+
 async def test_compilation_is_stopped_and_cleaned_up_when_its_caller_ends(tmp_path: Path) -> None:
     packages = CompiledStageCache(tmp_path / "compiled")
     task = asyncio.create_task(Compiler(packages).compile(request_of()))
     await asyncio.to_thread(wait_until, lambda: bool(list(packages.folder.glob("making-*"))))
     ours = [pid for pid in _children() if list(processes_of(pid))]
     assert len(ours) == 1
+    assert os.getpriority(os.PRIO_PROCESS, ours[0]) == 19
+    assert autogroup(ours[0]).endswith("nice 19\n") or not autogroup(os.getpid())
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.to_thread(wait_until, lambda: not list(processes_of(ours[0])))
@@ -301,14 +373,14 @@ async def test_nothing_is_compiled_without_enough_memory(
     cache = CompiledStageCache(tmp_path / "compiled")
     assert not await Compiler(cache).compile(request_of())
     assert "needs 1" in caplog.text
-    assert not cache.folder.exists()
+    assert not list(cache.folder.glob("*/"))
 
 
 def test_code_that_other_users_can_write_is_not_loaded(packages: CompiledStageCache, tmp_path: Path) -> None:
     shared = CompiledStageCache(tmp_path)
     (tmp_path / request_of().key).mkdir()
     tmp_path.chmod(0o777)
-    for use in (shared.load, shared.compile):
+    for use in (shared.load, shared.compile, lambda _: shared.open_lock()):
         with pytest.raises(CompileError, match="other users can write to it"):
             use(request_of())
     assert packages.folder.stat().st_mode & 0o022 == 0

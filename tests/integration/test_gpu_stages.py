@@ -66,7 +66,7 @@ def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_w
         assert pool.reserved_bytes == 0
 
 
-@pytest.mark.parametrize("optimize", ["eager", "compile", "auto"])
+@pytest.mark.parametrize("optimize", ["eager", "compile", "auto", "measure"])
 async def test_engine_matches_the_reference(optimize: str) -> None:
     engine = Engine(torch.device("cuda", 0))
     (plan,) = resnet_plan("random:0", 1, image_size=64)

@@ -21,6 +21,7 @@ from multiworld_serving.models import (
     Tuning,
     compiled_mode,
     load_bundle_stage,
+    may_be_compiled,
     optimize,
     torch_threads,
 )
@@ -232,17 +233,21 @@ class EngineQueue:
         sample_shape: tuple[int, ...],
         max_batch_size: int,
         tuning: Tuning = NO_TUNING,
+        *,
+        aside: bool = False,
     ) -> OptimizedStage:
         """Build a stage, load its weights, optimize it, and warm it up with each of `warm_up_shapes`. Call `serve` next.
 
         Each step is a job of its own, so batches of other stages and versions are computed in between.
 
+        Args:
+            aside: build it in another thread while batches are computed. For CPUs.
+
         Raises:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
-        made: OptimizedStage = await self._engine.run(
-            self, lambda: self._build(spec, weights, sample_shape, max_batch_size, tuning)
-        )
+        build = partial(self._build, spec, weights, sample_shape, max_batch_size, tuning)
+        made: OptimizedStage = await (asyncio.to_thread(build) if aside else self._engine.run(self, build))
         for batch_size, threads in self._engine.warm_up_shapes(max_batch_size):
             batch = spec.example(batch_size, sample_shape)
             await self._engine.run(self, partial(self._warm_up, made.module, batch, threads))
@@ -308,7 +313,7 @@ class EngineQueue:
     ) -> OptimizedStage:
         engine, compiled = self._engine, None
         stage = load_bundle_stage(spec, weights)
-        if engine.compiler is not None and tuning.optimize in ("compile", "auto"):
+        if engine.compiler is not None and may_be_compiled(tuning, engine.device):
             compiled = engine.compiler.load(self._request(spec, weights, sample_shape, max_batch_size, tuning))
         return optimize(stage, sample_shape, max_batch_size, tuning, engine.device, compiled, engine.threads)
 
@@ -324,7 +329,8 @@ class EngineQueue:
         compiler = self._engine.compiler
         if compiler is None:
             return False
-        return await compiler.compile(self._request(spec, weights, sample_shape, max_batch_size, tuning))
+        request = self._request(spec, weights, sample_shape, max_batch_size, tuning)
+        return await compiler.compile(request, asked=tuning.optimize == "compile")
 
     def _request(
         self,

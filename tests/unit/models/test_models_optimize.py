@@ -18,12 +18,14 @@ from multiworld_serving.models import (
     ModelError,
     StageError,
     Tuning,
+    compiles,
     deviation,
+    may_be_compiled,
     optimize,
 )
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.optimize import execution_modes
-from multiworld_serving.models.optimize.execution_modes import candidates
+from multiworld_serving.models.optimize.execution_modes import StagePrecision, candidates
 from multiworld_serving.models.optimize.folding import FoldedStage
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable, torch_threads
 from multiworld_serving.models.optimize.selection import Trial, choose, fastest
@@ -249,10 +251,10 @@ def test_unmeasured_mode_never_replaces_an_earlier_one() -> None:
 def test_auto_selects_a_mode_and_reports_its_measurements() -> None:
     plan = plan_of(loaded("resnet18"), 3)[1]
     stage = sent_stage(plan)
-    made = optimize(stage, plan.input_shape, 2, Tuning(optimize="auto", limit_s=60), CPU)
-    assert made.mode in candidates(Tuning("float32", "auto"), CPU)
+    made = optimize(stage, plan.input_shape, 2, Tuning(optimize="measure", limit_s=60), CPU)
+    assert made.mode in candidates(Tuning("float32", "measure"), CPU)
     assert "none/float32" in made.why
-    assert str(candidates(Tuning("float32", "auto"), CPU)[-1]) in made.why
+    assert str(candidates(Tuning("float32", "measure"), CPU)[-1]) in made.why
     batch = torch.rand(2, *plan.input_shape)
     with torch.inference_mode():
         assert deviation(made.module(batch), stage(batch)) <= TOLERANCE["float32"]
@@ -264,13 +266,13 @@ def test_auto_tries_bfloat16_only_if_the_device_supports_it(
 ) -> None:
     monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: fast)
     monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
-    assert candidates(Tuning("auto", "auto"), CPU) == expected
+    assert candidates(Tuning("auto", "measure"), CPU) == expected
 
 
 def test_gpu_also_tries_graphs_when_compilation_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
     gpu, graphs = torch.device("cuda"), (ExecutionMode("graphed"), ExecutionMode("graphed", "bfloat16"))
-    assert candidates(Tuning("auto", "auto"), gpu) == (UNOPTIMIZED, EAGER, BFLOAT16, *graphs)
+    assert candidates(Tuning("auto", "measure"), gpu) == (UNOPTIMIZED, EAGER, BFLOAT16, *graphs)
     assert candidates(Tuning("bfloat16", "compile"), gpu) == (BFLOAT16, graphs[1])
     assert candidates(Tuning("bfloat16", "eager"), gpu) == (BFLOAT16,)
 
@@ -298,9 +300,34 @@ def test_convolutions_are_fused_if_device_and_precision_allow_it(monkeypatch: py
 
 def test_only_the_requested_precision_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "fusable", lambda device, dtype: False)
-    assert candidates(Tuning("bfloat16", "auto"), CPU) == (BFLOAT16,)
+    assert candidates(Tuning("bfloat16", "measure"), CPU) == (BFLOAT16,)
     assert candidates(Tuning("float32", "eager"), CPU) == (EAGER,)
     assert candidates(Tuning("auto", "none"), CPU) == (UNOPTIMIZED,)
+
+
+@pytest.mark.parametrize(
+    ("precision", "chosen", "expected"),
+    [
+        ("float32", "float32", False),
+        ("bfloat16", "bfloat16", True),
+        ("float16", "float16", True),
+        ("auto", "bfloat16", True),
+        ("auto", "float32", False),
+        ("int8", "int8", False),
+    ],
+)
+def test_auto_compiles_what_cpus_compute_in_16_bits(
+    precision: str, chosen: StagePrecision, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution_modes, "has_native_bfloat16", lambda device: True)
+    mode, tuning = ExecutionMode("fused", chosen), Tuning(precision, "auto")
+    assert candidates(tuning, CPU) == candidates(Tuning(precision, "eager"), CPU)
+    assert compiles(tuning, mode) == expected
+    assert not compiles(tuning, ExecutionMode("compiled", chosen))
+    assert not compiles(tuning, UNOPTIMIZED), "the rewritten graph was not accurate"
+    assert not compiles(Tuning(precision, "eager"), mode)
+    assert may_be_compiled(tuning, CPU) == (expected or precision == "auto")
+    assert not may_be_compiled(tuning, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
