@@ -223,6 +223,9 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
         advice = f"start the service with `multiworld serve`, or give its URL with {option}"
         raise ServiceUnreachableError(f"nothing answers at {url}: {advice}") from error
     except httpx.TransportError as error:
+        if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
+            advice = f"it may be the join port of workers; give the URL of the HTTP API with {option}"
+            raise ServiceError(f"{url} does not answer with HTTP: {advice}") from error
         if isinstance(error, httpx.TimeoutException) and timeout_s is not None:
             raise ServiceTimeoutError(f"{url} did not answer within {timeout_s:g} s; increase --timeout-s") from error
         raise ServiceUnavailableError(f"the connection to {url} failed: {error or type(error).__name__}") from error

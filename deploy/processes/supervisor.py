@@ -219,7 +219,8 @@ class Supervisor:
                 return
             slot.failures = 1 if lived_s >= self._backoff.reset_after_s else slot.failures + 1
             delay_s = self._backoff.delay_s(slot.failures, random.random())
-            logger.warning(
+            logger.log(
+                logging.INFO if status == "0" and not delay_s else logging.WARNING,  # 0: it was asked to end
                 "%s slot=%d ended status=%s lived_s=%.2f restart_in_s=%.2f",
                 *(self._kind, slot.index, status, lived_s, delay_s),
             )

@@ -17,7 +17,8 @@ def path_in_weights_dir(folder: Path | None, text: str) -> Path:
     """
     if folder is None:
         raise WeightsError(
-            "files are loaded from --weights-dir only, but the service was started without it; name published weights or random:SEED"
+            "files and bundles are loaded from --weights-dir only, but the service was started without it; "
+            "start it with --weights-dir FOLDER, or name published weights or random:SEED"
         )
     if len(text) > _PATH_CHARACTERS or "\0" in text:
         raise WeightsError("invalid path of a weights file: it is too long or contains a NUL character")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import resource
 import signal
@@ -82,6 +83,7 @@ async def test_killed_process_is_restarted_at_once(reports: Reports) -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 3])
 async def test_exited_process_is_restarted(reports: Reports, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with reports.supervisor(f"report('up'); sys.exit({status})", backoff=Backoff(initial_s=0)) as supervisor:
         pids = {await reports.next_pid() for _ in range(4)}
     assert len(pids) == 4

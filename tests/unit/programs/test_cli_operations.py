@@ -4,13 +4,16 @@ import contextlib
 import json
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 
 from multiworld_serving.cli.main import main
+from multiworld_serving.cli.service import ServiceError, http_errors
 from multiworld_serving.cli.verbs import admin
 from tests.http_server import QuietHandler, serving
 
@@ -146,3 +149,26 @@ def test_load_that_takes_too_long_says_what_was_done(capsys: pytest.CaptureFixtu
         assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "1"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "did not answer within 1 s; increase --timeout-s: 1 of 3 workers (w0) have passed the self-test" in error
+
+
+def test_url_of_the_join_port_is_refused_with_a_hint() -> None:
+    """A world manager sends its greeting before it reads anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"\x00\x01multiworld\r\n" * 4)
+                connection.recv(4096)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            pytest.raises(
+                ServiceError, match="it may be the join port of workers; give the URL of the HTTP API with --url"
+            ),
+            http_errors(url),
+        ):
+            httpx.get(url, timeout=30)
+        thread.join()
