@@ -30,6 +30,7 @@ from multiworld_serving.server.predictor import EdgeSnapshot, ModelVersion, Pipe
 from multiworld_serving.server.readiness import readiness_error
 from multiworld_serving.server.replicas.exclusive_operation import ExclusiveOperation
 from multiworld_serving.server.replicas.placement import ready_links
+from multiworld_serving.server.replicas.rebalancing import Rebalancer
 from multiworld_serving.server.replicas.registry import WorkerRegistry
 from multiworld_serving.server.replicas.replica_ids import (
     activate,
@@ -101,6 +102,9 @@ class Leader:
         self._driver = SchedulerDriver(settings, len(plan.stages), metrics, context)
         self._exclusive = ExclusiveOperation()
         self._rolling_restart = RollingRestart(self._registry.placement, settings.join_timeout_s, self._exclusive)
+        self._rebalancer = Rebalancer(
+            self._registry, self._exclusive, settings.rebalance_after_s, settings.join_timeout_s
+        )
         self._rollout = VersionRollout(
             self,
             self._registry.placement,
@@ -127,6 +131,7 @@ class Leader:
     async def __aenter__(self) -> "Leader":
         self._registry.listen()
         self.answer(self._registry.offer)
+        self._rebalancer.start()
         self._metrics.version_serves(self._model, self._versions.current.version)
         self._states_changed()
         return self
@@ -134,6 +139,7 @@ class Leader:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._rebalancer.stop()
         self._draining = True
         self._driver.close()
         await self._rollout.close()
@@ -283,6 +289,7 @@ class Leader:
         """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
         logger.info("stopping: waiting for %d open requests", self.open_requests.count)
         self._draining = True
+        self._rebalancer.stop()
         self._registry.stop()
         self._driver.submit_event(Drain(admits=True))
         with contextlib.suppress(TimeoutError):

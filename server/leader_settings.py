@@ -215,6 +215,15 @@ class LeaderSettings(ServiceSettings):
         le=3600,
     )
 
+    rebalance_after_s: float = setting(
+        60.0,
+        "Failure",
+        "How long the workers must be unchanged before a fast worker of a stage with little work is exchanged with a slower one of a stage "
+        "with more, if that makes the slowest stage 10 % faster; 0 disables this.",
+        ge=0,
+        le=86400,
+    )
+
     leader_name: str = setting(
         None,
         "Network",

@@ -18,7 +18,7 @@ from multiworld_serving.workers.incoming_assignment import IncomingAssignment
 logger = logging.getLogger(__name__)
 
 _COPIES_OF_WEIGHTS = 2
-"""Held at once while a stage is loaded: the received bytes, and the stage's parameters."""
+"""Held at once while a stage is loaded: the received bytes, and the stage's parameters. Leaders assume this, too."""
 
 
 class StageLoader:

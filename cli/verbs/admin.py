@@ -51,8 +51,8 @@ Weights = Annotated[
     str | None,
     typer.Argument(
         metavar="WEIGHTS",
-        help="A bundle or a file of weights below the service's --weights-dir, a published name, or random:SEED; default: reload the weights that the "
-        "service was started with.",
+        help="A bundle or a file of weights below the service's --weights-dir, a published name, or random:SEED; default: reload the "
+        "weights that the service was started with.",
         show_default=False,
     ),
 ]

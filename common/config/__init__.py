@@ -4,6 +4,7 @@ from multiworld_serving.common.config.client_credentials import NO_CREDENTIALS, 
 from multiworld_serving.common.config.errors import SettingsError, UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import (
+    available_memory_bytes,
     check_memory,
     exit_with_parent,
     raise_descriptor_limit,
@@ -25,6 +26,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "UserError",
+    "available_memory_bytes",
     "check_memory",
     "configure_logging",
     "describe",

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 
+from multiworld_serving.common.wire import JoinRequest
 from multiworld_serving.server.predictor import FailureSnapshot
 from multiworld_serving.server.replicas.link_types import SlotId
 from multiworld_serving.server.replicas.worker_link import WorkerLink
 
+CLEARLY_FASTER = 2.0
+"""Measured speeds of equal machines differ by less than this factor, also if the sibling threads of one are busy."""
 _LEAST_WEIGHT = 0.01
 """Weight of a stage whose load is not known yet."""
 
@@ -59,6 +63,8 @@ class Placement:
     spares_wanted: int = 0
     all: list[Slot] = field(default_factory=list)
     """The slots of the stages."""
+    costs: tuple[float, ...] = ()
+    """Work of each stage for a row; empty: unknown. Only the ratio matters."""
     wanted: tuple[float, ...] = ()
     """Replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load."""
     spares: list[Slot] = field(default_factory=list)
@@ -71,16 +77,32 @@ class Placement:
     def of_stage(self, stage: int | None) -> list[Slot]:
         return [slot for slot in self.all if slot.stage == stage]
 
-    def choose(self, host: str = "", elsewhere: Collection[int] = (), former: Collection[int] = ()) -> Slot:
+    def choose(
+        self,
+        host: str = "",
+        elsewhere: Collection[int] = (),
+        former: Collection[int] = (),
+        *,
+        strength: int = 0,
+        too_large: Collection[int] = (),
+        intended: int | None = None,
+    ) -> Slot:
         """Choose the slot for a joining worker on `host`.
 
         If that stage has no free slot, the worker becomes a spare or gets an extra slot.
+
+        Args:
+            intended: the stage to which the worker is being moved; it gets an extra slot if that stage has no free one. Ignored if a
+                stage has no worker. For the others, see `choose_stage`.
         """
-        stage = self.choose_stage(host, elsewhere, former)
+        if moving := intended is not None and next(self.stages_without_worker(), None) is None:
+            stage = intended
+        else:
+            stage = self.choose_stage(host, elsewhere, former, strength, too_large)
         for slot in self.of_stage(stage):
             if slot.free:
                 return slot
-        if len(self.spares) < self.spares_wanted:
+        if len(self.spares) < self.spares_wanted and not moving:
             taken = {link.world_name for link in self.links()}
             index = next(index for index in range(len(taken) + 1) if f"spare{index}" not in taken)
             self.spares.append(slot := Slot(None, index))
@@ -91,25 +113,68 @@ class Placement:
         self.all.sort(key=lambda slot: (slot.stage, slot.index))
         return slot
 
-    def choose_stage(self, host: str = "", elsewhere: Collection[int] = (), former: Collection[int] = ()) -> int:
+    def choose_stage(
+        self,
+        host: str = "",
+        elsewhere: Collection[int] = (),
+        former: Collection[int] = (),
+        strength: int = 0,
+        too_large: Collection[int] = (),
+    ) -> int:
         """Choose the stage for a joining worker on `host`, which serves the stages `elsewhere` for other leaders, or served `former`.
 
         A stage without replicas (serving or joining) is first. Then a stage of `elsewhere` with a free slot, because the worker has it
-        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the fewest
-        replicas on that host, because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of
+        in memory. Then the stage with the fewest replicas; among equals, one of `elsewhere` or `former`, then the one with the most
+        work for a strong worker and with the least for a weak one, then the one with the fewest replicas on that host, because a host may
+        fail as a whole, then the earliest. If all stages have `replicas`, a stage of
         `elsewhere` is first, because the other leaders have chosen it, and then the one with the fewest replicas for its load.
+
+        Args:
+            strength: of the worker, see `strength`.
+            too_large: stages that do not fit into its memory. They are chosen only if no stage fits.
         """
         taken = [self._taken(stage, host) for stage in range(self.num_stages)]
         extra = all(replicas >= self.replicas for replicas, _ in taken)
 
-        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, int]:
+        def rank(stage: int) -> tuple[bool, bool, bool, float, bool, float, int]:
             replicas, on_host = taken[stage]
             shared = stage in elsewhere and self._has_free_slot(stage)
             chosen = not extra or stage in elsewhere
             fill = replicas / self._weight(stage) if extra else replicas
-            return replicas > 0, not shared, not chosen, fill, stage not in elsewhere and stage not in former, on_host
+            work = -strength * self.costs[stage] if self.costs else 0.0
+            return (
+                replicas > 0,
+                not shared,
+                not chosen,
+                fill,
+                stage not in elsewhere and stage not in former,
+                work,
+                on_host,
+            )
 
-        return min(range(self.num_stages), key=rank)
+        fitting = [stage for stage in range(self.num_stages) if stage not in too_large]
+        return min(fitting or range(self.num_stages), key=rank)
+
+    def speeds(self) -> dict[tuple[str, str], float]:
+        """The highest speed that a connected worker measured, by host and device.
+
+        Workers of one device are alike. If one measured less, others computed meanwhile.
+        """
+        found: dict[tuple[str, str], float] = {}
+        for link in self.links():
+            place = link.request.host, link.request.device
+            found[place] = max(found.get(place, 0.0), link.request.gflops)
+        return found
+
+    def strength(self, request: JoinRequest) -> int:
+        """1 if a worker is clearly faster than the median of those that are connected, -1 if it is clearly slower, else 0."""
+        known, place = self.speeds(), (request.host, request.device)
+        own = max(known.get(place, 0.0), request.gflops)
+        others = [known[link.request.host, link.request.device] for link in self.links()]
+        if not own or not any(others):
+            return 0
+        usual = median(filter(None, others))
+        return (own >= CLEARLY_FASTER * usual) - (own * CLEARLY_FASTER <= usual)
 
     def _weight(self, stage: int) -> float:
         """The load of a stage relative to that of the most loaded one."""

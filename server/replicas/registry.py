@@ -27,6 +27,8 @@ _RETRY_WHILE_DRAINING_S = 1.0
 _OTHERS_JOIN_S = 6.0
 """After a leader has started, its workers join within this time: the longest pause between their attempts is 5 s."""
 _RETRY_WHILE_OTHERS_JOIN_S = 0.25
+COPIES_OF_WEIGHTS = 2
+"""Held by a worker at once while it loads a stage: the received bytes, and the stage's parameters."""
 _SLOT_RETENTION_S = 60.0
 """How long an extra slot of a failed worker is kept for a successor."""
 
@@ -74,6 +76,8 @@ class WorkerRegistry:
         self._links: dict[str, WorkerLink] = {}
         self._serving: set[str] = set()
         """Ids of the links that were reported as serving."""
+        self._intended: dict[str, int] = {}
+        """By worker, the stage to which it is being moved."""
         self._moving: WorkerLink | None = None
         """The worker that is being reassigned to a stage without workers."""
         self._reassigning: asyncio.TimerHandle | None = None
@@ -166,7 +170,7 @@ class WorkerRegistry:
     def _admit(self, request: JoinRequest, host: str) -> WorkerLink:
         known, none = self._stages_known(request), frozenset[int]()
         elsewhere, former = (known, none) if request.is_shared else (none, known)
-        slot = self.placement.choose(request.host, elsewhere, former)
+        slot = self._choose_slot(request, elsewhere, former)
         slot.link = link = WorkerLink(
             plans=self.plan.stages_for(slot.stage),
             slot=slot.id,
@@ -186,6 +190,23 @@ class WorkerRegistry:
         task.add_done_callback(self._tasks.discard)
         self._on_change()
         return link
+
+    def _choose_slot(self, request: JoinRequest, elsewhere: frozenset[int], former: frozenset[int]) -> Slot:
+        placement, stages = self.placement, self.plan.stages
+        placement.costs = tuple(stage.cost_s for stage in stages)
+        needs_mb = {stage.spec.index: COPIES_OF_WEIGHTS * stage.weights.size / 1e6 for stage in stages}
+        too_large = [stage for stage, needed_mb in needs_mb.items() if 0 < request.memory_mb < needed_mb]
+        if too_large:
+            limits = request.memory_mb, ", ".join(map(str, too_large))
+            logger.warning("worker=%s has %d MB of memory, too little for the stages %s", request.worker, *limits)
+        return placement.choose(
+            request.host,
+            elsewhere,
+            former,
+            strength=placement.strength(request),
+            too_large=too_large,
+            intended=self._intended.get(request.worker),
+        )
 
     async def _run(self, link: WorkerLink) -> None:
         settings = self._settings
@@ -223,6 +244,16 @@ class WorkerRegistry:
         else:
             link.close()
         self._on_change()
+
+    def move(self, link: WorkerLink, stage: int) -> None:
+        """Make a worker leave, when its batches are done, and join again at this stage."""
+        self._intended[link.worker] = stage
+        link.drain()
+        self.on_leaving(link)
+
+    def moved(self) -> None:
+        """Place workers that join again by themselves as usual, after `move`."""
+        self._intended.clear()
 
     def serving(self) -> list[WorkerLink]:
         """The links that serve a stage."""

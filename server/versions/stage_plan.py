@@ -45,6 +45,7 @@ class StagePlan:
         self_test_input: one row.
         self_test_output: the output of this stage for `self_test_input`, computed in float32.
         tuning: precision and optimization that workers use.
+        cost_s: seconds that computing a row took when the model was exported, or another measure of it.
     """
 
     spec: BundleStageSpec
@@ -54,6 +55,7 @@ class StagePlan:
     self_test_output: Tensor
     number: int = 1
     tuning: Tuning = NO_TUNING
+    cost_s: float = 0.0
 
     def assignment(self, max_batch_size: int, window: int) -> StageAssignment:
         """The message that tells a worker to load this stage."""
@@ -171,11 +173,14 @@ def make_bundle_plan(
         raise BundleError(
             f"{bundle.manifest.name} has no calibration for int8; export it with --calibration, or choose another --precision"
         )
-    graphs, outputs = _stages_of(bundle, cuts_of(bundle, stages) if isinstance(stages, int) else stages)
+    cuts = cuts_of(bundle, stages) if isinstance(stages, int) else stages
+    graphs, outputs = _stages_of(bundle, cuts)
     specs = stage_specs(bundle.manifest, graphs)
     tensors: Sequence[Tensor] = [bundle.self_test[f"input.{node.name}"] for node in bundle.graph.inputs]
     plans = []
-    for spec, stage, output in zip(specs, graphs, outputs, strict=True):
+    ends = (*(cut + 1 for cut in cuts), None)
+    costs_s = [sum(bundle.manifest.costs_s[begin:end]) for begin, end in zip((0, *ends), ends, strict=False)]
+    for spec, stage, output, cost_s in zip(specs, graphs, outputs, costs_s, strict=True):
         row_shape = spec.input_rows.row_shape or (spec.input_rows.max_row_bytes,)
         rows = spec.input_rows.pack(tensors)
         entries = {node.target: bundle.weights_file.entry(node.target) for node in stage.weights}
@@ -183,7 +188,7 @@ def make_bundle_plan(
             weights_head(stage.to_json(), entries),
             [FileRange(bundle.weights_file, entry.offset, entry.size) for entry in entries.values()],
         )
-        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning))
+        plans.append(StagePlan(spec, weights, row_shape, rows, spec.output_rows.pack(output), number, tuning, cost_s))
         tensors = output
     return _logged(plans)
 
