@@ -42,7 +42,7 @@ class Autoscaler:
         self._policy = policy
         self._stopping: dict[str, asyncio.Task[None]] = {}
         """The worker that is being stopped, if there is one: the next one is chosen when it has ended."""
-        self._refused = False
+        self._refused = self._failed = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -60,8 +60,11 @@ class Autoscaler:
         while True:
             try:
                 await self._step()
+                self._failed = False
             except Exception:
-                logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+                if not self._failed:
+                    logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+                self._failed = True
             await asyncio.sleep(_INTERVAL_S)
 
     async def _step(self) -> None:

@@ -177,6 +177,23 @@ async def test_a_refusal_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCa
     ) == 1
 
 
+async def test_a_failure_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    launcher, asked = RecordingLauncher(1), 0
+
+    async def reports() -> list[CapacityReport | None]:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise ConnectionError("the cluster does not answer")
+        return [serving(2.0, 1)]
+
+    async with Autoscaler(launcher, reports, ScalingPolicy(Limits(1, 50, 1))):
+        await launcher.until("len(self.workers) == 2")
+    assert [record.message for record in caplog.records].count(
+        "autoscaling failed; the workers stay as they are until it succeeds"
+    ) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
