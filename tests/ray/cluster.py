@@ -1,9 +1,9 @@
 """A Ray cluster of several nodes on this machine.
 
 The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS …`, which `RayCluster` controls. It prints the address
-of the head, then executes the lines of its standard input: `kill NODE` ends all processes of a node at once, as a machine that is switched
-off; `end_actor NAME` ends the process of an actor; `add NODE CPUS PATH` adds a node whose Python searches PATH first. At the end of the input
-it ends the cluster.
+of the head, then executes the lines of its standard input. `kill NODE` ends all processes of a node at once, as a machine that is switched
+off; `end_actor NAME` ends the process of an actor; `add NODE CPUS PATH` adds a node whose Python searches PATH first. At the end of the
+input it ends the cluster.
 """
 
 import contextlib
