@@ -220,8 +220,11 @@ def http_errors(url: str, *, option: str = "--url", timeout_s: float | None = No
         if "certificate" in str(error).lower():
             advice = "give its CA with --ca-file, and use a host name that the certificate contains"
             raise ServiceUnreachableError(f"the certificate of {url} cannot be verified: {error}; {advice}") from error
+        if "SSL" in str(error):
+            advice = f"if the service has no certificate, give a URL with http:// with {option}"
+            raise ServiceUnreachableError(f"no TLS connection to {url} ({error}): {advice}") from error
         advice = f"start the service with `multiworld serve`, or give its URL with {option}"
-        raise ServiceUnreachableError(f"nothing answers at {url}: {advice}") from error
+        raise ServiceUnreachableError(f"nothing answers at {url} ({error}): {advice}") from error
     except httpx.TransportError as error:
         if isinstance(error, httpx.RemoteProtocolError) and "illegal" in str(error):
             advice = f"it may be the join port of workers; give the URL of the HTTP API with {option}"
