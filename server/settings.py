@@ -247,7 +247,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     autoscale: str | None = setting(
         None,
         "Pipeline",
-        "Start and stop local workers as the load changes: the least and the largest number of workers, of all stages together; none "
+        "Start and stop workers as the load changes: the least and the largest number of workers, of all stages together; none "
         "keeps --replicas of each stage.",
         pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
         allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
@@ -359,9 +359,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
             return self
         (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
         if self.external_workers:
-            raise ValueError("autoscale starts local workers, and external_workers allows none: use one of them")
-        if self.launcher != "local":
-            raise ValueError(f"autoscale starts local workers, and launcher is {self.launcher}: use one of them")
+            raise ValueError("autoscale starts workers, and external_workers allows none: use one of them")
         if not least <= most <= _MAX_WORKERS:
             raise ValueError(
                 f"autoscale is {self.autoscale}: expected MIN..MAX, MIN at most MAX, MAX at most {_MAX_WORKERS}"

@@ -2,7 +2,7 @@
 
 There are two: `service.py` runs all processes on this machine, `multiworld_serving.deploy.ray.launcher` spreads them over the nodes
 of a Ray cluster. Both start the same programs with the same settings (`programs.py`); no program knows which one started it.
-`Launcher` is what a running service can be asked for; on Ray, `multiworld serve` has ended by then, and only `down` remains.
+`Launcher` is what a running service can be asked for; on Ray, `multiworld serve` has ended by then, and an actor scales the workers.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -45,7 +45,8 @@ class Launcher(Protocol):
     async def scale_workers(self, count: int) -> None:
         """Start workers until there are `count`. Stops none: if there are more, the caller chooses which to stop.
 
-        Returns when they are started; they join their leaders later. Raises UserError if the resources are missing: nothing has changed.
+        Returns when they are started; they join their leaders later. Raises UserError if the resources do not suffice; workers for which
+        they do are started.
         """
 
     async def stop_worker(self, name: str) -> None:

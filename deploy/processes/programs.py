@@ -33,6 +33,7 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
     return {
         **_shared(settings, LeaderSettings),
         "leader_name": f"leader-{index}",
+        "report_capacity": settings.autoscale is not None,
         "exit_with_parent": True,
         "metrics_port": None,
         "metrics_host": None,

@@ -47,8 +47,9 @@ from multiworld_serving.deploy.processes.programs import (
     worker_values,
 )
 from multiworld_serving.deploy.processes.supervisor import INVALID_INPUT, Supervisor
-from multiworld_serving.deploy.scaling.autoscaler import Autoscaler
-from multiworld_serving.deploy.scaling.policy import Limits, ScalingPolicy
+from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S, Autoscaler, limits_of
+from multiworld_serving.deploy.scaling.policy import ScalingPolicy
+from multiworld_serving.server.capacity_report import CapacityReport
 from multiworld_serving.server.settings import ServeSettings
 from multiworld_serving.server.versions.model_files import check_model_files
 
@@ -126,8 +127,8 @@ class _Service:
             async with contextlib.AsyncExitStack() as running:
                 for group in groups:
                     await running.enter_async_context(group)
-                if (limits := _limits(settings)) is not None:
-                    await running.enter_async_context(Autoscaler(self, self._notify, ScalingPolicy(limits)))
+                if (limits := limits_of(settings)) is not None:
+                    await running.enter_async_context(Autoscaler(self, self._capacity_reports, ScalingPolicy(limits)))
                 await running.enter_async_context(notify_systemd())
                 ends = [self._stop, *(group.invalid_input for group in groups)]
                 waits = [asyncio.create_task(end.wait()) for end in ends]
@@ -148,11 +149,8 @@ class _Service:
     # -- processes -------------------------------------------------------------------------------------------------------------
 
     def _leaders(self, fork_server: ForkServer) -> Supervisor:
-        scaled = {"report_capacity": self._settings.autoscale is not None}
         files = [
-            settings_file(
-                self._stack, "leader", {**leader_values(self._settings, index), **scaled, "join_fd": sock.fileno()}
-            )
+            settings_file(self._stack, "leader", {**leader_values(self._settings, index), "join_fd": sock.fileno()})
             for index, sock in enumerate(self._joins)
         ]
         return self._supervisor(
@@ -256,6 +254,10 @@ class _Service:
             raise KeyError(name)
         await self._groups["worker", _WORKER_NAME].remove(int(slot))
 
+    async def _capacity_reports(self) -> list[CapacityReport | None]:
+        pids = [process.pid for process in await self.processes() if process.role == "leader"]
+        return [None if pid is None else self._notify.capacity(pid, REPORT_AGE_S) for pid in pids]
+
     @property
     def _leader_addresses(self) -> str:
         host = _local_host(self._settings.join_host)
@@ -304,14 +306,6 @@ class _Service:
                 for sock in self._joins
             )
             logger.info("waiting for workers; on each of their machines: multiworld worker %s --token-file …", each)
-
-
-def _limits(settings: ServeSettings) -> Limits | None:
-    """The limits of `--autoscale`; None without it."""
-    if settings.worker_limits is None:
-        return None
-    least, most = settings.worker_limits
-    return Limits(least, most, settings.replicas, settings.spares, settings.autoscale_down_after_s)
 
 
 class _RestartCounts:

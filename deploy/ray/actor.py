@@ -26,6 +26,8 @@ from multiworld_serving.deploy.processes.launcher import Role
 from multiworld_serving.deploy.processes.notify import NotifyListener
 from multiworld_serving.deploy.processes.programs import Values, settings_file
 from multiworld_serving.deploy.processes.supervisor import Supervisor
+from multiworld_serving.deploy.scaling.autoscaler import REPORT_AGE_S
+from multiworld_serving.server.capacity_report import CapacityReport
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class ProcessState(NamedTuple):
         pid: None while the process waits for a restart.
         started: the process has sent READY=1: a leader or frontend listens.
         invalid_input: it has ended with status 2, because its settings are invalid on this node.
+        stopping: `stop` was called.
         addresses: where it listens, by the setting of the socket.
     """
 
@@ -74,6 +77,7 @@ class ProcessState(NamedTuple):
     restarts: int
     started: bool
     invalid_input: bool
+    stopping: bool
     addresses: Mapping[str, str]
 
 
@@ -115,12 +119,18 @@ class ProcessActor:
             group.restarts.get(0, 0) if group is not None else 0,
             pid is not None and self._notify.heard(pid),
             group is not None and group.invalid_input.is_set(),
+            self._stop.is_set(),
             {name: str(Address(self._node_address, sock.getsockname()[1])) for name, sock in self._sockets.items()},
         )
 
     def join_address(self) -> str:
         """Where this leader listens."""
         return str(Address(self._node_address, self._sockets["join_fd"].getsockname()[1]))
+
+    def capacity(self) -> CapacityReport | None:
+        """What this leader reported last for scaling; None if it has not lately."""
+        pid = self._supervisor.pids.get(0) if self._supervisor is not None else None
+        return None if pid is None else self._notify.capacity(pid, REPORT_AGE_S)
 
     def stop(self) -> None:
         """Stop the process: SIGTERM, and SIGKILL after the stop timeout. Returns when it has ended."""

@@ -13,13 +13,7 @@ from typing import Any
 import ray
 from pydantic import SecretStr
 from ray.actor import ActorHandle
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import placement_group
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.common.config.tokens import new_token
@@ -33,28 +27,33 @@ from multiworld_serving.deploy.processes.programs import (
     worker_blocked_timeout_s,
     worker_values,
 )
-from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
+from multiworld_serving.deploy.ray.actor import ProcessSpec, ProcessState
+from multiworld_serving.deploy.ray.actors import (
+    GROUP,
+    ROLES,
+    WORKER_STOP_S,
+    create,
+    kill,
+    ray_resources,
+    remove_group,
+    running_actors,
+)
 from multiworld_serving.deploy.ray.cluster import check_versions, connected, free_resources, nodes
 from multiworld_serving.deploy.ray.placement import Placement, place, total
+from multiworld_serving.deploy.ray.scaling import ScalingPlan, running_autoscaler, start_autoscaler
+from multiworld_serving.deploy.scaling.autoscaler import limits_of
+from multiworld_serving.deploy.scaling.policy import Limits
 from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
-_GROUP = "multiworld"
-"""Name of the placement group, in the namespace of the service."""
 _RESERVE_S = 30.0
 """Longest wait until Ray has reserved resources that were free before."""
 _START_S = 600.0
 """Longest time from the first actor to a pipeline that is ready."""
 _ANSWER_S = 10.0
 """Longest wait for what an actor knows."""
-_GONE_S = 15.0
-"""Longest wait until Ray has forgotten actors that were killed."""
 _POLL_S = 0.25
-_WORKER_STOP_S = 35.0
-"""From SIGTERM to SIGKILL of a worker: until its leaders have rerouted its batches."""
-_ROLES: tuple[Role, ...] = ("frontend", "leader", "worker")
-"""In the order in which they stop: frontends answer their requests first."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -66,7 +65,7 @@ def serve(settings: ServeSettings) -> int:
     """
     settings = _checked(settings)
     with connected(settings.ray_address, settings.ray_namespace):
-        if _actors():
+        if running_actors():
             raise UserError(
                 f"a service runs already in the namespace {settings.ray_namespace} of this Ray cluster; stop it with `multiworld down`, "
                 f"or choose another --ray-namespace"
@@ -74,17 +73,19 @@ def serve(settings: ServeSettings) -> int:
         found = nodes()
         check_versions(found)
         specs, needs = _specs(settings)
-        groups = [{name: needs[name] for name in specs if specs[name].role == role} for role in _ROLES]
+        groups = [{name: needs[name] for name in specs if specs[name].role == role} for role in ROLES]
         spread = max(settings.replicas, settings.leaders, settings.frontends)
         placement = place(groups, free_resources(found), spread)
         logger.info("starting processes=%d nodes=%d strict=%s", len(specs), len(found), placement.strict)
         try:
             _start(specs, needs, placement)
             states = _until_ready(settings, specs)
+            if (limits := limits_of(settings)) is not None:
+                start_autoscaler(_scaling_plan(settings, limits, specs, needs, placement))
         except BaseException:
             logger.info("taking everything down")
-            _kill(_actors())
-            _remove_group()
+            kill({**running_autoscaler(), **running_actors()})
+            remove_group()
             raise
         _log_addresses(settings, states)
     return 0
@@ -99,17 +100,18 @@ def down(address: str, namespace: str, timeout_s: float) -> None:
         UserError: no cluster answers, or no service runs there.
     """
     with connected(address, namespace):
-        actors = _actors()
-        if not actors and not _remove_group():
+        kill(running_autoscaler())  # first, because it would start workers again
+        actors = running_actors()
+        if not actors and not remove_group():
             raise UserError(f"no service runs in the namespace {namespace} of this Ray cluster; see --ray-namespace")
-        for role in _ROLES:
+        for role in ROLES:
             of_role = {name: actor for name, actor in actors.items() if name.startswith(f"{role}-")}
             stops = [actor.stop.remote() for actor in of_role.values()]
             if stops:
                 ray.wait(stops, num_returns=len(stops), timeout=timeout_s)
             logger.info("stopped %ss=%d", role, len(of_role))
-        _kill(actors)
-        _remove_group()
+        kill(actors)
+        remove_group()
 
 
 def _checked(settings: ServeSettings) -> ServeSettings:
@@ -157,7 +159,7 @@ def _specs(settings: ServeSettings) -> tuple[dict[str, ProcessSpec], dict[str, R
         add(
             *("worker", f"worker-{index}", Resources(threads, gpus, settings.worker_memory), values),
             threads=threads,
-            stop_timeout_s=_WORKER_STOP_S,
+            stop_timeout_s=WORKER_STOP_S,
             blocked_timeout_s=worker_blocked_timeout_s(settings),
         )
     return specs, needs
@@ -165,42 +167,36 @@ def _specs(settings: ServeSettings) -> tuple[dict[str, ProcessSpec], dict[str, R
 
 def _start(specs: Mapping[str, ProcessSpec], needs: Mapping[str, Resources], placement: Placement) -> None:
     """Reserve the resources and create the actors. Raises UserError if Ray does not reserve them."""
-    bundles = [_ray_resources(total([needs[name] for name in bundle])) for bundle in placement.bundles]
+    bundles = [ray_resources(total([needs[name] for name in bundle])) for bundle in placement.bundles]
     strategy = "STRICT_SPREAD" if placement.strict else "SPREAD"
-    group = placement_group(bundles, strategy=strategy, name=_GROUP, lifetime="detached")
+    group = placement_group(bundles, strategy=strategy, name=GROUP, lifetime="detached")
     if not group.wait(_RESERVE_S):
         raise UserError(
             f"Ray has not reserved the resources within {_RESERVE_S:g} s: another program took them; try again"
         )
     for index, bundle in enumerate(placement.bundles):
         for name in bundle:
-            _create(specs[name], needs[name], group, index)
+            create(specs[name], needs[name], group, index)
 
 
-def _create(spec: ProcessSpec, need: Resources, group: PlacementGroup, bundle: int) -> None:
-    resources = _ray_resources(need)
-    ray.remote(ProcessActor).options(
-        name=spec.name,
-        lifetime="detached",
-        max_restarts=-1,
-        max_task_retries=0,
-        num_cpus=resources["CPU"],
-        num_gpus=resources.get("GPU", 0),
-        memory=resources.get("memory"),
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-    ).remote(spec)
-
-
-def _ray_resources(need: Resources) -> dict[str, float]:
-    named = {"CPU": need.cores, "GPU": float(need.gpus), "memory": float(need.memory_bytes)}
-    return {name: amount for name, amount in named.items() if amount}
+def _scaling_plan(
+    settings: ServeSettings,
+    limits: Limits,
+    specs: Mapping[str, ProcessSpec],
+    needs: Mapping[str, Resources],
+    placement: Placement,
+) -> ScalingPlan:
+    workers = {name for name, spec in specs.items() if spec.role == "worker"}
+    bundles = {name: index for index, names in enumerate(placement.bundles) for name in names if name in workers}
+    template = min(workers)
+    return ScalingPlan(limits, specs[template], needs[template], bundles, settings.log_level, settings.log_format)
 
 
 def _until_ready(settings: ServeSettings, specs: Mapping[str, ProcessSpec]) -> dict[str, ProcessState]:
     """Wait until all processes run and a frontend is ready. Returns their states. Raises UserError."""
     deadline_s = time.monotonic() + _START_S
     while True:
-        actors = _actors()
+        actors = running_actors()
         if ended := ", ".join(sorted(specs.keys() - actors.keys())):
             raise UserError(f"{ended}: cannot be started on its node; the log above says why")
         states = _states(actors)
@@ -232,34 +228,6 @@ def _states(actors: Mapping[str, ActorHandle]) -> dict[str, ProcessState]:
         with contextlib.suppress(ray.exceptions.RayError):  # a GetTimeoutError is a RayError
             states[name] = ray.get(answer, timeout=0)
     return states
-
-
-def _actors() -> dict[str, ActorHandle]:
-    """The actors of the service in this namespace, by name."""
-    found = {}
-    for name in ray.util.list_named_actors():
-        if name.startswith(tuple(f"{role}-" for role in _ROLES)):
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
-                found[name] = ray.get_actor(name)
-    return found
-
-
-def _kill(actors: Mapping[str, ActorHandle]) -> None:
-    """End actors, and their processes with them, and wait until Ray has forgotten their names."""
-    for actor in actors.values():
-        ray.kill(actor, no_restart=True)
-    deadline_s = time.monotonic() + _GONE_S
-    while actors.keys() & set(ray.util.list_named_actors()) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-
-
-def _remove_group() -> bool:
-    """Remove the placement group. Returns whether there was one."""
-    try:
-        remove_placement_group(get_placement_group(_GROUP))
-    except ValueError:
-        return False
-    return True
 
 
 def _log_addresses(settings: ServeSettings, states: Mapping[str, ProcessState]) -> None:

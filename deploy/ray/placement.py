@@ -60,20 +60,24 @@ def _fit(needs: Sequence[Resources], nodes: Sequence[Resources], *, alone: bool)
     """Whether there is room for all, each on the emptiest node that can hold it. `alone`: each on another node."""
     left = list(nodes)
     for need in needs:
-        candidates = [node for node in left if _covers(node, need)]
+        candidates = [node for node in left if covers(node, need)]
         if not candidates:
             return False
         node = max(candidates, key=lambda each: (each.gpus, each.cores))
         left.remove(node)
         if not alone:
-            left.append(
-                Resources(node.cores - need.cores, node.gpus - need.gpus, node.memory_bytes - need.memory_bytes)
-            )
+            left.append(without(node, need))
     return True
 
 
-def _covers(node: Resources, need: Resources) -> bool:
+def covers(node: Resources, need: Resources) -> bool:
+    """Whether a node has room for this need."""
     return all(have >= wanted for have, wanted in zip(node, need, strict=True))
+
+
+def without(node: Resources, need: Resources) -> Resources:
+    """What is left of a node."""
+    return Resources(node.cores - need.cores, node.gpus - need.gpus, node.memory_bytes - need.memory_bytes)
 
 
 def _shortage(needs: Sequence[Resources], nodes: Sequence[Resources]) -> str:
@@ -84,20 +88,21 @@ def _shortage(needs: Sequence[Resources], nodes: Sequence[Resources]) -> str:
         *([f"{missing[1]} GPUs"] if missing[1] else []),
         *([f"{missing[2] / 1e9:.1f} GB of memory"] if missing[2] else []),
     ]
-    have = "; ".join(f"{_text(node)}" for node in nodes) or "no node"
+    have = "; ".join(f"{text(node)}" for node in nodes) or "no node"
     if lacks:
         return (
-            f"the Ray cluster lacks {' and '.join(lacks)}: the service needs {_text(needed)}, and its {len(nodes)} nodes have free "
-            f"{_text(free)} in total; add nodes, or reduce --stages, --replicas, --spares or --worker-threads"
+            f"the Ray cluster lacks {' and '.join(lacks)}: the service needs {text(needed)}, and its {len(nodes)} nodes have free "
+            f"{text(free)} in total; add nodes, or reduce --stages, --replicas, --spares or --worker-threads"
         )
     largest = max(needs, key=lambda need: (need.gpus, need.cores, need.memory_bytes))
     return (
-        f"the Ray cluster has enough in total, but not where one process can use it: a process needs {_text(largest)}, and the nodes "
+        f"the Ray cluster has enough in total, but not where one process can use it: a process needs {text(largest)}, and the nodes "
         f"have free {have}; reduce --worker-threads or --worker-memory, or use larger nodes"
     )
 
 
-def _text(each: Resources) -> str:
+def text(each: Resources) -> str:
+    """Resources as they are shown: "4 CPUs + 1 GPUs"."""
     parts = [f"{each.cores:g} CPUs"]
     if each.gpus:
         parts.append(f"{each.gpus:g} GPUs")

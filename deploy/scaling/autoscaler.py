@@ -5,35 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from multiworld_serving.common.config import UserError
 from multiworld_serving.deploy.processes.launcher import Launcher
-from multiworld_serving.deploy.processes.notify import NotifyListener
-from multiworld_serving.deploy.scaling.policy import Grow, ScalingPolicy, Stop
+from multiworld_serving.deploy.scaling.policy import Grow, Limits, ScalingPolicy, Stop
+from multiworld_serving.server.capacity_report import CapacityReport
+from multiworld_serving.server.settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.25
-_REPORT_AGE_S = 5.0
+REPORT_AGE_S = 5.0
 """A report that is older is ignored. Leaders report twice a second."""
+
+Reports = Callable[[], Awaitable[Sequence[CapacityReport | None]]]
+"""The last report of each leader, None if it is older than `REPORT_AGE_S`."""
+
+
+def limits_of(settings: ServeSettings) -> Limits | None:
+    """The limits of `--autoscale`; None without it."""
+    if settings.worker_limits is None:
+        return None
+    least, most = settings.worker_limits
+    return Limits(least, most, settings.replicas, settings.spares, settings.autoscale_down_after_s)
 
 
 class Autoscaler:
-    """Performs what the policy decides inside its `async with` block. Leaving waits until a worker that is being stopped has ended.
+    """Performs what the policy decides inside its `async with` block. Leaving waits until a worker that is being stopped has ended."""
 
-    Args:
-        notify: receives the reports of the leaders.
-    """
-
-    def __init__(self, launcher: Launcher, notify: NotifyListener, policy: ScalingPolicy) -> None:
+    def __init__(self, launcher: Launcher, reports: Reports, policy: ScalingPolicy) -> None:
         self._launcher = launcher
-        self._notify = notify
+        self._reports = reports
         self._policy = policy
         self._stopping: dict[str, asyncio.Task[None]] = {}
         """The worker that is being stopped, if there is one: the next one is chosen when it has ended."""
-        self._refused = False
+        self._refused = self._failed = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -51,15 +60,16 @@ class Autoscaler:
         while True:
             try:
                 await self._step()
+                self._failed = False
             except Exception:
-                logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+                if not self._failed:
+                    logger.exception("autoscaling failed; the workers stay as they are until it succeeds")
+                self._failed = True
             await asyncio.sleep(_INTERVAL_S)
 
     async def _step(self) -> None:
-        processes = await self._launcher.processes()
-        leaders = [process.pid for process in processes if process.role == "leader"]
-        workers = {process.name for process in processes if process.role == "worker"}
-        reports = [None if pid is None else self._notify.capacity(pid, _REPORT_AGE_S) for pid in leaders]
+        reports = await self._reports()
+        workers = {process.name for process in await self._launcher.processes() if process.role == "worker"}
         match self._policy.decide(reports, workers - self._stopping.keys(), time.monotonic()):
             case Grow(count):
                 await self._grow(count, len(workers - self._stopping.keys()), len(workers & self._stopping.keys()))

@@ -1,8 +1,9 @@
 """A Ray cluster of several nodes on this machine.
 
 The nodes run in a program of their own, `python -m tests.ray.cluster NODE=CPUS …`, which `RayCluster` controls. It prints the address
-of the head, then executes the lines of its standard input: `kill NODE` ends all processes of a node at once, as a machine that is switched
-off; `add NODE CPUS PATH` adds one whose Python searches PATH first. At the end of the input it ends the cluster.
+of the head, then executes the lines of its standard input. `kill NODE` ends all processes of a node at once, as a machine that is switched
+off; `end_actor NAME` ends the process of an actor; `add NODE CPUS PATH` adds a node whose Python searches PATH first. At the end of the
+input it ends the cluster.
 """
 
 import contextlib
@@ -119,6 +120,13 @@ class _Nodes:
         for process in processes:
             process.wait()
 
+    def end_actor(self, name: str) -> None:
+        """End the process of an actor of the service, as SIGKILL does. Ray starts it again."""
+        import ray  # noqa: PLC0415
+
+        with ray.init(self.cluster.address, namespace="multiworld", logging_level="ERROR"):
+            ray.kill(ray.get_actor(name), no_restart=False)
+
 
 def _main(arguments: list[str]) -> None:
     import ray  # noqa: PLC0415
@@ -133,6 +141,8 @@ def _main(arguments: list[str]) -> None:
             command, *words = line.split()
             if command == "kill":
                 nodes.kill(*words)
+            elif command == "end_actor":
+                nodes.end_actor(*words)
             else:
                 nodes.add(words[0], int(words[1]), *words[2:])
             print("done", flush=True)

@@ -54,12 +54,12 @@ class Calls:
 
 
 @contextlib.contextmanager
-def load(urls: list[str], clients: int = 3) -> Iterator[Calls]:
+def load(urls: list[str], clients: int = 3, pause_s: float = 0.1) -> Iterator[Calls]:
     calls, stop = Calls(), threading.Event()
 
     def call(own: list[str]) -> None:
         with Client(own, timeout_s=60) as client:
-            while not stop.wait(0.1):  # leaves CPU time for starting processes
+            while not stop.wait(pause_s):  # leaves CPU time for starting processes
                 try:
                     client.predict(PHOTO)
                     calls.answered += 1
@@ -119,6 +119,35 @@ def test_no_request_is_lost_when_a_node_is_killed_and_its_processes_come_back_el
     assert stopped.returncode == 0, stopped.stderr
     assert not status(urls)
     assert "no service runs in the namespace multiworld" in cluster.refusal("down")
+
+
+def ready(found: dict[str, Any]) -> list[str]:
+    stages = found.get("stages", [])
+    return [each["worker"] for stage in stages for each in stage["replicas"] if each["state"] == "ready"]
+
+
+def test_workers_are_added_under_load_and_leave_afterwards_also_after_the_autoscaler_was_killed(
+    cluster: Cluster,
+) -> None:
+    one = ("--stages", "1", "--replicas", "1", "--worker-threads", "1", "--image-size", "224")
+    started = cluster.run(*SERVE, *one, "--autoscale", "1..2", "--autoscale-down-after-s", "1")
+    assert started.returncode == 0, started.stderr
+    try:
+        urls = re.findall(r"listening http=(\S+)", started.stderr)[-1].split(",") * 2
+        wait_until(lambda: ready(status(urls)) == ["worker-0"])
+        cluster.tell("end_actor", "autoscaler")
+        with load(urls, clients=8, pause_s=0.0) as calls:
+            wait_until(lambda: sorted(ready(status(urls))) == ["worker-0", "worker-1"])
+        with load(urls, clients=1, pause_s=1.0) as few:
+            wait_until(lambda: len(ready(status(urls))) == 1)
+            since = few.answered
+            wait_until(lambda: few.answered > since + 1)
+        assert not calls.failures
+        assert not few.failures
+    finally:
+        stopped = cluster.run("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not status(urls)
 
 
 def test_missing_resources_are_counted_and_nothing_is_started(cluster: Cluster) -> None:

@@ -146,9 +146,9 @@ def test_restart_that_takes_too_long_says_what_was_done(
 
 def test_load_that_takes_too_long_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
     with service(hangs=True) as (_, admin_url):
-        assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "1"]) == 1
+        assert main(["load-version", "random:1", "--operations-url", admin_url, "--timeout-s", "4"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "did not answer within 1 s; increase --timeout-s: 1 of 3 workers (w0) have passed the self-test" in error
+    assert "did not answer within 4 s; increase --timeout-s: 1 of 3 workers (w0) have passed the self-test" in error
 
 
 def test_url_of_the_join_port_is_refused_with_a_hint() -> None:

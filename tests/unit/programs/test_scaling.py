@@ -3,8 +3,6 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -136,8 +134,11 @@ class RecordingLauncher:
 
 def scaler(launcher: RecordingLauncher, reports: list[CapacityReport]) -> Autoscaler:
     """An autoscaler of one stage that gets the last of `reports`."""
-    notify = cast(NotifyListener, SimpleNamespace(capacity=lambda _pid, _max_age_s: reports[-1]))
-    return Autoscaler(launcher, notify, ScalingPolicy(Limits(1, 50, 1, down_after_s=0.001)))
+
+    async def last() -> list[CapacityReport | None]:
+        return [reports[-1]]
+
+    return Autoscaler(launcher, last, ScalingPolicy(Limits(1, 50, 1, down_after_s=0.001)))
 
 
 def serving(wanted: float, workers: int) -> CapacityReport:
@@ -176,6 +177,23 @@ async def test_a_refusal_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCa
     ) == 1
 
 
+async def test_a_failure_is_logged_once_and_scaling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    launcher, asked = RecordingLauncher(1), 0
+
+    async def reports() -> list[CapacityReport | None]:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise ConnectionError("the cluster does not answer")
+        return [serving(2.0, 1)]
+
+    async with Autoscaler(launcher, reports, ScalingPolicy(Limits(1, 50, 1))):
+        await launcher.until("len(self.workers) == 2")
+    assert [record.message for record in caplog.records].count(
+        "autoscaling failed; the workers stay as they are until it succeeds"
+    ) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -190,10 +208,9 @@ def test_limits_that_cannot_be_kept_are_refused_with_what_to_use(text: str, why:
         ServeSettings(autoscale=text)
 
 
-@pytest.mark.parametrize("other", [{"external_workers": True, "token": "secret"}, {"launcher": "ray"}])
-def test_only_local_workers_are_scaled(other: dict[str, object]) -> None:
+def test_external_workers_are_not_scaled() -> None:
     with pytest.raises(ValueError, match="use one of them"):
-        ServeSettings.model_validate({"autoscale": "4..8", **other})
+        ServeSettings.model_validate({"autoscale": "4..8", "external_workers": True, "token": "secret"})
 
 
 def test_the_service_starts_with_the_least_number_of_workers() -> None:
